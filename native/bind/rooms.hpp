@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// One function per room of native/: each adds its names to the module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace ferrodist::bind {
+
+void add_hash(nanobind::module_& module);
+void add_fold(nanobind::module_& module);
+
+}  // namespace ferrodist::bind

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Buffer: the contiguous memory of one array, and DType: what its elements are.
+
+Below the door (``arrays/``) no array library exists; everything is a Buffer.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class DType(enum.IntEnum):
+    """Element types ferrodist can move and fold. The values are the native codes."""
+
+    BOOL = 0
+    INT8 = 1
+    INT16 = 2
+    INT32 = 3
+    INT64 = 4
+    UINT8 = 5
+    UINT16 = 6
+    UINT32 = 7
+    UINT64 = 8
+    FLOAT16 = 9
+    BFLOAT16 = 10
+    FLOAT32 = 11
+    FLOAT64 = 12
+    COMPLEX64 = 13
+    COMPLEX128 = 14
+
+    @property
+    def label(self) -> str:
+        """The name NumPy, torch and JAX share, such as ``float32``."""
+        return self.name.lower()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def is_half(self) -> bool:
+        """True for the 16-bit floats, which are accumulated in float32."""
+        return self in (DType.FLOAT16, DType.BFLOAT16)
+
+    @property
+    def is_complex(self) -> bool:
+        """True for complex64 and complex128."""
+        return self in (DType.COMPLEX64, DType.COMPLEX128)
+
+    @property
+    def is_float(self) -> bool:
+        """True for real floating-point types."""
+        return DType.FLOAT16 <= self <= DType.FLOAT64
+
+    @property
+    def is_integer(self) -> bool:
+        """True for signed and unsigned integers; bool is not one."""
+        return DType.INT8 <= self <= DType.UINT64
+
+
+_ITEMSIZE = (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16)
+
+DTYPES_BY_LABEL = {dtype.label: dtype for dtype in DType}
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Contiguous memory of one array: what backends see.
+
+    ``memory`` is a flat view of bytes. ``owner`` keeps the user's array alive while bytes are in
+    flight.
+    """
+
+    memory: memoryview
+    dtype: DType
+    shape: tuple[int, ...]
+    owner: object = None
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.memory.nbytes
+
+    @classmethod
+    def empty(cls, dtype: DType, shape: tuple[int, ...]) -> Buffer:
+        """Allocate fresh, uninitialised memory of our own."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return cls(np.empty(nbytes, np.uint8).data, dtype, shape)
+
+    def part(self, index: int, parts: int) -> Buffer:
+        """View part ``index`` of ``parts`` equal cuts along axis 0, without copying."""
+        size = self.nbytes // parts
+        shape = (self.shape[0] // parts, *self.shape[1:])
+        return Buffer(self.memory[index * size : (index + 1) * size], self.dtype, shape, self.owner)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The exception tree: every error ferrodist raises, and nothing else.
+
+    DistributedError(RuntimeError)
+      InvalidArgument(ValueError)          your call is wrong here, whatever the others do
+        InvalidWorldSize  InvalidRank  InvalidShape  SelfSend
+      UnsupportedArray(TypeError)          this array cannot be sent
+      UnsupportedOp(TypeError)             this operation has no meaning for this dtype
+      CollectiveMismatch                   ranks called different things
+        SizeMismatch(ValueError)           ... and only sizes differ
+      CollectiveTimeout(TimeoutError)      a rank did not arrive in time
+      RankLost(ConnectionError)            a rank is gone
+      GroupAborted                         the group was given up, by a rank or after a timeout
+      RendezvousError(ConnectionError)     the ranks did not find each other
+      AuthenticationError(ConnectionError) a peer could not prove that it belongs to the job
+      ProtocolError(ConnectionError)       bytes that cannot be right
+      BackendUnavailable(ImportError)      a dependency is missing
+      BackendClosed                        used after close(), or in a forked child
+      NotInitialized                       no backend was passed and init() was not called
+
+Facts are keyword arguments and become attributes. ``rank`` is always the rank at fault,
+``this_rank`` the one that raises. Every error pickles, facts included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DistributedError(RuntimeError):
+    """Base of everything ferrodist raises."""
+
+    # The facts users read most; absent ones are None rather than an AttributeError.
+    rank: int | None = None
+    this_rank: int | None = None
+    world_size: int | None = None
+    op: str | None = None
+    sequence: int | None = None
+    expected: Any = None
+    got: Any = None
+    missing: list[int] | None = None
+    reason: str | None = None
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        self._facts = facts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self._facts)
+
+
+def _rebuild(cls: type[DistributedError], message: str, facts: dict[str, Any]) -> DistributedError:
+    return cls(message, **facts)
+
+
+class InvalidArgument(DistributedError, ValueError):
+    """An argument is wrong on this rank; nothing was sent."""
+
+
+class InvalidWorldSize(InvalidArgument):
+    """A group must have at least one rank."""
+
+
+class InvalidRank(InvalidArgument):
+    """A rank lies outside the group; ``rank`` is the number passed."""
+
+
+class InvalidShape(InvalidArgument):
+    """An axis cannot be cut evenly among the ranks."""
+
+
+class SelfSend(InvalidArgument):
+    """A rank cannot send to itself or receive from itself."""
+
+
+class UnsupportedArray(DistributedError, TypeError):
+    """The array, dtype or object cannot be communicated."""
+
+
+class UnsupportedOp(DistributedError, TypeError):
+    """The reduction is not defined for this dtype or this algorithm."""
+
+
+class CollectiveMismatch(DistributedError):
+    """Ranks called different things; the group goes on after this error."""
+
+
+class SizeMismatch(CollectiveMismatch, ValueError):
+    """Only sizes differ, between ranks or between an array and the world."""
+
+
+class CollectiveTimeout(DistributedError, TimeoutError):
+    """A rank did not get through before the deadline; ``missing`` names it."""
+
+
+class RankLost(DistributedError, ConnectionError):
+    """A rank is gone; ``how`` says in which way. The group is unusable."""
+
+    how: str | None = None
+
+
+class GroupAborted(DistributedError):
+    """The group was given up; ``reason`` says why and ``rank`` by whom."""
+
+
+class RendezvousError(DistributedError, ConnectionError):
+    """The ranks of a job did not find each other."""
+
+
+class AuthenticationError(DistributedError, ConnectionError):
+    """A peer could not prove that it belongs to the job."""
+
+
+class ProtocolError(DistributedError, ConnectionError):
+    """Bytes arrived that cannot be right; nothing of them was used."""
+
+
+class BackendUnavailable(DistributedError, ImportError):
+    """A backend needs something that is not installed."""
+
+
+class BackendClosed(DistributedError):
+    """The backend was closed, or belongs to the process this one was forked from."""
+
+
+class NotInitialized(DistributedError):
+    """No backend was passed and ``ferrodist.init()`` has not been called."""
