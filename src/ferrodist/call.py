@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Call: what one rank asked for, as compared between ranks and shown in errors and logs."""
+
+from __future__ import annotations
+
+import dis
+import enum
+import os
+import sys
+from types import CodeType
+from typing import NamedTuple
+
+from ferrodist import _native
+from ferrodist.buffer import DType
+from ferrodist.reduce_op import ReduceOp
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_SHOWN_LEAVES = 3
+
+MAX_TAG = (1 << 31) - 1
+"""The largest tag of a point-to-point message."""
+
+
+class Kind(enum.IntEnum):
+    """What is asked for. The first nine are what schedules describe; the rest are made of those."""
+
+    ALLREDUCE = 0
+    BROADCAST = 1
+    REDUCE = 2
+    ALL_GATHER = 3
+    GATHER = 4
+    SCATTER = 5
+    REDUCE_SCATTER = 6
+    ALL_TO_ALL = 7
+    BARRIER = 8
+    ALL_GATHER_UNEVEN = 9
+    ALL_TO_ALL_UNEVEN = 10
+    BROADCAST_OBJECT = 11
+    ALL_GATHER_OBJECT = 12
+    GATHER_OBJECT = 13
+    SCATTER_OBJECT = 14
+
+    @property
+    def label(self) -> str:
+        """The name of the public function."""
+        return self.name.lower()
+
+    @property
+    def is_reduction(self) -> bool:
+        """True where contributions are folded."""
+        return self in (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
+
+    @property
+    def is_rooted(self) -> bool:
+        """True where one rank has a part of its own."""
+        return self in _ROOTED
+
+    @property
+    def is_cut_by_rank(self) -> bool:
+        """True where the array is made of one block per rank, whatever the algorithm."""
+        return Kind.ALL_GATHER <= self <= Kind.ALL_TO_ALL
+
+
+_ROOTED = (
+    Kind.BROADCAST,
+    Kind.REDUCE,
+    Kind.GATHER,
+    Kind.SCATTER,
+    Kind.BROADCAST_OBJECT,
+    Kind.GATHER_OBJECT,
+    Kind.SCATTER_OBJECT,
+)
+
+
+class Site(NamedTuple):
+    """Where the user's program made a call: code and offset, never a frame.
+
+    A frame would keep the user's arrays alive.
+    """
+
+    code: CodeType
+    offset: int
+
+    def __str__(self) -> str:
+        line = self.code.co_firstlineno
+        for start, number in dis.findlinestarts(self.code):
+            if start > self.offset:
+                break
+            line = number or line
+        return f"{os.path.basename(self.code.co_filename)}:{line}"
+
+
+def caller_site() -> Site:
+    """Return the innermost place outside ferrodist that led here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return Site(frame.f_code, frame.f_lasti)
+
+
+class Leaf(NamedTuple):
+    """One array of a call: its place in the tree (empty for a lone array), dtype and shape."""
+
+    path: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        array = f"{self.dtype.label}[{','.join(map(str, self.shape))}]"
+        return f"{self.path}: {array}" if self.path else array
+
+
+class Call(NamedTuple):
+    """What one rank asked for. Ranks must agree on all of it but ``site``.
+
+    ``compared`` stands in for ``leaves`` in the fingerprint where sizes may differ by rank.
+    """
+
+    kind: Kind
+    leaves: tuple[Leaf, ...] = ()
+    op: ReduceOp | None = None
+    root: int | None = None
+    algorithm: str | None = None
+    reproducible: bool = False
+    site: Site | None = None
+    compared: tuple[Leaf, ...] | None = None
+    pickle: bool = False
+
+    def fingerprint(self) -> int:
+        """Hash what ranks must agree on to 64 bits."""
+        numbers = [
+            self.kind,
+            -1 if self.op is None else self.op,
+            -1 if self.root is None else self.root,
+            0 if self.algorithm is None else _native.hash_text(self.algorithm),
+            self.reproducible,
+            self.pickle,
+        ]
+        for path, dtype, shape in self.leaves if self.compared is None else self.compared:
+            numbers += (_native.hash_text(path), dtype, len(shape), *shape)
+        return _native.fingerprint(numbers)
+
+    def __str__(self) -> str:
+        words = [self._arrays()] if self.leaves else []
+        if self.op is not None:
+            words.append(self.op.name.lower())
+        if self.root is not None:
+            words.append(f"root={self.root}")
+        if self.algorithm is not None:
+            words.append(f"algorithm={self.algorithm!r}")
+        if self.reproducible:
+            words.append("reproducible")
+        if self.pickle:
+            words.append("pickle")
+        return f"{self.kind.label}({', '.join(words)})"
+
+    def _arrays(self) -> str:
+        if len(self.leaves) == 1 and not self.leaves[0].path:
+            return str(self.leaves[0])
+        shown = [str(leaf) for leaf in self.leaves[:_SHOWN_LEAVES]]
+        if len(self.leaves) > _SHOWN_LEAVES:
+            shown.append(f"... {len(self.leaves)} leaves")
+        return "{" + ", ".join(shown) + "}"
+
+    def differs_only_in_size(self, other: Call) -> bool:
+        """Tell whether the two calls would agree if their shapes did."""
+        return self._without_sizes() == other._without_sizes()
+
+    def _without_sizes(self) -> tuple[object, ...]:
+        leaves = tuple((leaf.path, leaf.dtype) for leaf in self.leaves)
+        return (
+            self.kind,
+            leaves,
+            self.op,
+            self.root,
+            self.algorithm,
+            self.reproducible,
+            self.pickle,
+        )

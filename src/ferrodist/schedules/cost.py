@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Cost: how long a schedule takes on a kind of link, by a model of four numbers, in virtual time.
+
+A message costs ``overhead`` at either end, ``latency`` on the way and ``per_byte`` for its bytes,
+which pass the receiver one message at a time, so a hub with many senders is as slow as it really
+is. A fold costs ``per_folded_byte`` for every byte of every operand after the first, a copy that
+for every byte. ``nbytes`` is always the whole array: all chunks, or the blocks of all ranks
+together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ferrodist.schedules.once import computed_once
+from ferrodist.schedules.steps import Copy, Recv, Schedule, Send, Step
+from ferrodist.schedules.stuck import explain
+from ferrodist.schedules.walk import Walk
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """What a link costs, in seconds."""
+
+    latency: float
+    per_byte: float
+    per_folded_byte: float
+    overhead: float
+
+
+# Rough figures of one two-core machine: a thread wakes another in tens of microseconds, a flag in
+# shared memory is seen in one, loopback TCP has a round trip of 130 us and moves 2 GB/s. Memory is
+# copied and folded at 5 to 10 GB/s. Only their ratios decide which schedule is chosen.
+LINKS = {
+    "threads": LinkModel(4e-5, 2e-10, 1e-10, 1e-5),
+    "shared_memory": LinkModel(1e-6, 1e-10, 1e-10, 2e-7),
+    "tcp": LinkModel(6.5e-5, 5e-10, 1e-10, 1.5e-5),
+}
+
+
+class Line(NamedTuple):
+    """Time as a function of size: ``fixed + per_byte * nbytes``."""
+
+    fixed: float
+    per_byte: float
+
+
+def predict(schedule: Schedule, world: int, nbytes: float, model: LinkModel) -> float:
+    """Return about how many seconds the schedule takes; cheap, because its line is cached."""
+    fixed, per_byte = line(schedule, world, model)
+    return fixed + per_byte * nbytes
+
+
+@computed_once
+def line(schedule: Schedule, world: int, model: LinkModel) -> Line:
+    """Return the time at size zero and the time per byte, each by itself on its slowest way.
+
+    Their sum can only be too slow: the slowest way at size zero may be another.
+    """
+    first, last = _work(schedule, 0, world), _work(schedule, world - 1, world)
+    if max(first, last) > _HOPELESS:
+        return Line(math.inf, 0.0)
+    estimate = simulate if first + (world - 1) * last <= _MOST_WORK else _one_rank
+    no_bytes = replace(model, per_byte=0.0, per_folded_byte=0.0)
+    only_bytes = replace(model, latency=0.0, overhead=0.0)
+    return Line(
+        _rounded(estimate(schedule, world, 0, no_bytes)),
+        _rounded(estimate(schedule, world, 1, only_bytes)),
+    )
+
+
+def _rounded(seconds: float) -> float:
+    # Schedules that cost the same must compare equal, in whatever order their terms were added.
+    return float(f"{seconds:.9g}")
+
+
+def simulate(
+    schedule: Schedule, world: int, nbytes: float, model: LinkModel, *, root: int = 0
+) -> float:
+    """Return when the last rank is done if all start at 0: every step of every rank is walked."""
+    clocks = _Clocks(schedule, world, root, nbytes, model)
+    stuck = clocks.run()
+    if stuck:
+        raise explain(clocks, stuck)
+    return max(clocks.time)
+
+
+class _Clocks(Walk):
+    def __init__(
+        self, schedule: Schedule, world: int, root: int, nbytes: float, model: LinkModel
+    ) -> None:
+        super().__init__(schedule, world, root)
+        self.model = model
+        self.chunk_nbytes = nbytes / (self.cells.num_chunks or 1)
+        self.time = [0.0] * world
+        self.time_at_post = [0.0] * world
+
+    def on_post(self, rank: int, step: Step) -> None:
+        self.time_at_post[rank] = self.time[rank]
+
+    def on_message(self, sender: int, send: Send, receiver: int, recv: Recv) -> None:
+        model, moving = self.model, self.model.per_byte * self.chunk_nbytes * len(send.cells)
+        sent = self.time_at_post[sender] + model.overhead
+        arrives = max(self.time_at_post[receiver], sent + model.latency)
+        self.time[sender] = max(self.time[sender], sent + moving)
+        self.time[receiver] = max(self.time[receiver], arrives + model.overhead + moving)
+
+    def on_done(self, rank: int, step: Step) -> None:
+        if step.then:
+            self.time[rank] += _local_work(step) * self.chunk_nbytes * self.model.per_folded_byte
+
+
+def _local_work(step: Step) -> int:
+    return sum(1 if isinstance(work, Copy) else len(work.operands) - 1 for work in step.then)
+
+
+# A world in which a schedule has more to do than this is not simulated rank by rank: it would take
+# longer than the call it is for. One rank stands for all, as if every step were a round of the
+# whole world. That is exact where all ranks do the same (ring, direct, pairwise, bruck, halving)
+# and close for trees; a hub, whose messages overlap, comes out too slow. Rank 0 is the busiest rank
+# of every built-in schedule; a schedule of the user may have it elsewhere, so the last rank is
+# asked too.
+_MOST_WORK = 5_000
+_HOPELESS = 50_000  # a rank with more to do than this would not even be done listing it in time
+_CELLS_PER_STEP = 8  # naming so many cells takes as long as one more step
+
+
+def _work(schedule: Schedule, rank: int, world: int) -> float:
+    """Count the steps of a rank, as far as it matters."""
+    total = 0.0
+    for step in schedule.steps(rank, world, 0):
+        total += 1 + (_cells_sent(step) + _cells_received(step)) / _CELLS_PER_STEP
+        if total > _HOPELESS:
+            break
+    return total
+
+
+def _one_rank(schedule: Schedule, world: int, nbytes: float, model: LinkModel) -> float:
+    return max(_as_rounds(schedule, rank, world, nbytes, model) for rank in (0, world - 1))
+
+
+def _as_rounds(schedule: Schedule, rank: int, world: int, nbytes: float, model: LinkModel) -> float:
+    chunk_nbytes = nbytes / (schedule.num_chunks(world) or 1)
+    total = 0.0
+    for step in schedule.steps(rank, world, 0):
+        if step.send is not None or step.recv is not None:
+            cells = max(_cells_sent(step), _cells_received(step))
+            total += model.latency + 2 * model.overhead + model.per_byte * chunk_nbytes * cells
+        total += _local_work(step) * chunk_nbytes * model.per_folded_byte
+    return total
+
+
+def _cells_sent(step: Step) -> int:
+    return len(step.send.cells) if step.send is not None else 0
+
+
+def _cells_received(step: Step) -> int:
+    return len(step.recv.cells) if step.recv is not None else 0

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Direct: everybody sends everybody their part, by pairwise exchange; nothing is relayed.
+
+In round d a rank sends to the rank d above it and receives from the rank d below. The owner of a
+chunk keeps every raw contribution in scratch, slot = rank, and folds them once, in rank order: as
+few bytes as a ring, and reproducible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ferrodist.call import Kind
+from ferrodist.schedules.steps import (
+    Cell,
+    Recv,
+    Schedule,
+    Send,
+    Step,
+    fold_or_copy,
+    keep_own,
+    mine,
+    out,
+    scratch,
+)
+
+
+def _fold_own_chunk(rank: int, world: int, into: Cell) -> Iterator[Step]:
+    for distance in range(1, world):
+        above, below = (rank + distance) % world, (rank - distance) % world
+        yield Step(Send(above, (mine(above),)), Recv(below, (scratch(rank, below),)))
+    raw = tuple(mine(rank) if peer == rank else scratch(rank, peer) for peer in range(world))
+    yield Step(then=(fold_or_copy(into, raw),))
+
+
+def _exchange_own_chunk(rank: int, world: int) -> Iterator[Step]:
+    for distance in range(1, world):
+        above, below = (rank + distance) % world, (rank - distance) % world
+        yield Step(Send(above, (out(rank),)), Recv(below, (out(below),)))
+
+
+def allreduce(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Each rank folds one chunk and sends it to all."""
+    yield from _fold_own_chunk(rank, world, out(rank))
+    yield from _exchange_own_chunk(rank, world)
+
+
+def reduce_scatter(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Each rank folds its own block."""
+    yield from _fold_own_chunk(rank, world, out(rank))
+
+
+def reduce(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Each rank folds one chunk and sends it to the root; all have heard from all by then."""
+    if rank != root:
+        folded = scratch(rank, rank)
+        yield from _fold_own_chunk(rank, world, folded)
+        yield Step(send=Send(root, (folded,)))
+        return
+    yield from _fold_own_chunk(rank, world, out(rank))
+    for distance in range(1, world):
+        peer = (rank + distance) % world
+        yield Step(recv=Recv(peer, (out(peer),)))
+
+
+def all_gather(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Each rank sends its block to all."""
+    yield keep_own(rank)
+    yield from _exchange_own_chunk(rank, world)
+
+
+SCHEDULES = (
+    Schedule("direct", Kind.ALLREDUCE, allreduce, in_order=True, partials=False, alias_safe=True),
+    Schedule("direct", Kind.REDUCE, reduce, in_order=True, partials=False, alias_safe=True),
+    Schedule("direct", Kind.ALL_GATHER, all_gather, in_order=True, partials=False, alias_safe=True),
+    Schedule(
+        "direct",
+        Kind.REDUCE_SCATTER,
+        reduce_scatter,
+        in_order=True,
+        partials=False,
+        alias_safe=True,
+    ),
+)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The built-in schedules, found by kind and name, and what may be relied on of any schedule."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ferrodist.call import Kind
+from ferrodist.errors import InvalidArgument
+from ferrodist.schedules import (
+    bruck,
+    direct,
+    dissemination,
+    doubling,
+    halving,
+    pairwise,
+    ring,
+    scatter_all_gather,
+    star,
+    tree,
+)
+from ferrodist.schedules.once import computed_once
+from ferrodist.schedules.steps import Schedule
+from ferrodist.schedules.verify import verify
+
+BUILT_IN: tuple[Schedule, ...] = (
+    *star.SCHEDULES,
+    *ring.SCHEDULES,
+    *tree.SCHEDULES,
+    *doubling.SCHEDULES,
+    *halving.SCHEDULES,
+    *direct.SCHEDULES,
+    *bruck.SCHEDULES,
+    *pairwise.SCHEDULES,
+    *scatter_all_gather.SCHEDULES,
+    *dissemination.SCHEDULES,
+)
+
+_BY_NAME: dict[Kind, dict[str, Schedule]] = {
+    kind: {schedule.name: schedule for schedule in BUILT_IN if schedule.kind is kind}
+    for kind in Kind
+}
+
+
+class Traits(NamedTuple):
+    """What a backend must know of a schedule before it runs it; see Schedule."""
+
+    in_order: bool
+    partials: bool
+    alias_safe: bool
+
+
+def known(kind: Kind) -> tuple[Schedule, ...]:
+    """Return the built-in schedules of a kind."""
+    return tuple(_BY_NAME[kind].values())
+
+
+def find(kind: Kind, algorithm: str | Schedule) -> Schedule:
+    """Return the schedule called ``algorithm``, or ``algorithm`` itself if it is one of this kind.
+
+    Raises InvalidArgument if there is none of this name or the schedule does something else.
+    """
+    if isinstance(algorithm, str):
+        return _find_name(kind, algorithm)
+    if not isinstance(algorithm, Schedule):
+        raise InvalidArgument(
+            f"algorithm must be a name or a Schedule, got {algorithm!r}", got=algorithm
+        )
+    if algorithm.kind is not kind:
+        raise InvalidArgument(
+            f"schedule {algorithm.name!r} does {algorithm.kind.label}, expected {kind.label}",
+            got=algorithm.kind.label,
+            expected=kind.label,
+        )
+    return algorithm
+
+
+def _find_name(kind: Kind, name: str) -> Schedule:
+    schedules = _BY_NAME[kind]
+    if name not in schedules:
+        names = ", ".join(sorted(schedules)) or "none"
+        raise InvalidArgument(f"no {kind.label} algorithm {name!r}; known: {names}", got=name)
+    return schedules[name]
+
+
+@computed_once
+def traits(schedule: Schedule, world: int, root: int = 0) -> Traits:
+    """Return what may be relied on; cached.
+
+    Built-in schedules are proved by the test suite and taken at their word. Any other is verified
+    here, at this world, for root 0 and the given one, and held to what it declares,
+    which takes about 10 us for each message; InvalidArgument if it is wrong.
+    """
+    if schedule not in BUILT_IN:
+        return _proved(schedule, world, root)
+    return Traits(bool(schedule.in_order), bool(schedule.partials), bool(schedule.alias_safe))
+
+
+def _proved(schedule: Schedule, world: int, root: int) -> Traits:
+    found = [verify(schedule, world, at) for at in sorted({0, root})]
+    proved = Traits(
+        in_order=all(facts.in_order for facts in found),
+        partials=any(facts.partials for facts in found),
+        alias_safe=all(facts.alias_safe for facts in found),
+    )
+    for name, better in (("in_order", True), ("partials", False), ("alias_safe", True)):
+        if getattr(schedule, name) is better and getattr(proved, name) is not better:
+            raise InvalidArgument(
+                f"schedule {schedule.name!r} at world {world}: declares {name}={better}, "
+                f"found {not better}"
+            )
+    return proved

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Star: everybody sends to the hub, which does the work and sends back. The reference.
+
+The hub is the root, or rank 0 where there is none. It keeps every raw contribution in scratch,
+slot = rank, and folds them once, in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ferrodist.call import Kind
+from ferrodist.schedules.steps import (
+    Cell,
+    Recv,
+    Schedule,
+    Send,
+    Step,
+    fold_or_copy,
+    keep_own,
+    mine,
+    one_chunk,
+    out,
+    scratch,
+)
+
+Cells = tuple[Cell, ...]
+
+_TOKEN: Cells = ()
+
+
+def _ask(hub: int, sent: Cells, answer: Cells) -> Iterator[Step]:
+    # Two steps, not one: an answer may then overwrite what was sent.
+    yield Step(send=Send(hub, sent))
+    yield Step(recv=Recv(hub, answer))
+
+
+def _collect(hub: int, world: int, cells_for: Callable[[int], Cells]) -> Iterator[Step]:
+    for peer in range(world):
+        if peer != hub:
+            yield Step(recv=Recv(peer, cells_for(peer)))
+
+
+def _hand_out(hub: int, world: int, cells_for: Callable[[int], Cells]) -> Iterator[Step]:
+    for peer in range(world):
+        if peer != hub:
+            yield Step(send=Send(peer, cells_for(peer)))
+
+
+def _contributions(hub: int, world: int, chunk: int) -> Cells:
+    return tuple(mine(chunk) if rank == hub else scratch(chunk, rank) for rank in range(world))
+
+
+def allreduce(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Rank 0 folds and sends everybody the result."""
+    if rank != 0:
+        yield from _ask(0, (mine(0),), (out(0),))
+        return
+    yield from _collect(0, world, lambda peer: (scratch(0, peer),))
+    yield Step(then=(fold_or_copy(out(0), _contributions(0, world, 0)),))
+    yield from _hand_out(0, world, lambda peer: (out(0),))
+
+
+def broadcast(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Tokens to the root, then its array to everybody."""
+    if rank != root:
+        yield from _ask(root, _TOKEN, (out(0),))
+        return
+    yield from _collect(root, world, lambda peer: _TOKEN)
+    yield from _hand_out(root, world, lambda peer: (mine(0),))
+    yield keep_own(0)
+
+
+def reduce(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Fold at the root, which confirms with tokens."""
+    if rank != root:
+        yield from _ask(root, (mine(0),), _TOKEN)
+        return
+    yield from _collect(root, world, lambda peer: (scratch(0, peer),))
+    yield Step(then=(fold_or_copy(out(0), _contributions(root, world, 0)),))
+    yield from _hand_out(root, world, lambda peer: _TOKEN)
+
+
+def all_gather(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Rank 0 collects the blocks and sends everybody all of them."""
+    everything = tuple(out(block) for block in range(world))
+    if rank != 0:
+        yield from _ask(0, (mine(rank),), everything)
+        return
+    yield keep_own(0)
+    yield from _collect(0, world, lambda peer: (out(peer),))
+    yield from _hand_out(0, world, lambda peer: everything)
+
+
+def gather(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Collect the blocks at the root, which confirms with tokens."""
+    if rank != root:
+        yield from _ask(root, (mine(rank),), _TOKEN)
+        return
+    yield keep_own(root)
+    yield from _collect(root, world, lambda peer: (out(peer),))
+    yield from _hand_out(root, world, lambda peer: _TOKEN)
+
+
+def scatter(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Tokens to the root, then a block to each."""
+    if rank != root:
+        yield from _ask(root, _TOKEN, (out(rank),))
+        return
+    yield from _collect(root, world, lambda peer: _TOKEN)
+    yield from _hand_out(root, world, lambda peer: (mine(peer),))
+    yield keep_own(root)
+
+
+def reduce_scatter(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Rank 0 folds everything and sends each rank its block."""
+    blocks = range(world)
+    if rank != 0:
+        yield from _ask(0, tuple(mine(block) for block in blocks), (out(rank),))
+        return
+    yield from _collect(0, world, lambda peer: tuple(scratch(block, peer) for block in blocks))
+    for block in blocks:
+        folded = scratch(block) if block else out(0)
+        yield Step(then=(fold_or_copy(folded, _contributions(0, world, block)),))
+    yield from _hand_out(0, world, lambda peer: (scratch(peer),))
+
+
+def barrier(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Tokens to rank 0 and back."""
+    if rank != 0:
+        yield from _ask(0, _TOKEN, _TOKEN)
+        return
+    yield from _collect(0, world, lambda peer: _TOKEN)
+    yield from _hand_out(0, world, lambda peer: _TOKEN)
+
+
+def _star(kind: Kind, steps: Callable[[int, int, int], Iterator[Step]]) -> Schedule:
+    return Schedule(
+        "star", kind, steps, chunks=one_chunk, in_order=True, partials=False, alias_safe=True
+    )
+
+
+SCHEDULES = (
+    _star(Kind.ALLREDUCE, allreduce),
+    _star(Kind.BROADCAST, broadcast),
+    _star(Kind.REDUCE, reduce),
+    _star(Kind.ALL_GATHER, all_gather),
+    _star(Kind.GATHER, gather),
+    _star(Kind.SCATTER, scatter),
+    _star(Kind.REDUCE_SCATTER, reduce_scatter),
+    _star(Kind.BARRIER, barrier),
+)

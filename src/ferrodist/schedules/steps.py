@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The words an algorithm is written in: cells, moves, steps, schedules. Nothing here does anything.
+
+A *cell* is a named piece of memory of one rank. ``mine(i)`` is chunk i of what the rank passed in,
+``out(i)`` chunk i of its result, ``scratch(i, slot)`` private memory as large as chunk i. Inputs
+are never written. Which chunks there are depends on the kind of the collective:
+
+    allreduce, broadcast, reduce   the array, cut into ``schedule.chunks(world)`` chunks of nearly
+                                   equal size, some maybe empty; mine(i) and out(i) are chunk i
+    all_gather, gather             chunk i is the block of rank i: a rank has mine(rank) and
+                                   out(0..W-1) (gather: out on the root only)
+    scatter, reduce_scatter        a rank has mine(0..W-1) (scatter: on the root only) and out(rank)
+    all_to_all                     mine(i) goes to rank i, out(i) came from rank i; chunk s * W + d
+                                   of scratch is as large as what rank s has for rank d
+    barrier                        none
+
+The caller may pass one array as input and result: out(i) and mine(i) are then the same memory. A
+schedule that never reads mine(i) after writing out(i) does not notice; for the others the backend
+copies first.
+
+A *step* is one round of one rank: it sends at most one message and receives at most one, both at
+the same time, and then works locally. It ends when all of that is done. A message of no cells is a
+token: it proves that its sender has come this far. Steps are counted from 0.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ferrodist.call import Kind
+
+
+class Space(enum.IntEnum):
+    """Which memory a cell lies in."""
+
+    MINE = 0
+    OUT = 1
+    SCRATCH = 2
+
+
+class Cell(NamedTuple):
+    """A named piece of memory: ``chunk`` gives the size, ``slot`` tells scratch cells apart."""
+
+    space: Space
+    chunk: int
+    slot: int = 0
+
+    def __str__(self) -> str:
+        slot = f", {self.slot}" if self.slot else ""
+        return f"{self.space.name.lower()}({self.chunk}{slot})"
+
+
+def mine(chunk: int) -> Cell:
+    """Chunk of the rank's input; read only."""
+    return Cell(Space.MINE, chunk)
+
+
+def out(chunk: int) -> Cell:
+    """Chunk of the rank's result."""
+    return Cell(Space.OUT, chunk)
+
+
+def scratch(chunk: int, slot: int = 0) -> Cell:
+    """Private memory of the size of a chunk."""
+    return Cell(Space.SCRATCH, chunk, slot)
+
+
+class Send(NamedTuple):
+    """One message to ``peer`` with the content of ``cells``, in that order."""
+
+    peer: int
+    cells: tuple[Cell, ...] = ()
+
+
+class Recv(NamedTuple):
+    """One message from ``peer``, laid into ``cells``, in that order."""
+
+    peer: int
+    cells: tuple[Cell, ...] = ()
+
+
+class Fold(NamedTuple):
+    """``into`` = ((first ∘ second) ∘ third) ... of ``operands``; ``into`` may be one of them."""
+
+    into: Cell
+    operands: tuple[Cell, ...]
+
+
+class Copy(NamedTuple):
+    """``into`` = ``source``."""
+
+    into: Cell
+    source: Cell
+
+
+class Step(NamedTuple):
+    """Send and receive at once, then fold and copy. Cells named in ``then`` have one size."""
+
+    send: Send | None = None
+    recv: Recv | None = None
+    then: tuple[Fold | Copy, ...] = ()
+
+
+def fold_or_copy(into: Cell, operands: tuple[Cell, ...]) -> Fold | Copy:
+    """Fold ``operands`` from left to right; a single one has nothing to be folded with."""
+    return Fold(into, operands) if len(operands) > 1 else Copy(into, operands[0])
+
+
+def keep_own(chunk: int) -> Step:
+    """Make the rank's own input its result, without any other rank."""
+    return Step(then=(Copy(out(chunk), mine(chunk)),))
+
+
+Steps = Callable[[int, int, int], Iterable[Step]]
+"""``(rank, world, root)`` to the steps of that rank; root is 0 where the kind has none."""
+
+
+def one_chunk(world: int) -> int:
+    """Do not cut the array."""
+    return 1
+
+
+def chunk_per_rank(world: int) -> int:
+    """Cut the array into as many chunks as there are ranks."""
+    return world
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A collective algorithm as data.
+
+    ``in_order`` says that every result is the left-to-right fold of ranks 0, 1, 2, ...;
+    ``partials`` that unfinished folds are stored and passed on (16-bit floats are then held in
+    float32); ``alias_safe`` that input and result may be the same memory. What is True of in_order
+    and alias_safe and False of partials holds at every world. Leave them None to have the verifier
+    find out.
+    """
+
+    name: str
+    kind: Kind
+    steps: Steps
+    chunks: Callable[[int], int] = chunk_per_rank
+    in_order: bool | None = None
+    partials: bool | None = None
+    alias_safe: bool | None = None
+
+    def num_chunks(self, world: int) -> int:
+        """How many chunks the array is cut into."""
+        if self.kind is Kind.BARRIER:
+            return 0
+        return world if self.kind.is_cut_by_rank else self.chunks(world)

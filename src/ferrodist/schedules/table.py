@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Table: the steps of one rank, compiled for walkers: nothing is left but integers.
+
+As 32-bit integers, for a native walker (a list is its length followed by its items):
+
+    kind, world, rank, root, number of chunks, number of scratch areas
+    list of cells     each: space, chunk, slot, area
+    list of steps     each: send_to, list of cells sent, recv_from, list of cells received,
+                            list of works, each: into, list of operands
+
+Peers and areas that are not there are -1. Cells are named by their place in the list of cells. A
+work with one operand is a copy, with more a fold from left to right. Scratch cells that are never
+in use at the same time share an *area*, which is as large as the largest of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ferrodist.call import Kind
+from ferrodist.schedules.steps import Cell, Copy, Fold, Schedule, Space, Step
+
+NOBODY = -1
+NO_AREA = -1
+
+
+class Work(NamedTuple):
+    """Fold ``operands`` into ``into``; a single operand is copied."""
+
+    into: int
+    operands: tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """One step: send and receive at once, then work. Peers may be NOBODY."""
+
+    send_to: int
+    sent: tuple[int, ...]
+    recv_from: int
+    received: tuple[int, ...]
+    works: tuple[Work, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The steps of one rank. Compared by identity, so that it is a cheap key of caches."""
+
+    kind: Kind
+    world: int
+    rank: int
+    root: int
+    num_chunks: int
+    num_areas: int
+    cells: tuple[Cell, ...]
+    areas: tuple[int, ...]
+    """The scratch area of each cell, NO_AREA for input and result."""
+    rows: tuple[Row, ...]
+
+    def to_ints(self) -> array[int]:
+        """Write the table as the 32-bit integers described above."""
+        ints = array("i", (self.kind, self.world, self.rank, self.root))
+        ints.extend((self.num_chunks, self.num_areas, len(self.cells)))
+        for cell, area in zip(self.cells, self.areas, strict=True):
+            ints.extend((*cell, area))
+        ints.append(len(self.rows))
+        for row in self.rows:
+            ints.extend((row.send_to, len(row.sent), *row.sent))
+            ints.extend((row.recv_from, len(row.received), *row.received))
+            ints.append(len(row.works))
+            for work in row.works:
+                ints.extend((work.into, len(work.operands), *work.operands))
+        return ints
+
+    @classmethod
+    def from_ints(cls, ints: Iterable[int]) -> Table:
+        """Read back what ``to_ints`` wrote."""
+        source = iter(ints)
+        kind, world, rank, root, num_chunks, num_areas = (next(source) for _ in range(6))
+        cells, areas = [], []
+        for _ in range(next(source)):
+            cells.append(Cell(Space(next(source)), next(source), next(source)))
+            areas.append(next(source))
+        rows = tuple(_read_row(source) for _ in range(next(source)))
+        head = (Kind(kind), world, rank, root, num_chunks, num_areas)
+        return cls(*head, tuple(cells), tuple(areas), rows)
+
+
+def _read_row(source: Iterator[int]) -> Row:
+    return Row(
+        send_to=next(source),
+        sent=_read_list(source),
+        recv_from=next(source),
+        received=_read_list(source),
+        works=tuple(Work(next(source), _read_list(source)) for _ in range(next(source))),
+    )
+
+
+def _read_list(source: Iterator[int]) -> tuple[int, ...]:
+    return tuple(next(source) for _ in range(next(source)))
+
+
+@lru_cache(maxsize=4096)
+def compile_table(schedule: Schedule, world: int, rank: int, root: int = 0) -> Table:
+    """Compile the steps of one rank; cached."""
+    numbers: dict[Cell, int] = {}
+    rows = tuple(_compile(step, numbers) for step in schedule.steps(rank, world, root))
+    cells = tuple(numbers)
+    areas = _areas(cells, rows)
+    return Table(
+        kind=schedule.kind,
+        world=world,
+        rank=rank,
+        root=root,
+        num_chunks=schedule.num_chunks(world),
+        num_areas=max(areas, default=NO_AREA) + 1,
+        cells=cells,
+        areas=areas,
+        rows=rows,
+    )
+
+
+def _compile(step: Step, numbers: dict[Cell, int]) -> Row:
+    def number(cells: Iterable[Cell]) -> tuple[int, ...]:
+        return tuple(numbers.setdefault(cell, len(numbers)) for cell in cells)
+
+    def work(what: Fold | Copy) -> Work:
+        operands = what.operands if isinstance(what, Fold) else (what.source,)
+        into, *sources = number((what.into, *operands))
+        return Work(into, tuple(sources))
+
+    return Row(
+        send_to=step.send.peer if step.send else NOBODY,
+        sent=number(step.send.cells if step.send else ()),
+        recv_from=step.recv.peer if step.recv else NOBODY,
+        received=number(step.recv.cells if step.recv else ()),
+        works=tuple(work(what) for what in step.then),
+    )
+
+
+def _areas(cells: tuple[Cell, ...], rows: tuple[Row, ...]) -> tuple[int, ...]:
+    """Give every scratch cell an area that no other cell uses between its first and last step."""
+    last_use = {cell: index for index, row in enumerate(rows) for cell in _cells_of(row)}
+    areas = [NO_AREA] * len(cells)
+    free: list[int] = []
+    num_areas = 0
+    in_use: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        for cell in _cells_of(row):
+            if cells[cell].space is not Space.SCRATCH or areas[cell] != NO_AREA:
+                continue
+            if not free:
+                free.append(num_areas)
+                num_areas += 1
+            areas[cell] = free.pop()
+            in_use.setdefault(last_use[cell], []).append(areas[cell])
+        free.extend(in_use.pop(index, ()))
+    return tuple(areas)
+
+
+def _cells_of(row: Row) -> Iterator[int]:
+    yield from row.sent
+    yield from row.received
+    for work in row.works:
+        yield work.into
+        yield from work.operands

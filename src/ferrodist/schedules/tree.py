@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Binomial tree: log2(world) rounds to the root, or from it.
+
+Ranks are placed relative to the root, which has place 0. The parent of a place is the place with
+its lowest set bit cleared; below a place lies the run of places that begins with it and ends before
+the next multiple of that bit. Upwards the nearest child (the smallest subtree) comes first,
+downwards last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
+
+from ferrodist.call import Kind
+from ferrodist.schedules.steps import (
+    Cell,
+    Copy,
+    Fold,
+    Recv,
+    Schedule,
+    Send,
+    Step,
+    keep_own,
+    mine,
+    one_chunk,
+    out,
+    scratch,
+)
+
+
+class Node(NamedTuple):
+    """Where a rank stands in the tree."""
+
+    parent: int | None
+    children: tuple[int, ...]
+    below: tuple[int, ...]
+    """The ranks of the subtree, this one first."""
+
+
+def node(rank: int, world: int, root: int) -> Node:
+    """Find a rank's parent, children and subtree."""
+    place = (rank - root) % world
+    reach = place & -place or world
+    distances = [1 << bit for bit in range(world.bit_length()) if 1 << bit < reach]
+    return Node(
+        parent=(root + place - reach) % world if place else None,
+        children=tuple((rank + far) % world for far in distances if place + far < world),
+        below=tuple((root + p) % world for p in range(place, min(place + reach, world))),
+    )
+
+
+def tokens_up(here: Node) -> Iterator[Step]:
+    """Tell the root that all have come."""
+    for child in here.children:
+        yield Step(recv=Recv(child))
+    if here.parent is not None:
+        yield Step(send=Send(here.parent))
+
+
+def down(here: Node, received: tuple[Cell, ...], sent: tuple[Cell, ...]) -> Iterator[Step]:
+    """Pass the same cells to the whole tree; no cells make a token."""
+    if here.parent is not None:
+        yield Step(recv=Recv(here.parent, received))
+    for child in reversed(here.children):
+        yield Step(send=Send(child, sent))
+
+
+def _fold_up(here: Node, into: Cell) -> Generator[Step, None, Cell]:
+    """Fold the children's results behind the rank's own input; return where the fold is."""
+    held = mine(0)
+    for child in here.children:
+        yield Step(recv=Recv(child, (scratch(0),)), then=(Fold(into, (held, scratch(0))),))
+        held = into
+    if here.parent is not None:
+        yield Step(send=Send(here.parent, (held,)))
+    return held
+
+
+def allreduce(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Reduce to rank 0, then broadcast."""
+    if world == 1:
+        yield keep_own(0)
+    here = node(rank, world, 0)
+    yield from _fold_up(here, out(0))
+    yield from down(here, (out(0),), (out(0),))
+
+
+def broadcast(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Tokens up, then the array down."""
+    here = node(rank, world, root)
+    yield from tokens_up(here)
+    yield from down(here, (out(0),), (mine(0) if rank == root else out(0),))
+    if rank == root:
+        yield keep_own(0)
+
+
+def reduce(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Folds up, then tokens down."""
+    here = node(rank, world, root)
+    held = yield from _fold_up(here, out(0) if rank == root else scratch(0, 1))
+    if world == 1:
+        yield Step(then=(Copy(out(0), held),))
+    yield from down(here, (), ())
+
+
+def gather(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Blocks up, whole subtrees at a time, then tokens down."""
+    here = node(rank, world, root)
+    home = out if rank == root else scratch
+    if rank == root:
+        yield keep_own(rank)
+    for child in here.children:
+        blocks = node(child, world, root).below
+        yield Step(recv=Recv(child, tuple(home(block) for block in blocks)))
+    if here.parent is not None:
+        rest = tuple(scratch(block) for block in here.below[1:])
+        yield Step(send=Send(here.parent, (mine(rank), *rest)))
+    yield from down(here, (), ())
+
+
+def scatter(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Tokens up, then blocks down, whole subtrees at a time."""
+    here = node(rank, world, root)
+    home = mine if rank == root else scratch
+    yield from tokens_up(here)
+    if here.parent is not None:
+        rest = tuple(scratch(block) for block in here.below[1:])
+        yield Step(recv=Recv(here.parent, (out(rank), *rest)))
+    for child in reversed(here.children):
+        blocks = node(child, world, root).below
+        yield Step(send=Send(child, tuple(home(block) for block in blocks)))
+    if rank == root:
+        yield keep_own(rank)
+
+
+SCHEDULES = (
+    Schedule(
+        "tree",
+        Kind.ALLREDUCE,
+        allreduce,
+        chunks=one_chunk,
+        in_order=False,
+        partials=True,
+        alias_safe=True,
+    ),
+    Schedule(
+        "tree",
+        Kind.BROADCAST,
+        broadcast,
+        chunks=one_chunk,
+        in_order=True,
+        partials=False,
+        alias_safe=True,
+    ),
+    Schedule(
+        "tree",
+        Kind.REDUCE,
+        reduce,
+        chunks=one_chunk,
+        in_order=False,
+        partials=True,
+        alias_safe=True,
+    ),
+    Schedule("tree", Kind.GATHER, gather, in_order=True, partials=False, alias_safe=True),
+    Schedule("tree", Kind.SCATTER, scatter, in_order=True, partials=False, alias_safe=True),
+)

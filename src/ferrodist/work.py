@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Work: the handle of a call in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ferrodist.config import check_timeout
+
+T = TypeVar("T")
+
+
+class Work(Future[T]):
+    """A collective in flight: a Future that cannot be cancelled.
+
+    The arrays passed to the call belong to it until it is done. Callbacks run on the thread that
+    finishes the call and must not communicate.
+    """
+
+    def __init__(self, describe: str = "work") -> None:
+        super().__init__()
+        self.describe = describe
+        self.is_asked = False  # whether anybody looked at the outcome, so that no error is lost
+
+    def cancel(self) -> bool:
+        """Return False: the other ranks count on this call."""
+        return False
+
+    def wait(self, timeout: float | timedelta | None = None) -> T:
+        """Return the result; after ``timeout`` raise TimeoutError and leave the call going."""
+        return self.result(check_timeout(timeout))
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the result, waiting for it if necessary."""
+        self.is_asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of the call, None if it went well."""
+        self.is_asked = True
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
+        """Call ``fn(work)`` when the call is done."""
+        self.is_asked = True
+        super().add_done_callback(fn)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        import asyncio  # only programs that await pay for it
+
+        return asyncio.wrap_future(self).__await__()
+
+    def __repr__(self) -> str:
+        return f"<Work {self.describe} {'done' if self.done() else 'in flight'}>"
