@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""cupy.ndarray, through host memory and back to its device.
+
+Loaded only when the caller's array is CuPy's, so cupy is imported already. The project's machines
+have no GPU: this file is tested against a stand-in for cupy only.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ferrodist.arrays.host_memory import (
+    buffer_of,
+    check_out,
+    check_out_contiguous,
+    find_dtype,
+    fresh,
+)
+from ferrodist.arrays.library import Library, Result, Span, Taken
+from ferrodist.arrays.numpy_arrays import known_buffer
+from ferrodist.buffer import DType
+
+
+class CupyArrays:
+    """Arrays on a GPU, staged in host memory."""
+
+    def take(self, x: Any, where: str) -> Taken:
+        """Copy the array to the host; waits for the work on its stream."""
+        return Taken(known_buffer(cupy.asnumpy(x), where), self, x)
+
+    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+        """Allocate host memory, which is copied to the device of ``taken`` at the end."""
+        host = np.empty(shape, taken.array.dtype)
+        return fresh(host, taken.buffer.dtype, functools.partial(_move, taken.array.device))
+
+    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+        """Stage the result in host memory and copy it to the user's array at the end."""
+        check_out(out, find_dtype(out.dtype), dtype, shape)
+        check_out_contiguous(out.flags.c_contiguous, out.strides)
+        host = np.empty(shape, out.dtype)
+        return Result(
+            buffer_of(host, dtype), host, functools.partial(_copy_into, out), self.span(out)
+        )
+
+    def span(self, x: Any) -> Span:
+        """Tell which device memory the array occupies."""
+        return Span(x.data.ptr, x.shape, x.strides, x.itemsize, f"cuda:{x.device.id}")
+
+
+LIBRARY: Library = CupyArrays()
+
+
+def _move(device: Any, host: np.ndarray[Any, Any]) -> Any:
+    with device:
+        return cupy.asarray(host)
+
+
+def _copy_into(out: Any, host: np.ndarray[Any, Any]) -> Any:
+    with out.device:
+        out.set(host)
+    return out

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""NumPy views of host memory: the one road from any library's array to a Buffer and back."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ferrodist.arrays.library import Result, Span, as_it_is
+from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
+from ferrodist.errors import InvalidArgument, UnsupportedArray
+
+SUPPORTED = ", ".join(dtype.label for dtype in DType)
+
+# bfloat16 is the one NumPy does not have by itself.
+_NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
+    dtype: np.dtype(dtype.label) for dtype in DType if dtype != DType.BFLOAT16
+}
+_DTYPES: dict[np.dtype[Any], DType] = {found: dtype for dtype, found in _NUMPY_DTYPES.items()}
+
+
+def find_dtype(dtype: np.dtype[Any]) -> DType | None:
+    """Return the DType of a NumPy dtype, None if there is none."""
+    found = _DTYPES.get(dtype)
+    # ml_dtypes need not be installed here: who made the array has it, and its name is enough.
+    if found is None and dtype.type.__module__ == "ml_dtypes":
+        found = DTYPES_BY_LABEL.get(dtype.name)
+    return found
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Return the NumPy dtype of a DType; bfloat16 needs ml_dtypes."""
+    if dtype is not DType.BFLOAT16:
+        return _NUMPY_DTYPES[dtype]
+    try:
+        bfloat16: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    except ImportError as error:
+        raise UnsupportedArray(
+            "a NumPy array of bfloat16 needs the package ml_dtypes; install it, or pass an array "
+            "of the library you want back",
+            got="bfloat16",
+        ) from error
+    return bfloat16
+
+
+def flat_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """View a C-contiguous array as flat bytes; read-only if the array is."""
+    # Not memoryview.cast: it fails on zero-size arrays, and bfloat16 exports no memoryview.
+    return array.reshape(-1).view(np.uint8).data
+
+
+def buffer_of(array: np.ndarray[Any, Any], dtype: DType) -> Buffer:
+    """Make a Buffer of an array's own memory, or of a packed copy if it has gaps.
+
+    Memory that is not aligned is copied too: native code may load whole vectors from it.
+    """
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        array = array.copy()
+    return Buffer(flat_bytes(array), dtype, array.shape, array)
+
+
+def fresh(
+    array: np.ndarray[Any, Any], dtype: DType, convert: Callable[[Any], Any] = as_it_is
+) -> Result:
+    """Make a new host array the place of a result; ``convert`` makes the caller's array of it."""
+    return Result(buffer_of(array, dtype), array, convert)
+
+
+def span_of(array: np.ndarray[Any, Any]) -> Span:
+    """Tell which memory an array occupies."""
+    address = array.__array_interface__["data"][0]
+    return Span(address, array.shape, array.strides, array.itemsize)
+
+
+def check_out(out: Any, found: DType | None, dtype: DType, shape: tuple[int, ...]) -> None:
+    """Refuse an ``out`` whose dtype (``found``, None for a foreign one) or shape is not right."""
+    if found is not dtype:
+        raise _wrong_out("dtype", out.dtype if found is None else found.label, dtype.label)
+    if tuple(out.shape) != shape:
+        raise _wrong_out("shape", tuple(out.shape), shape)
+
+
+def _wrong_out(fact: str, got: object, expected: object) -> InvalidArgument:
+    text = f"out has {fact} {got}, expected {expected}"
+    return InvalidArgument(text, got=got, expected=expected)
+
+
+def check_out_memory(array: np.ndarray[Any, Any]) -> None:
+    """Refuse an ``out`` that cannot be written as one piece of memory."""
+    if not array.flags.writeable:
+        raise InvalidArgument("out is read-only; pass a writable array", got="read-only")
+    if not array.flags.aligned:
+        raise InvalidArgument("out is not aligned in memory; pass a fresh array", got="unaligned")
+    check_out_contiguous(array.flags.c_contiguous, array.strides)
+
+
+def check_out_contiguous(contiguous: bool, strides: tuple[int, ...]) -> None:
+    """Refuse an ``out`` with gaps or in another order."""
+    if not contiguous:
+        raise InvalidArgument(
+            f"out is not C-contiguous (strides {strides}); pass a C-contiguous array and copy "
+            "from it, or leave out= away",
+            got=strides,
+        )

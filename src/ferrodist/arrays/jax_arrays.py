@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""jax.Array on one device: read through NumPy, results put back on the same device.
+
+Loaded only when the caller's array is JAX's, so jax is imported already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from ferrodist.arrays.host_memory import fresh, span_of
+from ferrodist.arrays.library import Library, Result, Span, Taken, refuse, refuse_out
+from ferrodist.arrays.numpy_arrays import known_buffer
+from ferrodist.buffer import DType
+
+
+class JaxArrays:
+    """Arrays are immutable: never written, never ``out``."""
+
+    def take(self, x: Any, where: str) -> Taken:
+        """View the bytes on the CPU, copy them from other devices."""
+        problem = _find_problem(x)
+        if problem is not None:
+            raise refuse(where, *problem)
+        return Taken(known_buffer(np.asarray(x), where), self, x)
+
+    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+        """Allocate host memory, which moves to the device of ``taken`` at the end."""
+        host = np.empty(shape, taken.array.dtype)
+        return fresh(host, taken.buffer.dtype, functools.partial(_put_beside, taken.array))
+
+    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+        """Refuse: JAX arrays cannot be written."""
+        raise refuse_out("a jax.Array, which cannot be written", "leave out= away")
+
+    def span(self, x: Any) -> Span:
+        """Tell which memory the array occupies; a NumPy array may share it."""
+        return span_of(np.asarray(x))
+
+
+LIBRARY: Library = JaxArrays()
+
+
+def _put_beside(x: Any, host: np.ndarray[Any, Any]) -> Any:
+    """Put ``host`` on the device of ``x``, committed to it only if ``x`` is."""
+    with contextlib.ExitStack() as stack:
+        if host.dtype.itemsize >= 8 and not jax.config.jax_enable_x64:
+            stack.enter_context(_enabled_x64())  # else JAX would halve the dtype
+        if getattr(x, "committed", True):
+            return jax.device_put(host, _sharding(x))
+        stack.enter_context(jax.default_device(_device(x)))
+        return jax.device_put(host)
+
+
+def _device(x: Any) -> Any:
+    return next(iter(x.devices()))
+
+
+def _sharding(x: Any) -> Any:
+    kind = x.sharding.memory_kind
+    return jax.sharding.SingleDeviceSharding(_device(x), memory_kind=kind)
+
+
+def _enabled_x64() -> Any:
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    return jax.experimental.enable_x64()
+
+
+def _find_problem(x: Any) -> tuple[str, str] | None:
+    """Return what ``x`` is and what to do about it, None if it can be read."""
+    if isinstance(x, jax.core.Tracer):
+        return (
+            "a JAX tracer, inside jit, grad or vmap",
+            "call the collective outside of it, or use jax.lax.psum or jax.pure_callback there",
+        )
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return "an array of JAX random keys", "pass jax.random.key_data(x)"
+    if x.is_deleted():
+        return "a deleted jax.Array", "keep it from being donated to a jitted function"
+    if len(x.sharding.device_set) > 1:
+        return (
+            f"a jax.Array on {len(x.sharding.device_set)} devices",
+            "pass its parts one by one, [s.data for s in x.addressable_shards]",
+        )
+    return None

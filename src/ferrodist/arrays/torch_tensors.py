@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""torch.Tensor: host tensors without a copy, other devices through host memory and back.
+
+Loaded only when the caller's array is a tensor, so torch is imported already.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ferrodist.arrays.host_memory import (
+    SUPPORTED,
+    buffer_of,
+    check_out,
+    check_out_contiguous,
+    check_out_memory,
+)
+from ferrodist.arrays.library import (
+    HOST,
+    Library,
+    Result,
+    Span,
+    Taken,
+    as_it_is,
+    refuse,
+    refuse_out,
+    type_name,
+)
+from ferrodist.buffer import DType
+
+_DTYPES: dict[Any, DType] = {getattr(torch, dtype.label): dtype for dtype in DType}
+
+
+class TorchTensors:
+    """Tensors are taken by their data: gradients are neither read nor recorded."""
+
+    def take(self, x: Any, where: str) -> Taken:
+        """View the tensor's bytes, or a packed copy of them."""
+        problem = _find_problem(x)
+        if problem is not None:
+            raise refuse(where, *problem)
+        dtype = _DTYPES.get(x.dtype)
+        if dtype is None:
+            what = f"a {type_name(x)} of dtype {x.dtype}"
+            raise refuse(where, what, f"call .to() first with one of {SUPPORTED}")
+        # Each of these gives the tensor itself when there is nothing to do.
+        host = x.detach().resolve_conj().resolve_neg().cpu()
+        return Taken(buffer_of(_as_numpy(host), dtype), self, x)
+
+    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+        """Allocate a plain tensor, which moves to the device of ``taken`` at the end."""
+        x = taken.array
+        host = torch.empty(shape, dtype=x.dtype, device="cpu")
+        convert = as_it_is if _is_on_host(x) else functools.partial(_move, x.device)
+        return Result(buffer_of(_as_numpy(host), taken.buffer.dtype), host, convert)
+
+    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+        """Write into the user's tensor; autograd learns only that it has changed."""
+        problem = _find_problem(out) or _find_problem_of_out(out)
+        if problem is not None:
+            raise refuse_out(*problem)
+        check_out(out, _DTYPES.get(out.dtype), dtype, shape)
+        check_out_contiguous(out.is_contiguous(), out.stride())
+        if _is_on_host(out):
+            host, finish = out.detach(), _mark_as_changed
+            check_out_memory(_as_numpy(host))
+        else:
+            host, finish = torch.empty(shape, dtype=out.dtype, device="cpu"), _copy_into
+        convert = functools.partial(finish, out)
+        return Result(buffer_of(_as_numpy(host), dtype), host, convert, self.span(out))
+
+    def span(self, x: Any) -> Span:
+        """Tell which memory the tensor occupies."""
+        itemsize = x.element_size()
+        strides = tuple(stride * itemsize for stride in x.stride())
+        device = HOST if _is_on_host(x) else str(x.device)
+        return Span(x.data_ptr(), tuple(x.shape), strides, itemsize, device)
+
+
+LIBRARY: Library = TorchTensors()
+
+
+def _is_on_host(x: Any) -> bool:
+    return bool(x.device.type == "cpu")
+
+
+def _as_numpy(host: Any) -> np.ndarray[Any, Any]:
+    """View a host tensor's memory; NumPy need not know bfloat16 for that."""
+    plain = host.view(torch.int16) if host.dtype is torch.bfloat16 else host
+    array: np.ndarray[Any, Any] = plain.numpy()
+    return array
+
+
+def _move(device: Any, host: Any) -> Any:
+    return host.to(device)
+
+
+def _copy_into(out: Any, host: Any) -> Any:
+    out.detach().copy_(host)
+    return out
+
+
+def _mark_as_changed(out: Any, host: Any) -> Any:
+    # Else a backward pass that saved the old values would use the new ones without a word.
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _find_problem(x: Any) -> tuple[str, str] | None:
+    """Return what ``x`` is and what to do about it, None if its memory can be read."""
+    for has_problem, what, advice in _PROBLEMS:
+        if has_problem(x):
+            return f"a {type_name(x)} {what}", advice
+    return None
+
+
+def _find_problem_of_out(out: Any) -> tuple[str, str] | None:
+    if out.requires_grad and not out.is_leaf:
+        return "a tensor computed with gradients", "pass out.detach()"
+    if out.is_conj() or out.is_neg():
+        return "a conjugated or negated view", "pass out.resolve_conj().resolve_neg()"
+    return None
+
+
+def _is_dtensor(x: Any) -> bool:
+    kinds = type(x).__mro__
+    return any(k.__name__ == "DTensor" and k.__module__.startswith("torch.") for k in kinds)
+
+
+def _is_compiling(x: Any) -> bool:
+    return bool(torch.compiler.is_compiling())
+
+
+def _is_traced(x: Any) -> bool:
+    functional = sys.modules.get("torch._subclasses.functional_tensor")
+    return isinstance(x, torch._subclasses.FakeTensor) or (
+        functional is not None and isinstance(x, functional.FunctionalTensor)
+    )
+
+
+def _keeps_data_elsewhere(x: Any) -> bool:
+    # Such a tensor may have no memory at all, and NumPy would read from address 0.
+    return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _has_layout(x: Any) -> bool:
+    return x.layout is not torch.strided
+
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+_OUTSIDE = "call the collective outside of it"
+
+# The order matters: a later test may fail on a tensor that an earlier one finds, and the compiler
+# that follows this code must be stopped before the first test it cannot follow.
+_PROBLEMS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
+    (_is_compiling, "inside torch.compile", "call from a function with @torch.compiler.disable"),
+    (torch.nn.parameter.is_lazy, "not yet initialised", "run the module once before"),
+    (_is_wrapped, "inside vmap, grad or functionalize", _OUTSIDE),
+    (_is_traced, "traced by torch.export or a fake mode", _OUTSIDE),
+    (_is_dtensor, "spread over a mesh", "pass x.to_local() or x.full_tensor()"),
+    (lambda x: x.is_nested, "(nested)", "pass a list of its parts, x.unbind()"),
+    (_keeps_data_elsewhere, "without memory of its own", "pass the plain tensors inside it"),
+    (_has_layout, "with a sparse or foreign layout", "pass x.to_dense()"),
+    (lambda x: x.is_quantized, "(quantised)", "pass x.dequantize() or x.int_repr()"),
+    (lambda x: x.is_meta, "on the meta device, without data", "move it to a real device first"),
+)
