@@ -1,0 +1,56 @@
+# One word per chore. Each makes its own environment in .venv with plain pip, and reuses it.
+# A fresh machine needs Python >= 3.11 with pip, a C++20 compiler and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+NATIVE := CMakeLists.txt pyproject.toml $(shell find native -type f 2>/dev/null)
+
+.PHONY: demo test test-fast lint bench docs format clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMPS)/package
+	$(BIN)/ferrodist demo
+
+# Two processes share the tests: the machine this must be quick on has two cores.
+test: $(STAMPS)/test
+	$(BIN)/pytest -n 2 --dist worksteal
+
+test-fast: $(STAMPS)/test
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+
+lint: $(STAMPS)/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q -p no:cacheprovider tests/test_layers.py
+
+bench: $(STAMPS)/bench
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/latency.py
+
+docs: $(STAMPS)/docs
+	$(BIN)/sphinx-build -W -q docs docs/_build
+	@echo "open docs/_build/index.html"
+
+format: $(STAMPS)/lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build docs/_build
+
+$(STAMPS)/venv:
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+# Python files are used in place; only a change of the native code or the metadata builds again.
+$(STAMPS)/package: $(STAMPS)/venv $(NATIVE)
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(STAMPS)/test $(STAMPS)/lint $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STAMPS)/package
+	$(BIN)/pip install --quiet --editable ".[$*]"
+	touch $@

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Distributed training for any array: backends, collectives and, on top of them, parallelism.
+
+Public names and nothing else. Backend classes are imported when first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.backends.base import Backend, Statistics
+from ferrodist.collectives import (
+    all_gather,
+    all_gather_object,
+    all_gather_uneven,
+    all_to_all,
+    all_to_all_uneven,
+    allreduce,
+    barrier,
+    broadcast,
+    broadcast_object,
+    gather,
+    gather_object,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    scatter_object,
+    send,
+    sendrecv,
+)
+from ferrodist.config import DEFAULT, DEFAULT_COLLECTIVE_TIMEOUT, Config
+from ferrodist.errors import (
+    AuthenticationError,
+    BackendClosed,
+    BackendUnavailable,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    DistributedError,
+    GroupAborted,
+    InvalidArgument,
+    InvalidRank,
+    InvalidShape,
+    InvalidWorldSize,
+    NotInitialized,
+    ProtocolError,
+    RankLost,
+    RendezvousError,
+    SelfSend,
+    SizeMismatch,
+    UnsupportedArray,
+    UnsupportedOp,
+)
+from ferrodist.reduce_op import ReduceOp
+from ferrodist.work import Work
+
+if TYPE_CHECKING:
+    from ferrodist.backends.simulated import SimulatedBackend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # collectives
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_uneven",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_uneven",
+    "barrier",
+    # point to point
+    "send",
+    "recv",
+    "sendrecv",
+    # objects
+    "broadcast_object",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+    # what they are given and give back
+    "ReduceOp",
+    "Work",
+    "Backend",
+    "SimulatedBackend",
+    "Statistics",
+    "Config",
+    "DEFAULT",
+    "DEFAULT_COLLECTIVE_TIMEOUT",
+    # errors
+    "DistributedError",
+    "InvalidArgument",
+    "InvalidWorldSize",
+    "InvalidRank",
+    "InvalidShape",
+    "SelfSend",
+    "UnsupportedArray",
+    "UnsupportedOp",
+    "CollectiveMismatch",
+    "SizeMismatch",
+    "CollectiveTimeout",
+    "RankLost",
+    "GroupAborted",
+    "RendezvousError",
+    "AuthenticationError",
+    "ProtocolError",
+    "BackendUnavailable",
+    "BackendClosed",
+    "NotInitialized",
+]
+
+_LAZY = {"SimulatedBackend": "simulated"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ferrodist' has no attribute {name!r}")
+    from ferrodist.backends.registry import backend_class
+
+    return backend_class(_LAZY[name])
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Do whole collectives: one file per provider, found by name through ``registry``.
+
+A backend sees small integers and Buffers, never a user's array. What is common to all (the order of
+calls, handles in flight, closing) is in ``base``; what ranks are told when something is wrong is in
+``verdict``. Do not put an algorithm here: those are data, in ``schedules``.
+"""

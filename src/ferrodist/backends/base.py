@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Backend: what a user holds and passes to collectives, and what all providers have in common.
+
+A public function hands over a *body*: a function that runs one or more whole collectives through
+the ``Conversation`` it is given and returns the result. However many, they are one call with one
+sequence number. Calls of one group run one at a time, in the order they were made, on whatever
+thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from ferrodist.backends.turns import Turns
+from ferrodist.buffer import Buffer
+from ferrodist.call import Call, Kind, Site, caller_site
+from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    BackendClosed,
+    CollectiveMismatch,
+    DistributedError,
+    InvalidArgument,
+    InvalidRank,
+)
+from ferrodist.reduce_op import ReduceOp
+from ferrodist.schedules import Schedule
+from ferrodist.work import Work
+
+logger = logging.getLogger("ferrodist")
+
+T = TypeVar("T")
+Counts = Sequence[int] | Sequence[Sequence[int]]
+Algorithm = str | Schedule | None
+
+
+class Conversation(Protocol):
+    """One call in progress: what a body may do."""
+
+    def run(
+        self,
+        kind: Kind,
+        source: Buffer | None,
+        target: Buffer | None,
+        *,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        counts: Counts | None = None,
+        algorithm: Algorithm = None,
+        in_order: bool = False,
+        in_place: bool = False,
+    ) -> None:
+        """Do one whole collective from ``source`` to ``target``; None where a rank has none.
+
+        ``counts`` gives the elements of each block where they differ: by rank for gathers and
+        scatters, by sender and receiver for all_to_all. ``in_order`` asks for the fold in rank
+        order, ``in_place`` says that the two buffers share memory.
+        """
+
+    def disagree(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
+        """Tell all ranks of a difference the fingerprints leave out; return the error to raise."""
+
+
+Body = Callable[[Conversation], T]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a rank has done so far and what it is doing now.
+
+    ``lateness[r]`` is the time, in seconds, by which rank r came last to collectives, measured
+    against the median rank; ``slowest`` is the rank with the most of it.
+    """
+
+    rank: int
+    world_size: int
+    collectives: int
+    sent_nbytes: int
+    received_nbytes: int
+    waiting_for: int | None
+    lateness: tuple[float, ...]
+
+    @property
+    def slowest(self) -> int:
+        """The rank the others waited for most."""
+        return max(range(self.world_size), key=self.lateness.__getitem__)
+
+
+class Backend(abc.ABC):
+    """A group of ranks seen from one of them: does whole collectives, knows no user arrays.
+
+    Use it as a context manager, or call ``close()`` when this rank makes no further calls.
+    """
+
+    def __init__(self, rank: int, world_size: int, config: Config) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.config = config
+        self.reproducible = config.reproducible
+        self._timeout = config.timeout
+        self._turns = Turns()
+        self._progress: _Progress | None = None
+        self._unasked: list[Work[Any]] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.is_forked = False
+        _OPEN.add(self)
+
+    # -- what providers write -------------------------------------------------------------------
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those on its host."""
+        return self.rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks are on this host."""
+        return self.world_size
+
+    @abc.abstractmethod
+    def converse(self, sequence: int, call: Call, body: Body[T], deadline: Deadline) -> T:
+        """Enter call ``sequence``, run the body, leave. Called when the call's turn has come."""
+
+    @abc.abstractmethod
+    def look_while_queued(self, sequence: int, call: Call, deadline: Deadline) -> float:
+        """Raise if waiting for this call's turn is over, else say how long to wait on."""
+
+    @abc.abstractmethod
+    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Send a message; return when ``source`` may change."""
+
+    @abc.abstractmethod
+    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+        """Send a message; the Work is done when ``source`` may change."""
+
+    @abc.abstractmethod
+    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Receive the next message with this tag into ``target``."""
+
+    @abc.abstractmethod
+    def start_recv(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
+    ) -> Work[T]:
+        """Receive in the background; ``finish`` makes the result of the Work."""
+
+    @abc.abstractmethod
+    def sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Send and receive at once; a ring of these never deadlocks."""
+
+    @abc.abstractmethod
+    def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
+        """Make a group of some ranks; only those call it, with the same list."""
+
+    @abc.abstractmethod
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Give the group up: every rank's call, now and later, raises GroupAborted."""
+
+    @abc.abstractmethod
+    def statistics(self) -> Statistics:
+        """Count what happened so far."""
+
+    @abc.abstractmethod
+    def check_algorithm(self, kind: Kind, algorithm: Algorithm, reproducible: bool) -> str | None:
+        """Refuse an algorithm that is unknown or, with ``reproducible``, out of order; name it."""
+
+    @abc.abstractmethod
+    def _leave(self, site: Site, error: BaseException | None) -> None:
+        """Tell the others that this rank makes no further calls."""
+
+    # -- what all have in common ----------------------------------------------------------------
+
+    @property
+    def timeout(self) -> float | None:
+        """Deadline of a call in seconds when none is passed; None waits for ever."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, value: float | timedelta | None) -> None:
+        self._timeout = check_timeout(value)
+
+    def perform(self, call: Call, body: Body[T], deadline: Deadline) -> T:
+        """Run a call and return its result, after those made before it."""
+        self.check_usable()
+        if self._progress is not None and self._progress.is_current_thread():
+            raise InvalidArgument(
+                f"{call.kind.label}: called from a callback of a Work, which must not communicate",
+                this_rank=self.rank,
+            )
+        return self._in_turn(self._turns.take(), call, body, deadline)
+
+    def start(self, call: Call, body: Body[T], deadline: Deadline) -> Work[T]:
+        """Queue a call and return its handle at once."""
+        self.check_usable()
+        with self._lock:
+            if self._progress is None:
+                self._progress = _Progress(f"ferrodist-progress-{self.rank}")
+                weakref.finalize(self, self._progress.stop)
+            number = self._turns.take()
+            work: Work[T] = Work(f"{call.kind.label} #{number}")
+            self._progress.put(
+                lambda: self._finish(work, lambda: self._in_turn(number, call, body, deadline))
+            )
+        return work
+
+    def _in_turn(self, number: int, call: Call, body: Body[T], deadline: Deadline) -> T:
+        try:
+            self._turns.wait(number, lambda: self.look_while_queued(number, call, deadline))
+            return self.converse(number, call, body, deadline)
+        except DistributedError:
+            raise  # the others know, or need not
+        except BaseException as error:
+            self.abort(f"{type(error).__name__} in {call.kind.label} #{number}: {error}")
+            raise
+        finally:
+            self._turns.end(number)
+
+    def _finish(self, work: Work[T], run: Callable[[], T]) -> None:
+        """Carry out a Work; an error that nobody asks for is logged now and raised by close()."""
+        try:
+            result = run()
+        except BaseException as error:  # noqa: BLE001 -- the top of a thread: the Work carries it on
+            if not work.is_asked:
+                logger.error("rank %d: %s failed: %s", self.rank, work.describe, error)
+                self._unasked.append(work)
+            work.set_exception(error)
+        else:
+            work.set_result(result)
+
+    def check_rank(self, rank: int | None, what: str) -> int:
+        """Refuse what is not a rank of this group."""
+        is_number = hasattr(rank, "__index__") and not isinstance(rank, bool)
+        if rank is None or not is_number or not 0 <= rank < self.world_size:
+            raise InvalidRank(
+                f"{what}: rank {rank!r} is not in a world of {self.world_size} "
+                f"(0 to {self.world_size - 1})",
+                rank=rank,
+                world_size=self.world_size,
+                this_rank=self.rank,
+            )
+        return int(rank)
+
+    def check_usable(self) -> None:
+        """Raise unless this rank may still make calls."""
+        if self.is_forked:
+            raise BackendClosed(
+                "this backend belongs to the process that this one was forked from; "
+                "make a new one here",
+                this_rank=self.rank,
+            )
+        if self._is_closed:
+            raise BackendClosed(f"rank {self.rank} has closed this backend", this_rank=self.rank)
+
+    @property
+    def is_closed(self) -> bool:
+        """True after close()."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Finish what is in flight and leave the group; raise the error of a Work nobody asked.
+
+        Not collective: others go on as long as they need nothing more from this rank.
+        """
+        if self._is_closed or self.is_forked:
+            return
+        self._close(caller_site(), None)
+        for work in self._unasked:
+            if not work.is_asked and (error := work.exception()) is not None:
+                raise error
+
+    def _close(self, site: Site, error: BaseException | None) -> None:
+        self._is_closed = True
+        if error is not None:
+            self._leave(site, error)  # first, so that nothing in flight waits in vain
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress.join()
+        if error is None:
+            self._leave(site, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._is_closed:
+            self._close(caller_site(), error)
+
+    def __repr__(self) -> str:
+        state = " closed" if self._is_closed else ""
+        return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
+
+
+class _Progress:
+    """The one thread that runs calls in flight; it sleeps while there are none."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_run_jobs, args=(self._jobs,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Let the thread end after the jobs queued so far."""
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        if not self.is_current_thread():
+            self._thread.join()
+
+    def is_current_thread(self) -> bool:
+        """Tell whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # a finished job must not keep the user's arrays alive while the thread sleeps
+
+
+# Children of fork() must not use these; a flag set at fork costs nothing per call.
+_OPEN: weakref.WeakSet[Backend] = weakref.WeakSet()
+
+
+def _mark_forked() -> None:
+    for backend in _OPEN:
+        backend.is_forked = True
+
+
+os.register_at_fork(after_in_child=_mark_forked)

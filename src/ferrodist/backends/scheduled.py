@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""ScheduledBackend: runs any schedule on any transport. Simulated ranks and TCP are this class."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from ferrodist import _native
+from ferrodist.backends.base import Algorithm, Backend, Body, Counts
+from ferrodist.backends.control import CallWatch, Control, MessageWatch
+from ferrodist.backends.turns import Turns
+from ferrodist.backends.walker import Task, walk
+from ferrodist.buffer import Buffer, DType
+from ferrodist.call import Call, Kind, Leaf
+from ferrodist.config import Config
+from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatch, SizeMismatch, UnsupportedOp
+from ferrodist.reduce_op import ReduceOp
+from ferrodist.schedules import (
+    Lengths,
+    LinkModel,
+    Schedule,
+    choose,
+    compile_table,
+    find,
+    layouts,
+    traits,
+)
+from ferrodist.transports.base import Expected
+from ferrodist.transports.framing import Frame, FrameError, pack_array_header, unpack_array_header
+from ferrodist.transports.threads import Letter, ThreadTransport
+from ferrodist.work import Work
+
+T = TypeVar("T")
+
+_QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its turn
+_SCHEDULED_AS = {Kind.ALL_GATHER_UNEVEN: Kind.ALL_GATHER, Kind.ALL_TO_ALL_UNEVEN: Kind.ALL_TO_ALL}
+
+
+class ScheduledBackend(Backend):
+    """Does collectives by walking schedules over a transport."""
+
+    def __init__(
+        self,
+        transport: ThreadTransport,
+        control: Control,
+        rank: int,
+        config: Config,
+        model: LinkModel,
+    ) -> None:
+        super().__init__(rank, len(control.members), config)
+        self._transport = transport
+        self._control = control
+        self._model = model
+        self._lanes: dict[tuple[int, int], Turns] = {}
+
+    def converse(self, sequence: int, call: Call, body: Body[T], deadline: Deadline) -> T:
+        """Enter the call, run the body, leave."""
+        talk = _Talk(self, sequence, call, deadline)
+        self._control.enter(self.rank, sequence, call, talk.fingerprint)
+        try:
+            return body(talk)
+        finally:
+            self._control.finish(self.rank)
+
+    def look_while_queued(self, sequence: int, call: Call, deadline: Deadline) -> float:
+        """Let the call that holds this one up run out of time when this one does."""
+        control = self._control
+        with control.switch.lock:
+            running = control.desks[self.rank]
+            if deadline.remaining() <= 0 and control.final is None:
+                control.expire(running.sequence, running.call, deadline)
+                assert control.final is not None
+                raise control.final.now(self.rank)
+            control.refuse_if_final(self.rank)
+        return min(deadline.remaining(), _QUEUE_LOOK)
+
+    def check_algorithm(self, kind: Kind, algorithm: Algorithm, reproducible: bool) -> str | None:
+        """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
+        if algorithm is None:
+            return None
+        schedule = find(_SCHEDULED_AS.get(kind, kind), algorithm)
+        in_order = traits(schedule, self.world_size).in_order
+        if reproducible and kind.is_reduction and not in_order:
+            raise UnsupportedOp(
+                f"{kind.label}: algorithm {schedule.name!r} does not fold in rank order, which "
+                "reproducible=True asks for; leave one of the two out",
+                op=kind.label,
+                this_rank=self.rank,
+            )
+        return schedule.name
+
+    def pick(
+        self, kind: Kind, nbytes: int, dtype: DType, algorithm: Algorithm, in_order: bool
+    ) -> Schedule:
+        """Take the algorithm asked for, or the cheapest that is allowed."""
+        if algorithm is not None:
+            return find(kind, algorithm)
+        return choose(
+            kind, self.world_size, nbytes, half=dtype.is_half, in_order=in_order, model=self._model
+        )
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Give the group up, and every group split off it."""
+        with self._control.switch.lock:
+            self._control.abort(self.rank, reason)
+
+    # -- point to point -------------------------------------------------------------------------
+
+    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Send a message; beyond 64 KB wait until the receiver has it."""
+        self.check_usable()
+        watch = MessageWatch(self._control, self.rank, f"send(dst={peer}, tag={tag})", deadline)
+        self._settle(self._post(source, peer, tag, watch), peer, watch)
+
+    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+        """Send now, wait for the receiver in the background."""
+        self.check_usable()
+        watch = MessageWatch(self._control, self.rank, f"send(dst={peer}, tag={tag})", deadline)
+        letter = self._post(source, peer, tag, watch)
+        return self._in_background(watch.what, lambda: self._settle(letter, peer, watch))
+
+    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Receive the next message with this tag into ``target``."""
+        self.check_usable()
+        watch = MessageWatch(self._control, self.rank, f"recv(src={peer}, tag={tag})", deadline)
+        self._receive(self._draw(peer, tag), target, peer, tag, watch)
+
+    def start_recv(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
+    ) -> Work[T]:
+        """Take a place in the line of receivers now, receive in the background."""
+        self.check_usable()
+        watch = MessageWatch(self._control, self.rank, f"recv(src={peer}, tag={tag})", deadline)
+        turns, number = self._draw(peer, tag)
+
+        def receive() -> T:
+            self._receive((turns, number), target, peer, tag, watch)
+            return finish()
+
+        return self._in_background(watch.what, receive)
+
+    def sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Post the outgoing message, receive, and only then wait for the receiver."""
+        self.check_usable()
+        what = f"sendrecv(dst={to}, src={peer}, tag={tag})"
+        watch = MessageWatch(self._control, self.rank, what, deadline)
+        letter = self._post(source, to, tag, watch)
+        self._receive(self._draw(peer, tag), target, peer, tag, watch)
+        self._settle(letter, to, watch)
+
+    def _post(self, source: Buffer, peer: int, tag: int, watch: MessageWatch) -> Letter:
+        header = pack_array_header(source.dtype, source.shape)
+        to = self._control.members[peer]
+        return self._transport.post(to, self._control.group, tag, [header, source.memory], watch)
+
+    def _settle(self, letter: Letter, peer: int, watch: MessageWatch) -> None:
+        sends = self._control.sends
+        sends[self.rank] = peer
+        try:
+            self._transport.settle(letter, watch)
+        finally:
+            sends.pop(self.rank, None)
+            self._control.rings.pop(self.rank, None)
+
+    def _draw(self, peer: int, tag: int) -> tuple[Turns, int]:
+        """Take a place among the receives from one peer with one tag: they keep program order."""
+        with self._lock:
+            turns = self._lanes.setdefault((peer, tag), Turns())
+            return turns, turns.take()
+
+    def _receive(
+        self, place: tuple[Turns, int], target: Buffer, peer: int, tag: int, watch: MessageWatch
+    ) -> None:
+        turns, number = place
+        source = self._control.members[peer]
+        try:
+            turns.wait(number, lambda: min(self._look(watch, source), _QUEUE_LOOK))
+            payload = self._transport.collect(source, self._control.group, tag, watch)
+        finally:
+            turns.end(number)
+        _unpack(memoryview(payload), target, peer, watch)
+
+    def _look(self, watch: MessageWatch, source: int) -> float:
+        with self._control.switch.lock:
+            return watch.look(source)
+
+    def _in_background(self, what: str, run: Callable[[], T]) -> Work[T]:
+        """Finish a message on a thread of its own: it never queues behind a collective."""
+        work: Work[T] = Work(what)
+        thread = threading.Thread(
+            target=self._finish, args=(work, run), name=f"ferrodist {what}", daemon=True
+        )
+        thread.start()
+        return work
+
+
+def _unpack(payload: memoryview, target: Buffer, peer: int, watch: MessageWatch) -> None:
+    try:
+        dtype, shape, content = unpack_array_header(payload)
+    except FrameError as error:
+        watch.damaged(watch.control.members[peer], str(error))
+        raise
+    found, expected = Leaf("", dtype, shape), Leaf("", target.dtype, target.shape)
+    if found != expected:
+        raise SizeMismatch(
+            f"{watch.what}: rank {peer} sent {found}, this rank expected {expected}; "
+            "the message was dropped",
+            rank=peer,
+            this_rank=watch.rank,
+            expected=str(expected),
+            got=str(found),
+        )
+    target.memory[:] = content
+
+
+class _Talk:
+    """One call in progress."""
+
+    def __init__(
+        self, backend: ScheduledBackend, sequence: int, call: Call, deadline: Deadline
+    ) -> None:
+        self.fingerprint = call.fingerprint()
+        self._backend = backend
+        self._control = backend._control
+        self._transport = backend._transport
+        self._members = backend._control.members
+        self._sequence = sequence
+        self._expected = Expected(backend._control.group, sequence, self.fingerprint)
+        self._watch = CallWatch(backend._control, backend.rank, sequence, call, deadline)
+
+    def run(
+        self,
+        kind: Kind,
+        source: Buffer | None,
+        target: Buffer | None,
+        *,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        counts: Counts | None = None,
+        algorithm: Algorithm = None,
+        in_order: bool = False,
+        in_place: bool = False,
+    ) -> None:
+        """Do one whole collective: pick the schedule, walk its table over every segment."""
+        backend, config = self._backend, self._backend.config
+        sample = source or target
+        dtype = sample.dtype if sample else DType.UINT8
+        lengths = _lengths(kind, backend.rank, backend.world_size, source, target, counts)
+        # This backend folds in rank order unless the caller names an algorithm that does not.
+        schedule = backend.pick(
+            kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order=True
+        )
+        found = traits(schedule, backend.world_size, root)
+        if in_place and not found.alias_safe and source is not None:
+            in_place = False
+            source = Buffer(memoryview(bytes(source.memory)), source.dtype, source.shape)
+        is_mean = op is ReduceOp.MEAN
+        task = Task(
+            compile_table(schedule, backend.world_size, backend.rank, root),
+            source,
+            target,
+            dtype,
+            # Unfinished sums that travel are plain sums; the division comes at the end.
+            ReduceOp.SUM if op is None or (is_mean and found.partials) else op,
+            backend.world_size if is_mean else 1,
+            dtype.is_half and found.partials,
+            in_place,
+            config.piece_nbytes,
+        )
+        itemsize = 4 if task.is_wide else dtype.itemsize
+        for layout in layouts(task.table, lengths, itemsize, segment_nbytes=config.segment_nbytes):
+            walk(task, layout, self._exchange)
+        if is_mean and found.partials and not task.is_wide and target is not None:
+            _native.fold(dtype, ReduceOp.MEAN, target.memory, [target.memory], backend.world_size)
+
+    def disagree(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
+        """Report the difference, then wait for the verdict that all ranks get."""
+        control, watch = self._control, self._watch
+        control.object_to(self._sequence, error, text)
+        with control.switch.lock:
+            while True:  # left by the error that look() raises
+                try:
+                    self._transport.sleep(self._transport.rank, watch)
+                except CollectiveMismatch as verdict:
+                    return verdict
+
+    def _exchange(
+        self, to: int, payload: memoryview | None, peer: int, is_receiving: bool
+    ) -> memoryview | None:
+        """Send and receive one message of this call, at once where there are both."""
+        transport, watch, expected = self._transport, self._watch, self._expected
+        if payload is None:
+            return transport.recv(self._members[peer], expected, watch)
+        frame = Frame(expected.group, expected.sequence, expected.fingerprint, payload)
+        if is_receiving:
+            return transport.exchange(
+                self._members[to], frame, self._members[peer], expected, watch
+            )
+        transport.send(self._members[to], frame, watch)
+        return None
+
+
+def _lengths(
+    kind: Kind,
+    rank: int,
+    world: int,
+    source: Buffer | None,
+    target: Buffer | None,
+    counts: Counts | None,
+) -> Lengths:
+    """Say how long the arrays of a call are; the same on every rank but for its own blocks."""
+    if kind is Kind.BARRIER:
+        return Lengths(0)
+    if counts is not None:
+        return _uneven_lengths(kind, rank, counts)
+    if kind in (Kind.ALL_GATHER, Kind.GATHER):
+        assert source is not None
+        return Lengths(source.count * world)
+    if kind is Kind.SCATTER:
+        assert target is not None
+        return Lengths(target.count * world)
+    array = source if source is not None else target
+    assert array is not None
+    return Lengths(array.count)
+
+
+def _uneven_lengths(kind: Kind, rank: int, counts: Counts) -> Lengths:
+    if kind is not Kind.ALL_TO_ALL:
+        blocks = tuple(int(count) for count in counts)  # type: ignore[arg-type]  # one row
+        return Lengths(sum(blocks), blocks)
+    rows = [tuple(row) for row in counts]  # type: ignore[arg-type]  # one row per sender
+    total = sum(map(sum, rows)) // len(rows)
+    return Lengths(total, rows[rank], tuple(row[rank] for row in rows))

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The public functions: check what was passed, hand it to the backend, wrap the result.
+
+``request`` and ``plan`` are the way all of them go; the other files hold the functions themselves.
+Nothing here knows an array library (that is ``arrays``) or an algorithm (that is ``schedules``).
+"""
+
+from ferrodist.collectives.dense import (
+    all_gather,
+    all_to_all,
+    allreduce,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+)
+from ferrodist.collectives.messages import recv, send, sendrecv
+from ferrodist.collectives.objects import (
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    scatter_object,
+)
+from ferrodist.collectives.uneven import all_gather_uneven, all_to_all_uneven, scatter
+
+__all__ = [
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_uneven",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_uneven",
+    "barrier",
+    "send",
+    "recv",
+    "sendrecv",
+    "broadcast_object",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+]

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The collectives in which every rank passes arrays of one shape; most take trees of arrays too."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, Unpack, overload
+
+from ferrodist.backends.base import Algorithm
+from ferrodist.call import Kind
+from ferrodist.collectives.plan import execute
+from ferrodist.collectives.request import Group, No, Op, Options, Request, Yes
+from ferrodist.config import DEFAULT, Timeout
+from ferrodist.reduce_op import ReduceOp
+from ferrodist.work import Work
+
+T = TypeVar("T")
+
+
+@overload
+def allreduce(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[T]: ...
+@overload
+def allreduce(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
+) -> T: ...
+def allreduce(
+    x: Any,
+    backend: Group = None,
+    op: Op = ReduceOp.SUM,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Combine the arrays of all ranks, element by element; every rank gets the result.
+
+    Returns a new array of the caller's kind, or ``out``. ``x`` may be a tree: a list, tuple or dict
+    of arrays, nested as you like. MEAN divides once, at the end.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(3, lambda b: ferrodist.allreduce(np.full(2, b.rank), b))[0]
+        array([3, 3])
+    """
+    request = Request(
+        Kind.ALLREDUCE,
+        backend,
+        op=op,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+@overload
+def broadcast(
+    x: T, backend: Group = None, root: int = ..., *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[T]: ...
+@overload
+def broadcast(
+    x: T, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
+) -> T: ...
+def broadcast(
+    x: Any,
+    backend: Group = None,
+    root: int = 0,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Give every rank the array of ``root``; the others pass one of the same dtype and shape.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(3, lambda b: ferrodist.broadcast(np.full(2, b.rank), b, root=2))[0]
+        array([2, 2])
+    """
+    request = Request(
+        Kind.BROADCAST,
+        backend,
+        root=root,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+@overload
+def reduce(
+    x: T,
+    backend: Group = None,
+    root: int = ...,
+    op: Op = ...,
+    *,
+    async_op: Yes,
+    **rest: Unpack[Options],
+) -> Work[T | None]: ...
+@overload
+def reduce(
+    x: T,
+    backend: Group = None,
+    root: int = ...,
+    op: Op = ...,
+    *,
+    async_op: No = ...,
+    **rest: Unpack[Options],
+) -> T | None: ...
+def reduce(
+    x: Any,
+    backend: Group = None,
+    root: int = 0,
+    op: Op = ReduceOp.SUM,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Combine the arrays of all ranks on ``root``; the other ranks get None.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(3, lambda b: ferrodist.reduce(b.rank + 1, b, root=1, op="prod"))
+        [None, 6, None]
+    """
+    request = Request(
+        Kind.REDUCE,
+        backend,
+        root=root,
+        op=op,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+@overload
+def all_gather(
+    x: Any, backend: Group = None, *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[Any]: ...
+@overload
+def all_gather(
+    x: Any, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
+) -> Any: ...
+def all_gather(
+    x: Any,
+    backend: Group = None,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Join the arrays of all ranks along axis 0, in rank order, on every rank.
+
+    ``(d0, d1, ...)`` becomes ``(W * d0, d1, ...)``; numbers and 0-d arrays become ``(W,)``. ``x``
+    may be part r of ``out``.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(3, lambda b: ferrodist.all_gather(np.array([b.rank]), b))[0]
+        array([0, 1, 2])
+    """
+    request = Request(
+        Kind.ALL_GATHER,
+        backend,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+@overload
+def gather(
+    x: Any, backend: Group = None, root: int = ..., *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[Any]: ...
+@overload
+def gather(
+    x: Any, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
+) -> Any: ...
+def gather(
+    x: Any,
+    backend: Group = None,
+    root: int = 0,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Join the arrays of all ranks along axis 0 on ``root``; the other ranks get None.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(2, lambda b: ferrodist.gather(b.rank, b))
+        [array([0, 1]), None]
+    """
+    request = Request(
+        Kind.GATHER,
+        backend,
+        root=root,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+@overload
+def reduce_scatter(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[T]: ...
+@overload
+def reduce_scatter(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
+) -> T: ...
+def reduce_scatter(
+    x: Any,
+    backend: Group = None,
+    op: Op = ReduceOp.SUM,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Combine the arrays of all ranks; rank r gets part r of the result, cut along axis 0.
+
+    ``out`` may be part r of ``x``.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(2, lambda b: ferrodist.reduce_scatter(np.arange(4), b))
+        [array([0, 2]), array([4, 6])]
+    """
+    request = Request(
+        Kind.REDUCE_SCATTER,
+        backend,
+        op=op,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+@overload
+def all_to_all(
+    x: T, backend: Group = None, *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[T]: ...
+@overload
+def all_to_all(
+    x: T, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
+) -> T: ...
+def all_to_all(
+    x: Any,
+    backend: Group = None,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Send part i of ``x`` to rank i and join what the others sent here, in rank order.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(2, lambda b: ferrodist.all_to_all(np.arange(2) + 10 * b.rank, b))
+        [array([ 0, 10]), array([ 1, 11])]
+    """
+    request = Request(
+        Kind.ALL_TO_ALL,
+        backend,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT) -> None:
+    """Return when every rank has called it.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(2, ferrodist.barrier)
+        [None, None]
+    """
+    request = Request(Kind.BARRIER, backend, timeout=timeout)
+    request.execute(lambda talk: request.run(talk, None, None))

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The way the dense collectives go: take the arrays in, check, make room, hand the call over."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ferrodist.arrays import (
+    Overlap,
+    OverlapKind,
+    Result,
+    Taken,
+    find_crossing,
+    flatten,
+    is_tree,
+    new_result,
+    overlap,
+    take,
+    take_out,
+)
+from ferrodist.backends.base import Conversation
+from ferrodist.call import Kind
+from ferrodist.collectives.fusing import Bundle, Item, bundle
+from ferrodist.collectives.request import Request, leaf_of
+from ferrodist.errors import InvalidArgument, InvalidShape, SizeMismatch, UnsupportedArray
+
+_TAKES_TREES = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+
+def execute(request: Request, x: Any, out: Any) -> Any:
+    """Take the arrays in, check them, make room for the results, hand the call to the backend."""
+    if is_tree(x) and request.kind not in _TAKES_TREES:
+        raise UnsupportedArray(
+            f"{request.kind.label}: x is a {type(x).__name__}, but this call takes a single array",
+            got=type(x).__name__,
+        )
+    named, rebuild = flatten(x)
+    paths = [path for path, _ in named]
+    inputs = [_take(request, path, leaf) for path, leaf in named]
+    shapes = [result_shape(request, taken, path) for path, taken in zip(paths, inputs, strict=True)]
+    results = _make_room(request, inputs, shapes, _outs(request, out, paths))
+    items = [
+        Item(taken, result, is_in_place(request, taken, result))
+        for taken, result in zip(inputs, results, strict=True)
+    ]
+    if out is not None:
+        _refuse_crossing(request, paths, inputs, results)
+    world = request.backend.world_size
+    bundles = bundle(
+        items,
+        request.backend.config.fuse_nbytes,
+        source_parts=world if request.kind is Kind.REDUCE_SCATTER else 1,
+        target_parts=world if request.kind is Kind.ALL_GATHER else 1,
+    )
+
+    def body(talk: Conversation) -> Any:
+        for one in bundles:
+            _run_bundle(request, talk, one)
+        if not bundles:
+            request.run(talk, None, None, kind=Kind.BARRIER)  # an empty tree synchronises too
+        if not _has_result(request):
+            return None
+        finished = rebuild([result.finish() for result in results if result is not None])
+        return finished if out is None else out
+
+    leaves = tuple(leaf_of(taken, path) for path, taken in zip(paths, inputs, strict=True))
+    return request.execute(body, leaves)
+
+
+def _run_bundle(request: Request, talk: Conversation, one: Bundle) -> None:
+    target = one.target()
+    request.run(talk, one.source(), target, in_place=one.is_lone and one.items[0].in_place)
+    one.unpack(target)
+
+
+def _take(request: Request, path: str, leaf: Any) -> Taken:
+    where = f"x{path}" if path else "x"
+    taken = take(leaf, f"{request.kind.label}: {where}")
+    request.check_op(taken, where)
+    return taken
+
+
+def _has_result(request: Request) -> bool:
+    return request.kind not in (Kind.REDUCE, Kind.GATHER) or request.is_root
+
+
+def _outs(request: Request, out: Any, paths: list[str]) -> list[Any]:
+    """Take ``out`` apart like ``x``; where there is no result it is ignored."""
+    if out is None or not _has_result(request):
+        return [None] * len(paths)
+    named, _ = flatten(out, "out")
+    if [path for path, _ in named] != paths:
+        raise InvalidArgument(
+            f"{request.kind.label}: out must have the structure of x; x has leaves {paths}, "
+            f"out has {[path for path, _ in named]}",
+            this_rank=request.backend.rank,
+        )
+    return [leaf for _, leaf in named]
+
+
+def _make_room(
+    request: Request, inputs: list[Taken], shapes: list[tuple[int, ...]], outs: list[Any]
+) -> list[Result | None]:
+    if not _has_result(request):
+        return [None] * len(inputs)
+    return [
+        new_result(taken, shape) if out is None else take_out(out, taken.buffer.dtype, shape)
+        for taken, shape, out in zip(inputs, shapes, outs, strict=True)
+    ]
+
+
+def result_shape(request: Request, taken: Taken, path: str = "") -> tuple[int, ...]:
+    """Apply the shape rule of the kind; raise where an array cannot be cut among the ranks."""
+    shape, world = taken.buffer.shape, request.backend.world_size
+    if request.kind in (Kind.ALL_GATHER, Kind.GATHER):
+        return (world * shape[0], *shape[1:]) if shape else (world,)
+    if request.kind in (Kind.REDUCE_SCATTER, Kind.SCATTER, Kind.ALL_TO_ALL):
+        part = _cut(request, shape, f"x{path}")
+        return shape if request.kind is Kind.ALL_TO_ALL else part
+    return shape
+
+
+def _cut(request: Request, shape: tuple[int, ...], where: str) -> tuple[int, ...]:
+    """Return the shape of one part; element counts are checked before axes, as in the seed."""
+    world, count = request.backend.world_size, math.prod(shape)
+    if world == 1:
+        return shape
+    facts = {"op": request.kind.label, "world_size": world, "this_rank": request.backend.rank}
+    if count % world:
+        raise SizeMismatch(
+            f"{request.kind.label}: {where} has {count} elements, which {world} ranks cannot share "
+            "evenly; pad it or use an uneven call",
+            expected=count,
+            got=world,
+            **facts,
+        )
+    if shape[0] % world:
+        raise InvalidShape(
+            f"{request.kind.label}: axis 0 of {where} has length {shape[0]}, which {world} ranks "
+            "cannot share evenly; pad it or reshape it",
+            expected=shape[0],
+            got=world,
+            **facts,
+        )
+    return (shape[0] // world, *shape[1:])
+
+
+def is_in_place(request: Request, taken: Taken, result: Result | None) -> bool:
+    """Tell whether ``out`` is the memory of ``x``, or an allowed part; refuse other overlaps."""
+    if result is None or result.span is None:
+        return False
+    found = overlap(taken, result)
+    if found.kind is OverlapKind.NONE:
+        return False
+    if _is_allowed(request, taken, result, found):
+        return found.in_place
+    raise InvalidArgument(
+        f"{request.kind.label}: out overlaps x in memory; pass x itself or memory of its own",
+        this_rank=request.backend.rank,
+    )
+
+
+def _refuse_crossing(
+    request: Request, paths: list[str], inputs: list[Taken], results: list[Result | None]
+) -> None:
+    """Refuse an ``out`` of which one leaf is the memory of another leaf."""
+    made = [result for result in results if result is not None]
+    leaf = find_crossing(inputs, made) if len(made) == len(inputs) > 1 else None
+    if leaf is not None:
+        raise InvalidArgument(
+            f"{request.kind.label}: out{paths[leaf]} overlaps another leaf of x or out in memory",
+            this_rank=request.backend.rank,
+        )
+
+
+def _is_allowed(request: Request, taken: Taken, result: Result, found: Overlap) -> bool:
+    if found.kind is OverlapKind.SAME:
+        return True
+    if request.kind is Kind.ALL_GATHER:
+        return found.offset == request.backend.rank * taken.buffer.nbytes
+    if request.kind is Kind.REDUCE_SCATTER and found.offset is not None:
+        return -found.offset == request.backend.rank * result.buffer.nbytes
+    return False

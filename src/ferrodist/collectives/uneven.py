@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The collectives in which ranks may pass different sizes: these are told round before data moves.
+
+Fingerprints leave out what may differ; it is checked when it arrives, and a rank that finds it
+wrong tells all others, so that the call fails on every rank alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Unpack, overload
+
+import numpy as np
+
+from ferrodist.arrays import Result, Taken, new_result, numpy_result, take, take_out
+from ferrodist.backends.base import Algorithm, Conversation
+from ferrodist.buffer import Buffer, DType
+from ferrodist.call import Kind, Leaf
+from ferrodist.collectives.plan import is_in_place, result_shape
+from ferrodist.collectives.request import Group, No, Options, Request, Yes, leaf_of
+from ferrodist.config import DEFAULT, Timeout
+from ferrodist.errors import CollectiveMismatch, InvalidArgument, SizeMismatch, UnsupportedArray
+from ferrodist.work import Work
+
+_MAX_AXES = 64  # as NumPy
+
+
+@overload
+def scatter(
+    x: Any, backend: Group = None, root: int = ..., *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[Any]: ...
+@overload
+def scatter(
+    x: Any, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
+) -> Any: ...
+def scatter(
+    x: Any,
+    backend: Group = None,
+    root: int = 0,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Cut the array of ``root`` along axis 0 and give part r to rank r.
+
+    The other ranks pass None, and get NumPy, or an array of the kind, dtype and shape they want.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> inputs = {0: np.arange(4)}  # the root has it, the others pass None
+        >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
+        [array([0, 1]), array([2, 3])]
+    """
+    request = Request(
+        Kind.SCATTER,
+        backend,
+        root=root,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    taken = None if x is None and not request.is_root else take(x, "scatter: x")
+    part = None
+    if request.is_root:
+        assert taken is not None
+        part = Leaf("", taken.buffer.dtype, result_shape(request, taken))
+        if out is not None:
+            is_in_place(request, taken, take_out(out, part.dtype, part.shape))
+
+    def body(talk: Conversation) -> Any:
+        found = _tell_leaf(talk, request, part)
+        result = _room_for_part(talk, request, found, taken, out)
+        source = taken.buffer if request.is_root and taken is not None else None
+        request.run(talk, source, result.buffer)
+        return result.finish()
+
+    leaves = () if taken is None else (leaf_of(taken),)
+    return request.execute(body, leaves, compared=())
+
+
+def _tell_leaf(talk: Conversation, request: Request, part: Leaf | None) -> Leaf:
+    """Tell every rank the dtype and shape of its part."""
+    numbers = np.zeros(2 + _MAX_AXES, np.int64)
+    if part is not None:
+        numbers[: 2 + len(part.shape)] = (part.dtype, len(part.shape), *part.shape)
+    buffer = as_buffer(numbers)
+    talk.run(Kind.BROADCAST, buffer, buffer, root=request.root or 0, in_place=True)
+    dtype, axes = DType(int(numbers[0])), int(numbers[1])
+    return Leaf("", dtype, tuple(int(length) for length in numbers[2 : 2 + axes]))
+
+
+def _room_for_part(
+    talk: Conversation, request: Request, found: Leaf, taken: Taken | None, out: Any
+) -> Result:
+    if taken is not None and not request.is_root and leaf_of(taken) != found:
+        same_dtype = taken.buffer.dtype is found.dtype
+        raise talk.disagree(
+            SizeMismatch if same_dtype else CollectiveMismatch,
+            f"rank {request.backend.rank} passed {leaf_of(taken)}, its part of the array of "
+            f"rank {request.root} is {found}",
+        )
+    try:
+        if out is not None:
+            return take_out(out, found.dtype, found.shape)
+        return (
+            numpy_result(found.dtype, found.shape)
+            if taken is None
+            else new_result(taken, found.shape)
+        )
+    except (InvalidArgument, UnsupportedArray) as error:
+        text = f"rank {request.backend.rank}: {error}"
+        raise talk.disagree(CollectiveMismatch, text) from error
+
+
+@overload
+def all_gather_uneven(
+    x: Any, backend: Group = None, *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[Any]: ...
+@overload
+def all_gather_uneven(
+    x: Any, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
+) -> Any: ...
+def all_gather_uneven(
+    x: Any,
+    backend: Group = None,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Join the arrays of all ranks along axis 0; that axis may differ in length between ranks.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(3, lambda b: ferrodist.all_gather_uneven(np.full(b.rank, b.rank), b))[0]
+        array([1, 2, 2])
+    """
+    request = Request(
+        Kind.ALL_GATHER_UNEVEN,
+        backend,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    taken = take(x, "all_gather_uneven: x")
+    rows, row = _rows(taken)
+
+    def body(talk: Conversation) -> Any:
+        counts = tell_numbers(talk, request, [rows])[:, 0].tolist()
+        result = _room(talk, request, taken, (sum(counts), *row), out)
+        sizes = [count * _count(row) for count in counts]
+        request.run(talk, taken.buffer, result.buffer, kind=Kind.ALL_GATHER, counts=sizes)
+        return result.finish()
+
+    return request.execute(body, (leaf_of(taken),), compared=(Leaf("", taken.buffer.dtype, row),))
+
+
+def all_to_all_uneven(
+    x: Any,
+    send_counts: Sequence[int],
+    backend: Group = None,
+    *,
+    recv_counts: Sequence[int] | None = None,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Send ``send_counts[i]`` rows of ``x`` to rank i; return what came, and the rows from each.
+
+    The counts of all ranks are exchanged and checked before data moves; ``recv_counts``, if given,
+    must be what the others send. With ``async_op`` the pair is the result of the Work.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def swap(backend):
+        ...     counts = [0, 2] if backend.rank == 0 else [1, 0]
+        ...     return ferrodist.all_to_all_uneven(np.arange(sum(counts)), counts, backend)
+        >>> run_ranks(2, swap)
+        [(array([0]), [0, 1]), (array([0, 1]), [2, 0])]
+    """
+    request = Request(
+        Kind.ALL_TO_ALL_UNEVEN,
+        backend,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    taken = take(x, "all_to_all_uneven: x")
+    rows, row = _rows(taken)
+    sends = _check_counts(request, send_counts, "send_counts")
+    if sum(sends) != rows:
+        raise InvalidArgument(
+            f"all_to_all_uneven: send_counts add up to {sum(sends)}, but x has {rows} rows",
+            expected=rows,
+            got=sum(sends),
+            this_rank=request.backend.rank,
+        )
+    expects = (
+        [-1] * len(sends)
+        if recv_counts is None
+        else _check_counts(request, recv_counts, "recv_counts")
+    )
+
+    def body(talk: Conversation) -> Any:
+        table = tell_numbers(talk, request, [*sends, *expects])
+        counts, expected = table[:, : len(sends)], table[:, len(sends) :]
+        _check_expected(talk, counts, expected)
+        received = counts[:, request.backend.rank].tolist()
+        result = _room(talk, request, taken, (sum(received), *row), out)
+        sizes = (counts * _count(row)).tolist()
+        request.run(talk, taken.buffer, result.buffer, kind=Kind.ALL_TO_ALL, counts=sizes)
+        return result.finish(), received
+
+    return request.execute(body, (leaf_of(taken),), compared=(Leaf("", taken.buffer.dtype, row),))
+
+
+def _rows(taken: Taken) -> tuple[int, tuple[int, ...]]:
+    """Split a shape into rows and the shape of a row; a number is one row."""
+    shape = taken.buffer.shape
+    return (shape[0], shape[1:]) if shape else (1, ())
+
+
+def _count(row: tuple[int, ...]) -> int:
+    return int(np.prod(row, dtype=np.int64))
+
+
+def _check_counts(request: Request, counts: Sequence[int], name: str) -> list[int]:
+    world = request.backend.world_size
+    try:
+        numbers = [operator.index(count) for count in counts]
+    except TypeError as error:
+        raise InvalidArgument(
+            f"all_to_all_uneven: {name} must be integers, got {counts!r}"
+        ) from error
+    if len(numbers) != world or any(number < 0 for number in numbers):
+        raise InvalidArgument(
+            f"all_to_all_uneven: {name} must be {world} numbers >= 0, one per rank, got {numbers}",
+            expected=world,
+            got=len(numbers),
+            this_rank=request.backend.rank,
+        )
+    return numbers
+
+
+def _check_expected(talk: Conversation, counts: Any, expected: Any) -> None:
+    """Every rank sees the same table, so every rank comes to the same answer."""
+    wrong = np.argwhere((expected >= 0) & (expected != counts.T))
+    if len(wrong):
+        receiver, sender = wrong[0].tolist()
+        raise talk.disagree(
+            SizeMismatch,
+            f"rank {receiver} expects {expected[receiver, sender]} rows from rank {sender}, "
+            f"which sends {counts[sender, receiver]}",
+        )
+
+
+def tell_numbers(talk: Conversation, request: Request, numbers: Sequence[int]) -> Any:
+    """Gather a few integers of every rank on every rank, one row per rank."""
+    table = np.empty((request.backend.world_size, len(numbers)), np.int64)
+    talk.run(Kind.ALL_GATHER, as_buffer(np.array(numbers, np.int64)), as_buffer(table))
+    return table
+
+
+def _room(
+    talk: Conversation, request: Request, taken: Taken, shape: tuple[int, ...], out: Any
+) -> Result:
+    """Make room once the sizes are known; a wrong ``out`` shows only now, so all are told."""
+    if out is None:
+        return new_result(taken, shape)
+    try:
+        result = take_out(out, taken.buffer.dtype, shape)
+        is_in_place(request, taken, result)
+    except InvalidArgument as error:
+        text = f"rank {request.backend.rank}: {error}"
+        raise talk.disagree(CollectiveMismatch, text) from error
+    return result
+
+
+def as_buffer(numbers: Any) -> Buffer:
+    """Show an array of int64 to a backend."""
+    return Buffer(
+        memoryview(numbers.reshape(-1).view(np.uint8)), DType.INT64, numbers.shape, numbers
+    )

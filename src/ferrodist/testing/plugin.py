@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The pytest plugin: a ``world`` fixture, so that a test of distributed code is an ordinary test.
+
+    @pytest.mark.world(2, 3)            # world sizes; without it --worlds, 1,2,3 by default
+    def test_sum(world):
+        assert world.run(lambda backend: ferrodist.allreduce(1, backend)) == [world.size] *
+        world.size
+
+Imports nothing of ferrodist until a test asks for the fixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A world of ranks that are threads; a new one for every ``run``."""
+
+    size: int
+
+    def run(self, fn: Callable[[Any], T], **options: Any) -> list[T]:
+        """Run ``fn(backend)`` on every rank; options as of ``ferrodist.testing.run_ranks``."""
+        from ferrodist.testing.ranks import run_ranks
+
+        return run_ranks(self.size, fn, **options)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --worlds."""
+    group = parser.getgroup("ferrodist")
+    group.addoption("--worlds", default="1,2,3", help="world sizes of the 'world' fixture (1,2,3)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", "world(*sizes): world sizes of the 'world' fixture")
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> World:
+    """Give a world of ranks; the test runs once for every size asked for."""
+    return World(request.param)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for our ``world`` once for every size."""
+    if not _asks_for_our_world(metafunc):
+        return
+    marker = metafunc.definition.get_closest_marker("world")
+    sizes = marker.args if marker else map(int, metafunc.config.getoption("worlds").split(","))
+    metafunc.parametrize("world", list(sizes), indirect=True, ids=lambda size: f"world{size}")
+
+
+def _asks_for_our_world(metafunc: pytest.Metafunc) -> bool:
+    """Leave alone tests that parametrize a ``world`` of their own or define such a fixture."""
+    for marker in metafunc.definition.iter_markers("parametrize"):
+        names = marker.args[0] if marker.args else marker.kwargs["argnames"]
+        if "world" in (names.replace(",", " ").split() if isinstance(names, str) else names):
+            return False
+    fixtures = metafunc._arg2fixturedefs.get("world", ())
+    return bool(fixtures) and fixtures[-1].func.__module__ == __name__

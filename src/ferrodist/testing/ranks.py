@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""run_ranks: one function on n ranks in this process; no error is lost, no rank left hanging."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.config import Config
+from ferrodist.errors import CollectiveTimeout, DistributedError, GroupAborted, RankLost
+from ferrodist.transports.faulty import Faults
+
+T = TypeVar("T")
+
+
+class _Rank(threading.Thread, Generic[T]):
+    """One rank: runs the function, keeps its outcome, tells the group how it ended."""
+
+    def __init__(
+        self,
+        backend: SimulatedBackend,
+        fn: Callable[[SimulatedBackend], T],
+        ended: queue.SimpleQueue[int],
+    ) -> None:
+        super().__init__(name=f"rank {backend.rank}", daemon=True)
+        self.backend = backend
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.when = 0.0
+        self._fn = fn
+        self._ended = ended
+
+    def run(self) -> None:
+        """Run the function; an error leaves the group with the error's words."""
+        try:
+            self.result = self._fn(self.backend)
+        except BaseException as error:  # noqa: BLE001 -- the top of a thread: the caller raises it
+            self.error, self.when = error, time.monotonic()
+            self.backend.fail(error)
+        else:
+            self.backend.end()
+        finally:
+            self._ended.put(self.backend.rank)
+
+
+def run_ranks(
+    num_ranks: int,
+    fn: Callable[[SimulatedBackend], T],
+    *,
+    timeout: float = 60.0,
+    grace: float = 5.0,
+    config: Config | None = None,
+    faults: Faults | None = None,
+) -> list[T]:
+    """Run ``fn(backend)`` on every rank of a simulated world and return the results in rank order.
+
+    If ranks fail, raises an ExceptionGroup of all their errors: causes first, by time, then those
+    that only say that another rank failed. ``grace`` seconds after the first failure, or after
+    ``timeout``, every rank blocked in ferrodist is woken; one stuck elsewhere is named with the
+    place it is stuck at.
+
+    Example:
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(3, lambda backend: backend.rank * 10)
+        [0, 10, 20]
+    """
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ranks = [
+        _Rank(b, fn, ended)
+        for b in SimulatedBackend.create_group(num_ranks, config=config, faults=faults)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        is_late = not _wait(ranks, ended, timeout, grace)
+    except BaseException as error:  # Ctrl-C: the ranks must not go on without us
+        ranks[0].backend.abort(f"{type(error).__name__} in run_ranks")
+        raise
+    stuck = _wake(ranks, ended, f"run_ranks gave up after {timeout:g} s") if is_late else []
+    errors = _errors(ranks, stuck)
+    if errors:
+        raise BaseExceptionGroup(f"{len(errors)} of {num_ranks} ranks failed", errors)
+    return [rank.result for rank in ranks]  # type: ignore[misc]  # a rank without error has a result
+
+
+def _wait(
+    ranks: list[_Rank[Any]], ended: queue.SimpleQueue[int], timeout: float, grace: float
+) -> bool:
+    """Wait for all ranks; after the first failure only for a while. Tell whether all ended."""
+    end = time.monotonic() + timeout
+    for _ in ranks:
+        try:
+            rank = ended.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            return False
+        if ranks[rank].error is not None:
+            end = min(end, time.monotonic() + grace)
+    return True
+
+
+def _wake(ranks: list[_Rank[Any]], ended: queue.SimpleQueue[int], reason: str) -> list[_Rank[Any]]:
+    """Wake what is blocked in ferrodist; return the ranks that are stuck somewhere else."""
+    ranks[0].backend.abort(reason)
+    end = time.monotonic() + 1.0
+    for rank in ranks:
+        rank.join(max(0.0, end - time.monotonic()))
+    return [rank for rank in ranks if rank.is_alive()]
+
+
+def _errors(ranks: list[_Rank[Any]], stuck: list[_Rank[Any]]) -> list[BaseException]:
+    failed = [rank for rank in ranks if rank.error is not None and rank not in stuck]
+    failed.sort(key=lambda rank: (_is_consequence(rank.error), rank.when))
+    errors = []
+    for rank in failed:
+        assert rank.error is not None
+        rank.error.add_note(f"on rank {rank.backend.rank}")
+        errors.append(rank.error)
+    causes = sum(not _is_consequence(error) for error in errors)
+    errors[causes:causes] = [_stuck_error(rank) for rank in stuck]
+    return errors
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Tell whether an error only says that another rank failed."""
+    return (
+        isinstance(error, (RankLost, GroupAborted))
+        and isinstance(error, DistributedError)
+        and error.rank != error.this_rank
+    )
+
+
+def _stuck_error(rank: _Rank[Any]) -> CollectiveTimeout:
+    frame: FrameType | None = sys._current_frames().get(rank.ident or 0)
+    where = traceback.extract_stack(frame)[-1] if frame is not None else None
+    place = f"{where.filename}:{where.lineno} in {where.name}" if where else "an unknown place"
+    number = rank.backend.rank
+    return CollectiveTimeout(
+        f"rank {number} is stuck outside ferrodist, at {place}", rank=number, missing=[number]
+    )

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Faults on the links between threads, decided by a seed and by nothing else.
+
+What happens to a message is a function of (seed, sender, receiver, message number), so the log of a
+link is the same for one seed whatever the threads do. Frames pass through the real wire layout
+here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from ferrodist import _native
+from ferrodist.transports.base import Watch
+from ferrodist.transports.framing import Frame, FrameError, decode, encode
+
+if TYPE_CHECKING:
+    from ferrodist.transports.threads import Letter, Switch
+
+_REORDER_SECONDS = 0.005  # long enough for the messages behind it to overtake
+
+
+class Fate(NamedTuple):
+    """What happens to one message."""
+
+    drop: bool = False
+    corrupt: bool = False
+    duplicate: bool = False
+    reorder: bool = False
+    delay: float = 0.0
+
+    def __str__(self) -> str:
+        words = [
+            name for name in ("drop", "corrupt", "duplicate", "reorder") if getattr(self, name)
+        ]
+        if self.delay:
+            words.append(f"delay {self.delay * 1e3:.2f} ms")
+        return ", ".join(words) or "deliver"
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Which faults to inject: a probability per message for each kind, and ranks to kill or freeze.
+
+    ``kill={1: 5}`` lets rank 1 die when it is about to send its fifth message; ``freeze`` stops it
+    there. ``log[sender, receiver]`` lists what happened to each message of a link, in order.
+    """
+
+    seed: int = 0
+    delay: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    drop: float = 0.0
+    corrupt: float = 0.0
+    max_delay: float = 0.005
+    kill: Mapping[int, int] = field(default_factory=dict)
+    freeze: Mapping[int, int] = field(default_factory=dict)
+    log: dict[tuple[int, int], list[str]] = field(default_factory=dict, compare=False)
+
+    def fate(self, sender: int, receiver: int, number: int) -> Fate:
+        """Decide what happens to a message; pure."""
+
+        def chance(salt: int) -> float:
+            return _native.fingerprint([self.seed, sender, receiver, number, salt]) / 2**64
+
+        return Fate(
+            drop=chance(0) < self.drop,
+            corrupt=chance(1) < self.corrupt,
+            duplicate=chance(2) < self.duplicate,
+            reorder=chance(3) < self.reorder,
+            delay=chance(5) * self.max_delay if chance(4) < self.delay else 0.0,
+        )
+
+
+class _Parcel(NamedTuple):
+    """An encoded frame on its way; ``letter`` is set for point-to-point messages."""
+
+    source: int
+    target: int
+    number: int
+    data: bytearray
+    letter: Letter | None
+
+
+class FaultyLinks:
+    """Carries items between mailboxes as the faults say, and puts each link back in order."""
+
+    def __init__(self, faults: Faults, switch: Switch) -> None:
+        self._faults = faults
+        self._switch = switch
+        self._sent_by: defaultdict[int, int] = defaultdict(int)
+        self._pending: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._early: defaultdict[tuple[int, int], dict[int, _Parcel]] = defaultdict(dict)
+        self._courier = _Courier(self._arrive)
+
+    def close(self) -> None:
+        """End the courier thread; what it still carries is lost."""
+        self._courier.close()
+
+    def is_pending(self, source: int, target: int) -> bool:
+        """Tell whether the courier still carries something on this link."""
+        return self._pending[source, target] > 0
+
+    def carry(self, source: int, target: int, item: Frame | Letter, watch: Watch) -> None:
+        """Apply the faults to one message."""
+        self._strike_sender(source, watch)
+        switch = self._switch
+        with switch.lock:
+            switch.sent[source][target] += 1
+            number = switch.sent[source][target]
+            fate = self._faults.fate(source, target, number)
+            self._faults.log.setdefault((source, target), []).append(str(fate))
+            if not fate.drop:
+                self._dispatch(_pack(source, target, number, item), fate)
+
+    def _strike_sender(self, source: int, watch: Watch) -> None:
+        with self._switch.lock:
+            self._sent_by[source] += 1
+            number = self._sent_by[source]
+        if self._faults.kill.get(source) == number:
+            self._switch.on_kill(source, f"killed by an injected fault at its message {number}")
+        if number >= self._faults.freeze.get(source, number + 1):
+            changed = self._switch.mailboxes[source].changed
+            with self._switch.lock:
+                while True:  # left only by the error that look() raises
+                    changed.wait(min(watch.look(source), threading.TIMEOUT_MAX))
+
+    def _dispatch(self, parcel: _Parcel, fate: Fate) -> None:
+        if fate.corrupt:
+            place = _native.fingerprint([self._faults.seed, parcel.number]) % (8 * len(parcel.data))
+            parcel.data[place // 8] ^= 1 << place % 8
+        seconds = fate.delay or (_REORDER_SECONDS if fate.reorder else 0.0)
+        for copy in range(1 + fate.duplicate):
+            self._pending[parcel.source, parcel.target] += 1
+            if seconds and copy == 0:
+                self._courier.take(parcel, seconds)
+            else:
+                self._arrive_locked(parcel)
+
+    def _arrive(self, parcel: _Parcel) -> None:
+        with self._switch.lock:
+            self._arrive_locked(parcel)
+            self._switch.wake_all()  # a wait may have been kept up by what was pending
+
+    def _arrive_locked(self, parcel: _Parcel) -> None:
+        link = parcel.source, parcel.target
+        self._pending[link] -= 1
+        early = self._early[link]
+        early[parcel.number] = parcel
+        while (number := self._switch.received[parcel.source][parcel.target] + 1) in early:
+            if not self._deliver(early.pop(number)):
+                return
+        for number in [
+            number for number in early if number <= self._switch.received[link[0]][link[1]]
+        ]:
+            del early[number]  # a copy of what was delivered before
+
+    def _deliver(self, parcel: _Parcel) -> bool:
+        try:
+            frame = decode(parcel.data, parcel.source, parcel.number)
+        except FrameError as error:
+            self._switch.damage(parcel.source, parcel.target, f"message {parcel.number}: {error}")
+            return False
+        if parcel.letter is not None:
+            parcel.letter.frame = frame
+        self._switch.deliver(parcel.source, parcel.target, parcel.letter or frame)
+        return True
+
+
+def _pack(source: int, target: int, number: int, item: Frame | Letter) -> _Parcel:
+    if isinstance(item, Frame):
+        return _Parcel(source, target, number, encode(item, source, number), None)
+    return _Parcel(source, target, number, encode(item.frame, source, number), item)
+
+
+class _Courier:
+    """One thread that hands parcels over when their time has come."""
+
+    def __init__(self, arrive: Callable[[_Parcel], None]) -> None:
+        self._arrive = arrive
+        self._changed = threading.Condition()
+        self._bag: list[tuple[float, int, _Parcel]] = []
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def take(self, parcel: _Parcel, seconds: float) -> None:
+        """Carry a parcel for a while."""
+        with self._changed:
+            heapq.heappush(self._bag, (time.monotonic() + seconds, next(self._order), parcel))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="ferrodist-courier", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while (parcel := self._next()) is not None:
+            self._arrive(parcel)
+
+    def _next(self) -> _Parcel | None:
+        with self._changed:
+            while not self._is_closed:
+                if not self._bag:
+                    self._changed.wait()
+                elif (seconds := self._bag[0][0] - time.monotonic()) > 0:
+                    self._changed.wait(seconds)
+                else:
+                    return heapq.heappop(self._bag)[2]
+            return None

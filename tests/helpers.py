@@ -1,0 +1,39 @@
+"""What several test files need: run ranks that are expected to fail, and look at each one's error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ferrodist import SimulatedBackend
+from ferrodist.testing import run_ranks
+
+
+def errors_by_rank(
+    num_ranks: int, fn: Callable[[SimulatedBackend], Any], **options: Any
+) -> list[Any]:
+    """Run ``fn`` on every rank and return each rank's error, or None where it went well."""
+
+    def catch(backend: SimulatedBackend) -> BaseException | None:
+        try:
+            fn(backend)
+        except Exception as error:  # whatever it is, the test looks at it
+            return error
+        return None
+
+    return run_ranks(num_ranks, catch, **options)
+
+
+class Gate:
+    """A point that threads reach in a given order: ``pass_through(n)`` waits for 0..n-1."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+
+    def pass_through(self, number: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._next >= number, timeout=20)
+            self._next = max(self._next, number + 1)
+            self._changed.notify_all()

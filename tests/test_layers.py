@@ -1,0 +1,105 @@
+"""The rooms import only what the map allows. Files are read, nothing of them is executed."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "ferrodist"
+
+FOUNDATION = {"errors", "config", "reduce_op", "buffer", "call", "deadline"}
+ALLOWED = {
+    "arrays": set(),
+    "schedules": set(),
+    "transports": {"_native"},
+    "backends": {"schedules", "transports", "_native", "work"},
+    "collectives": {"arrays", "backends", "work"},
+    "testing": {"", "arrays", "backends", "collectives", "schedules", "transports", "work"},
+    "launch": {"", "backends", "testing"},
+}
+FRAMEWORKS = {"torch", "jax", "cupy", "ml_dtypes", "mpi4py"}
+COMMAND_LINE = {"click", "rich"}
+
+
+def imports(path: Path) -> set[str]:
+    """List the modules a file imports, in full, wherever the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            found |= (
+                {f"ferrodist.{a.name}" for a in node.names} if module == "ferrodist" else {module}
+            )
+    return found
+
+
+def rooms_of(modules: set[str]) -> set[str]:
+    """Name the rooms; a public name of the package itself is the room ''."""
+    rooms = set()
+    for module in modules:
+        first, _, rest = module.partition(".")
+        if first == "ferrodist":
+            room = rest.partition(".")[0]
+            is_room = (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").exists()
+            rooms.add(room if is_room or room == "_native" else "")
+    return rooms
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_room_imports_only_rooms_below_it(room):
+    for path in (PACKAGE / room).rglob("*.py"):
+        extra = rooms_of(imports(path)) - ALLOWED[room] - FOUNDATION - {room}
+        assert not extra, f"{path.relative_to(PACKAGE)} imports {sorted(extra)}"
+
+
+def test_foundation_imports_only_itself_and_native_code():
+    for name in FOUNDATION | {"work"}:
+        extra = rooms_of(imports(PACKAGE / f"{name}.py")) - FOUNDATION - {"_native"}
+        assert not extra, f"{name}.py imports {sorted(extra)}"
+
+
+def test_every_room_is_on_the_map():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms == ALLOWED.keys()
+
+
+def test_only_the_door_and_the_codec_name_a_framework():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name in ("arrays", "contract"):
+            continue
+        named = {module.partition(".")[0] for module in imports(path)} & FRAMEWORKS
+        assert not named, f"{path.relative_to(PACKAGE)} imports {sorted(named)}"
+
+
+def test_only_the_command_line_imports_click_and_rich():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "launch":
+            assert not imports(path) & COMMAND_LINE, path
+
+
+def test_nothing_reads_code_from_data():
+    allowed = {"collectives/codec.py": {"pickle.loads"}}  # asked for by name: pickle=True
+    for path in PACKAGE.rglob("*.py"):
+        found = {
+            ast.unparse(n.func)
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Call)
+        }
+        banned = found & {
+            "pickle.loads",
+            "pickle.load",
+            "eval",
+            "exec",
+            "marshal.loads",
+            "os.system",
+        }
+        assert banned == allowed.get(str(path.relative_to(PACKAGE)), set()), path
+
+
+def test_only_config_reads_the_environment():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert path.name == "config.py" or not ("os.environ" in text or "getenv" in text), path

@@ -1,0 +1,224 @@
+"""Collectives of objects: what may travel, what may not, and that reading never runs code."""
+
+import pickle
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers import errors_by_rank
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ferrodist
+from ferrodist import ProtocolError
+from ferrodist.collectives.codec import decode, encode
+from ferrodist.testing import run_ranks
+
+SAMPLES = [
+    None,
+    True,
+    0,
+    -(2**63),
+    2**64 - 1,
+    2**200,
+    -(2**200) - 1,
+    0.1,
+    float("inf"),
+    1 + 2j,
+    "",
+    "ü",
+    b"",
+    b"\0\xff",
+    [],
+    [1, [2, (3, None)]],
+    (),
+    (1, "a", (2,)),
+    {},
+    {"a": 1, 2: "b", (1, 2): [3], b"k": None, None: 1, 1.5: 2},
+    set(),
+    {1, "a", (2, 3)},
+    frozenset({1}),
+]
+
+
+@pytest.mark.parametrize("value", SAMPLES, ids=repr)
+def test_plain_objects_come_through_unchanged(value):
+    again = decode(encode(value, False, "x"), False)
+    assert again == value
+    assert type(again) is type(value)
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+@settings(max_examples=200, deadline=None)
+def test_any_nesting_of_plain_objects_comes_through(value):
+    again = decode(encode(value, False, "x"), False)
+    assert again == value
+    assert repr(again) == repr(value)  # tuples stay tuples, True stays True
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.arange(12).reshape(3, 4).T,
+        np.array(3.5),
+        np.float16(2.5),
+        np.zeros((0, 3), np.complex64),
+        torch.arange(4, dtype=torch.bfloat16),
+        torch.tensor(True),
+        jnp.arange(3.0),
+        jnp.zeros(2, jnp.bfloat16),
+    ],
+    ids=lambda a: f"{type(a).__name__}-{a.dtype}",
+)
+def test_arrays_come_back_as_the_same_kind(array):
+    (again,) = decode(encode([array], False, "x"), False)
+    assert type(again) is type(array)
+    assert again.dtype == array.dtype
+    assert again.shape == array.shape
+    assert bool((again == array).all())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_object_collective(world):
+    def body(backend):
+        mine = {
+            "rank": backend.rank,
+            "data": (np.full(backend.rank, 1.0).tolist(), "x" * backend.rank * 1000),
+        }
+        root = world - 1
+        everyone = ferrodist.all_gather_object(mine, backend)
+        return (
+            [item["rank"] for item in everyone],
+            [len(item["data"][1]) for item in everyone],
+            ferrodist.broadcast_object(mine, backend, root)["rank"],
+            ferrodist.gather_object(backend.rank, backend, root),
+            ferrodist.scatter_object(
+                [(r, r * r) for r in range(world)] if backend.rank == root else None, backend, root
+            ),
+        )
+
+    for rank, (ranks, sizes, from_root, gathered, part) in enumerate(run_ranks(world, body)):
+        assert ranks == list(range(world))
+        assert sizes == [1000 * r for r in range(world)]
+        assert from_root == world - 1
+        assert gathered == (list(range(world)) if rank == world - 1 else None)
+        assert part == (rank, rank * rank)
+
+
+def test_asynchronous_object_collectives():
+    def body(backend):
+        works = [
+            ferrodist.all_gather_object(n + backend.rank, backend, async_op=True) for n in range(3)
+        ]
+        return [work.wait(20) for work in works]
+
+    assert run_ranks(2, body) == [[[0, 1], [1, 2], [2, 3]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Fraction(1, 2), "the object is a fractions.Fraction"),
+        ({"a": [1, {2: object()}]}, "the object['a'][1][2] is a builtins.object"),
+        ({"f": print}, "the object['f'] is a builtins.builtin_function_or_method"),
+        ([np.array(["text"])], "the object[0]"),
+    ],
+)
+def test_what_cannot_travel_is_a_type_error_with_its_place(value, words):
+    def body(backend):
+        with pytest.raises(TypeError) as caught:
+            ferrodist.all_gather_object(value, backend)
+        assert words in str(caught.value)
+        return ferrodist.allreduce(1, backend)
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_an_object_that_contains_itself_is_refused():
+    value = []
+    value.append(value)
+    with pytest.raises(TypeError, match="nested too deeply, or contains itself"):
+        encode(value, False, "the object")
+
+
+def test_pickle_only_on_request():
+    def body(backend):
+        return ferrodist.all_gather_object(Fraction(1, backend.rank + 1), backend, pickle=True)
+
+    assert run_ranks(2, body)[0] == [Fraction(1), Fraction(1, 2)]
+
+
+class Bomb:
+    def __reduce__(self):
+        return pytest.fail, ("code from the network was run",)
+
+
+def test_reading_never_runs_code():
+    with pytest.raises(ProtocolError):
+        decode(pickle.dumps(Bomb()), False)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=500, deadline=None)
+def test_any_bytes_are_an_object_or_a_protocol_error(data):
+    try:
+        decode(data, False)
+    except ProtocolError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["numpy", "float64", [3], False, b"x" * 8],
+        ["numpy", "float64", [-1], False, b""],
+        ["numpy", "object", [1], False, b"x" * 8],
+        ["os", "float64", [1], False, b"x" * 8],
+        ["numpy", "float64", [2**62, 4], False, b""],
+        ["numpy", "float64", ["1"], False, b"x" * 8],
+        ["numpy"],
+    ],
+)
+def test_arrays_that_cannot_be_right_are_protocol_errors(parts):
+    import msgpack
+
+    data = msgpack.packb(msgpack.ExtType(6, msgpack.packb(parts)))
+    with pytest.raises(ProtocolError):
+        decode(data, False)
+
+
+def test_scatter_object_needs_one_object_per_rank():
+    def body(backend):
+        if backend.rank == 0:
+            with pytest.raises(
+                ValueError, match="a list of 2 objects, one per rank, got list of 3"
+            ):
+                ferrodist.scatter_object([1, 2, 3], backend)
+        return ferrodist.scatter_object(["a", "b"] if backend.rank == 0 else None, backend)
+
+    assert run_ranks(2, body) == ["a", "b"]
+
+
+def test_a_bad_root_is_refused_before_anything_else():
+    errors = errors_by_rank(2, lambda b: ferrodist.broadcast_object(object(), b, root=2))
+    assert {type(error) for error in errors} == {ferrodist.InvalidRank}
