@@ -21,9 +21,11 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+from ferrodist.backends import verdict
 from ferrodist.backends.turns import Turns
+from ferrodist.backends.verdict import Departure
 from ferrodist.buffer import Buffer
-from ferrodist.call import Call, Kind, Site, caller_site
+from ferrodist.call import Call, Kind, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -177,7 +179,7 @@ class Backend(abc.ABC):
         """Refuse an algorithm that is unknown or, with ``reproducible``, out of order; name it."""
 
     @abc.abstractmethod
-    def _leave(self, site: Site, error: BaseException | None) -> None:
+    def _leave(self, departure: Departure) -> None:
         """Tell the others that this rank makes no further calls."""
 
     # -- what all have in common ----------------------------------------------------------------
@@ -273,22 +275,33 @@ class Backend(abc.ABC):
 
         Not collective: others go on as long as they need nothing more from this rank.
         """
+        site = caller_site()
+        self._finish_and_leave(lambda after: verdict.closed(after, site))
+
+    def end(self) -> None:
+        """Leave as ``close`` does, because this rank's program came to its end."""
+        self._finish_and_leave(verdict.ended)
+
+    def fail(self, error: BaseException) -> None:
+        """Leave at once because this rank's program raised; the others are told its words."""
         if self._is_closed or self.is_forked:
             return
-        self._close(caller_site(), None)
-        for work in self._unasked:
-            if not work.is_asked and (error := work.exception()) is not None:
-                raise error
-
-    def _close(self, site: Site, error: BaseException | None) -> None:
         self._is_closed = True
-        if error is not None:
-            self._leave(site, error)  # first, so that nothing in flight waits in vain
+        self._leave(verdict.raised(error))
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _finish_and_leave(self, departure_after: Callable[[int], Departure]) -> None:
+        if self._is_closed or self.is_forked:
+            return
+        self._is_closed = True
         if self._progress is not None:
             self._progress.stop()
             self._progress.join()
-        if error is None:
-            self._leave(site, None)
+        self._leave(departure_after(self._turns.last_ended))
+        for work in self._unasked:
+            if not work.is_asked and (error := work.exception()) is not None:
+                raise error
 
     def __enter__(self) -> Self:
         return self
@@ -301,8 +314,8 @@ class Backend(abc.ABC):
     ) -> None:
         if error is None:
             self.close()
-        elif not self._is_closed:
-            self._close(caller_site(), error)
+        else:
+            self.fail(error)
 
     def __repr__(self) -> str:
         state = " closed" if self._is_closed else ""

@@ -21,7 +21,13 @@ from ferrodist.backends import verdict
 from ferrodist.backends.verdict import Departure, Verdict
 from ferrodist.call import Call, Kind
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatch, CollectiveTimeout, ProtocolError, RankLost
+from ferrodist.errors import (
+    BackendClosed,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ProtocolError,
+    RankLost,
+)
 from ferrodist.transports.framing import Frame
 from ferrodist.transports.threads import Switch
 
@@ -236,6 +242,9 @@ class CallWatch:
     def look(self, peer: int) -> float:
         """Raise the verdict of the call, bring one about if it is due, or say how long to sleep."""
         control = self.control
+        if self._desk.departure is not None:
+            text = f"{self.call.kind.label} #{self.sequence}: rank {self.rank} left while it ran"
+            raise BackendClosed(text, this_rank=self.rank)
         group_peer = self._desk.waiting_for = control.rank_of(peer)
         self._raise_verdict()
         lost = control.lost_rank(self.sequence, group_peer, self.rank)
@@ -270,10 +279,15 @@ class CallWatch:
             return seconds
         missing = verdict.names_of_ranks(self.control.missing(self.sequence))
         where = f"{self.call.kind.label} #{self.sequence} at {self.call.site}"
-        logger.warning("rank %d: still waiting for %s in %s", self.rank, missing, where)
         self._notice *= 2
         self._next_notice = time.monotonic() + self._notice
-        return self._notice
+        # A log handler is somebody else's code: it must not run under the lock of the world.
+        self.control.switch.lock.release()
+        try:
+            logger.warning("rank %d: still waiting for %s in %s", self.rank, missing, where)
+        finally:
+            self.control.switch.lock.acquire()
+        return 0.0  # something may have come meanwhile
 
 
 class MessageWatch:

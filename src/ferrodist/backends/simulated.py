@@ -15,7 +15,6 @@ from ferrodist.backends.base import Statistics
 from ferrodist.backends.control import Control, MessageWatch
 from ferrodist.backends.scheduled import ScheduledBackend
 from ferrodist.backends.verdict import Departure
-from ferrodist.call import Site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveTimeout, InvalidRank, InvalidWorldSize, RankLost
@@ -172,20 +171,7 @@ class SimulatedBackend(ScheduledBackend):
                 lateness=tuple(desk.lateness for desk in desks),
             )
 
-    def fail(self, error: BaseException) -> None:
-        """Leave because this rank's program raised; the others see RankLost with its words."""
-        self._is_closed = True
-        self._world.leave(self._control, self.rank, verdict.raised(error))
-
-    def end(self) -> None:
-        """Leave because this rank's program came to its end without close()."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._world.leave(self._control, self.rank, verdict.ended(self._turns.last_ended))
-
-    def _leave(self, site: Site, error: BaseException | None) -> None:
-        after = self._turns.last_ended
-        departure = verdict.closed(after, site) if error is None else verdict.raised(error)
+    def _leave(self, departure: Departure) -> None:
         self._world.leave(self._control, self.rank, departure)
 
 

@@ -41,11 +41,10 @@ class _Rank(threading.Thread, Generic[T]):
         """Run the function; an error leaves the group with the error's words."""
         try:
             self.result = self._fn(self.backend)
+            self.backend.end()
         except BaseException as error:  # noqa: BLE001 -- the top of a thread: the caller raises it
             self.error, self.when = error, time.monotonic()
             self.backend.fail(error)
-        else:
-            self.backend.end()
         finally:
             self._ended.put(self.backend.rank)
 
@@ -76,9 +75,9 @@ def run_ranks(
         _Rank(b, fn, ended)
         for b in SimulatedBackend.create_group(num_ranks, config=config, faults=faults)
     ]
-    for rank in ranks:
-        rank.start()
     try:
+        for rank in ranks:
+            rank.start()
         is_late = not _wait(ranks, ended, timeout, grace)
     except BaseException as error:  # Ctrl-C: the ranks must not go on without us
         ranks[0].backend.abort(f"{type(error).__name__} in run_ranks")
