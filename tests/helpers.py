@@ -1,4 +1,4 @@
-"""What several test files need: run ranks that are expected to fail, and look at each one's error."""
+"""What several test files need: ranks that are expected to fail, threads in a given order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def errors_by_rank(
     def catch(backend: SimulatedBackend) -> BaseException | None:
         try:
             fn(backend)
-        except Exception as error:  # whatever it is, the test looks at it
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the test looks at it
             return error
         return None
 

@@ -293,13 +293,10 @@ def test_bad_counts_are_refused(send, recv, words):
 
 def test_counts_that_contradict_each_other_are_a_size_mismatch_on_every_rank():
     def body(backend):
-        with pytest.raises(
-            SizeMismatch, match="rank 1 expects 5 rows from rank 0, which sends 2"
-        ) as caught:
-            expected = [5, 0] if backend.rank == 1 else None
-            ferrodist.all_to_all_uneven(
-                np.ones(2), [0, 2] if backend.rank == 0 else [2, 0], backend, recv_counts=expected
-            )
+        sends, expects = ([0, 2], None) if backend.rank == 0 else ([2, 0], [5, 0])
+        words = "rank 1 expects 5 rows from rank 0, which sends 2"
+        with pytest.raises(SizeMismatch, match=words) as caught:
+            ferrodist.all_to_all_uneven(np.ones(2), sends, backend, recv_counts=expects)
         assert ferrodist.allreduce(1, backend) == 2
         return str(caught.value), caught.value.sequence
 
@@ -315,7 +312,7 @@ def test_scatter_tells_all_ranks_when_one_expects_something_else(like, error):
     def body(backend):
         x = np.arange(6.0) if backend.rank == 0 else like if backend.rank == 2 else None
         with pytest.raises(
-            error, match="rank 2 passed .* its part of the array of rank 0 is float64"
+            error, match=r"rank 2 passed .* its part of the array of rank 0 is float64"
         ):
             ferrodist.scatter(x, backend)
         return ferrodist.scatter(

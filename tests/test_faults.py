@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from helpers import errors_by_rank
 
 import ferrodist
 from ferrodist import CollectiveTimeout, Config, GroupAborted, ProtocolError, RankLost
 from ferrodist.call import Kind
 from ferrodist.schedules import known
 from ferrodist.testing import Faults, run_ranks
+from helpers import errors_by_rank
 
 WORLDS = [2, 3, 5]
 ALGORITHMS = [schedule.name for schedule in known(Kind.ALLREDUCE)]

@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-from helpers import Gate, errors_by_rank
 
 import ferrodist
 from ferrodist import (
@@ -19,6 +18,7 @@ from ferrodist import (
     SizeMismatch,
 )
 from ferrodist.testing import run_ranks
+from helpers import Gate, errors_by_rank
 
 
 def assert_in_step(backend):
@@ -283,7 +283,7 @@ def test_leaving_right_after_the_last_call_harms_nobody(world, kind):
 
 
 def test_a_rank_inside_the_last_call_is_not_failed_by_one_that_goes_on_and_finds_a_loss():
-    """Rank 0 leaves, rank 1 runs ahead into the next call and loses rank 0, rank 2 is still behind."""
+    """Rank 0 leaves, rank 1 runs ahead and loses rank 0, rank 2 is still behind."""
     for _ in range(30):
         errors = errors_by_rank(
             3, lambda b: [ferrodist.barrier(b) for _ in range(1 + (b.rank == 1))]

@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-from helpers import errors_by_rank
 
 import ferrodist
 from ferrodist import (
@@ -16,6 +15,7 @@ from ferrodist import (
     SizeMismatch,
 )
 from ferrodist.testing import run_ranks
+from helpers import errors_by_rank
 
 LARGE = 100_000  # float64: well above the 64 KB that never wait
 
@@ -130,7 +130,7 @@ def test_a_message_nobody_sends_is_a_timeout_that_harms_only_the_receiver():
     def body(backend):
         if backend.rank == 0:
             with pytest.raises(
-                CollectiveTimeout, match="rank 1 did not answer within 0.1 s"
+                CollectiveTimeout, match=r"rank 1 did not answer within 0\.1 s"
             ) as caught:
                 ferrodist.recv(0, 1, backend, timeout=0.1)
             assert caught.value.missing == [1]
@@ -186,7 +186,7 @@ def test_messages_do_not_queue_behind_a_collective_in_flight():
     def body(backend):
         if backend.rank == 0:
             work = ferrodist.allreduce(1, backend, async_op=True)
-            ferrodist.send("x".encode(), 1, backend)
+            ferrodist.send(b"x", 1, backend)
             assert ferrodist.recv(b"?", 1, backend) == b"y"
             return work.wait(20)
         assert ferrodist.recv(b"?", 0, backend) == b"x"

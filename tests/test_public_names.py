@@ -26,7 +26,7 @@ def test_every_public_name_can_be_had():
     for name in ferrodist.__all__:
         assert getattr(ferrodist, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        ferrodist.nonsense
+        _ = ferrodist.nonsense
 
 
 @pytest.mark.parametrize("name", ferrodist.__all__)
@@ -37,7 +37,7 @@ def test_every_public_thing_says_what_it_is(name):
         assert re.match(r"[A-Z].*[.;:]$|.*\.$", first), first
 
 
-OPTIONS = "out timeout async_op algorithm reproducible".split()
+OPTIONS = ["out", "timeout", "async_op", "algorithm", "reproducible"]
 SIGNATURES = {
     "allreduce": ("x backend op", OPTIONS),
     "broadcast": ("x backend root", OPTIONS),
@@ -97,18 +97,13 @@ def test_every_error_is_a_distributed_error_and_a_builtin_too():
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(ferrodist.__path__, "ferrodist.")
-    if "_native" not in m.name and "__main__" not in m.name
+    if m.name not in ("ferrodist._native", "ferrodist.__main__", "ferrodist.arrays.cupy_arrays")
 ]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name):
-    try:
-        module = import_module(name)
-    except ModuleNotFoundError as error:
-        assert error.name == "cupy"  # not installable here: no GPU
-        return
-    failed, _ = doctest.testmod(module)
+    failed, _ = doctest.testmod(import_module(name))
     assert not failed
 
 

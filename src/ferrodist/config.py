@@ -88,7 +88,7 @@ class Config:
         "a wait longer than this is logged with the ranks it waits for",
     )
     piece_nbytes: int = _setting(
-        1 << 18,
+        1 << 20,
         _nbytes,
         "bytes >= 4096",
         "largest message a collective sends; the unit of pipelining",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The exception tree: every error ferrodist raises, and nothing else.
 
+::
+
     DistributedError(RuntimeError)
       InvalidArgument(ValueError)          your call is wrong here, whatever the others do
         InvalidWorldSize  InvalidRank  InvalidShape  SelfSend

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from ferrodist.backends import verdict
 from ferrodist.backends.turns import Turns
@@ -36,14 +36,16 @@ from ferrodist.errors import (
     InvalidRank,
 )
 from ferrodist.reduce_op import ReduceOp
-from ferrodist.schedules import Schedule
 from ferrodist.work import Work
+
+if TYPE_CHECKING:
+    from ferrodist.schedules import Schedule  # only a provider that walks schedules loads them
 
 logger = logging.getLogger("ferrodist")
 
 T = TypeVar("T")
 Counts = Sequence[int] | Sequence[Sequence[int]]
-Algorithm = str | Schedule | None
+Algorithm: TypeAlias = "str | Schedule | None"
 
 
 class Conversation(Protocol):
@@ -101,7 +103,8 @@ class Statistics:
 class Backend(abc.ABC):
     """A group of ranks seen from one of them: does whole collectives, knows no user arrays.
 
-    Use it as a context manager, or call ``close()`` when this rank makes no further calls.
+    ``rank`` is this rank's number in the group, ``world_size`` how many there are. Use it as a
+    context manager, or call ``close()`` when this rank makes no further calls.
     """
 
     def __init__(self, rank: int, world_size: int, config: Config) -> None:

@@ -14,7 +14,6 @@ sequence number on.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 
 from ferrodist.backends import verdict
@@ -133,19 +132,15 @@ class Control:
             self.desks[rank].departure = departure
             self.switch.wake_all()
 
-    def abort(self, rank: int, reason: str) -> None:
+    def abort(self, rank: int | None, reason: str) -> None:
         """Give the group up, and every group split off it. Lock held."""
         self.give(verdict.abort(rank, reason))
         for child in self.children:
-            child.abort_from_parent(self.members[rank], rank, reason)
-
-    def abort_from_parent(self, world_rank: int, parent_rank: int, reason: str) -> None:
-        """Pass an abort on to a group split off; the rank at fault may not be a member."""
-        rank = self._rank_of.get(world_rank)
-        if rank is not None:
-            self.abort(rank, reason)
-        else:
-            self.give(verdict.abort(parent_rank, f"{reason} (ranks of the parent group)"))
+            world_rank = None if rank is None else self.members[rank]
+            child_rank = child._rank_of.get(world_rank) if world_rank is not None else None
+            is_outsider = rank is not None and child_rank is None
+            outside = f"rank {rank} of the parent group aborted it: {reason}"
+            child.abort(child_rank, outside if is_outsider else reason)
 
     def give(self, new: Verdict) -> None:
         """Announce a verdict; the first final one stands. Lock held."""
@@ -220,7 +215,8 @@ class Control:
         """Charge the last rank to arrive with the time that the median rank waited for it."""
         self._arrivals.append(desk.since)
         if len(self._arrivals) == len(self.desks):
-            desk.lateness += self._arrivals[-1] - statistics.median(self._arrivals)
+            median = sorted(self._arrivals)[len(self._arrivals) // 2]
+            desk.lateness += self._arrivals[-1] - median
             self._arrivals.clear()
 
 

@@ -171,6 +171,11 @@ class SimulatedBackend(ScheduledBackend):
                 lateness=tuple(desk.lateness for desk in desks),
             )
 
+    def give_up(self, reason: str) -> None:
+        """Abort the group from outside, with no rank to blame."""
+        with self._world.switch.lock:
+            self._control.abort(None, reason)
+
     def _leave(self, departure: Departure) -> None:
         self._world.leave(self._control, self.rank, departure)
 

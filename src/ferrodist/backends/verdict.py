@@ -113,7 +113,7 @@ def timeout(
     who = f"{names_of_ranks(missing)} did not get through within {deadline}"
     seen = "; ".join(last)
     text = (
-        f"{call.kind.label} #{sequence}{_at(call)}: {who} ({seen}). find out what holds them up, "
+        f"{call.kind.label} #{sequence}{_at(call)}: {who} ({seen}); find out what is in the way, "
         "or raise the limit with timeout=, backend.timeout or FERRODIST_TIMEOUT"
     )
     facts = {
@@ -134,9 +134,9 @@ def loss(call: Call, sequence: int, rank: int, departure: Departure) -> Verdict:
     )
 
 
-def abort(rank: int, reason: str) -> Verdict:
-    """A rank gave the group up."""
-    text = f"rank {rank} aborted the group: {reason}"
+def abort(rank: int | None, reason: str) -> Verdict:
+    """A rank gave the group up; None if it was given up from outside."""
+    text = f"rank {rank} aborted the group: {reason}" if rank is not None else reason
     return Verdict(errors.GroupAborted, 0, text, {"rank": rank, "reason": reason})
 
 

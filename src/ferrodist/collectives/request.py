@@ -149,7 +149,7 @@ def _problem(op: ReduceOp, dtype: DType, is_number: bool) -> str | None:
     """Say why an operation cannot be done; None if it can."""
     if op is ReduceOp.MEAN and not (dtype.is_float or dtype.is_complex):
         advice = "pass float(x)" if is_number else "convert to a float type first, or use sum"
-        return f"would not be a {dtype.label}; {advice}"
+        return f"would not be of that type; {advice}"
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
         return "is not defined: complex numbers have no order"
     if op in _BITWISE and (dtype.is_float or dtype.is_complex):

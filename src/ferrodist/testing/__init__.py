@@ -6,7 +6,27 @@ Public: everything here keeps working from release to release.
 
 from __future__ import annotations
 
+from ferrodist.testing.contract import (
+    Case,
+    Failure,
+    Report,
+    contract_cases,
+    distinct_values,
+    run_contract,
+)
 from ferrodist.testing.ranks import run_ranks
 from ferrodist.transports.faulty import Fate, Faults
 
-__all__ = ["run_ranks", "Faults", "Fate"]
+__all__ = [
+    "run_ranks",
+    # faults
+    "Faults",
+    "Fate",
+    # the backend contract
+    "Case",
+    "Failure",
+    "Report",
+    "contract_cases",
+    "distinct_values",
+    "run_contract",
+]

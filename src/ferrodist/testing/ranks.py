@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.config import Config
+from ferrodist.config import Config, check_timeout
+from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveTimeout, DistributedError, GroupAborted, RankLost
 from ferrodist.transports.faulty import Faults
 
@@ -53,7 +54,7 @@ def run_ranks(
     num_ranks: int,
     fn: Callable[[SimulatedBackend], T],
     *,
-    timeout: float = 60.0,
+    timeout: float | None = 60.0,
     grace: float = 5.0,
     config: Config | None = None,
     faults: Faults | None = None,
@@ -78,11 +79,11 @@ def run_ranks(
     try:
         for rank in ranks:
             rank.start()
-        is_late = not _wait(ranks, ended, timeout, grace)
+        late = _wait(ranks, ended, timeout, grace)
     except BaseException as error:  # Ctrl-C: the ranks must not go on without us
-        ranks[0].backend.abort(f"{type(error).__name__} in run_ranks")
+        _wake(ranks, f"{type(error).__name__} in run_ranks")
         raise
-    stuck = _wake(ranks, ended, f"run_ranks gave up after {timeout:g} s") if is_late else []
+    stuck = _wake(ranks, late) if late else []
     errors = _errors(ranks, stuck)
     if errors:
         raise BaseExceptionGroup(f"{len(errors)} of {num_ranks} ranks failed", errors)
@@ -90,27 +91,30 @@ def run_ranks(
 
 
 def _wait(
-    ranks: list[_Rank[Any]], ended: queue.SimpleQueue[int], timeout: float, grace: float
-) -> bool:
-    """Wait for all ranks; after the first failure only for a while. Tell whether all ended."""
-    end = time.monotonic() + timeout
+    ranks: list[_Rank[Any]], ended: queue.SimpleQueue[int], timeout: float | None, grace: float
+) -> str | None:
+    """Wait for all ranks, after the first failure only for a while; say what ran out, if so."""
+    deadline = Deadline(check_timeout(timeout))
+    late = f"run_ranks gave up after {deadline}"
     for _ in ranks:
         try:
-            rank = ended.get(timeout=max(0.0, end - time.monotonic()))
+            rank = ended.get(timeout=min(max(0.0, deadline.remaining()), threading.TIMEOUT_MAX))
         except queue.Empty:
-            return False
-        if ranks[rank].error is not None:
-            end = min(end, time.monotonic() + grace)
-    return True
+            return late
+        if ranks[rank].error is not None and deadline.remaining() > grace:
+            deadline = Deadline(grace)
+            late = f"run_ranks gave up {deadline} after rank {rank} had failed"
+    return None
 
 
-def _wake(ranks: list[_Rank[Any]], ended: queue.SimpleQueue[int], reason: str) -> list[_Rank[Any]]:
+def _wake(ranks: list[_Rank[Any]], reason: str) -> list[_Rank[Any]]:
     """Wake what is blocked in ferrodist; return the ranks that are stuck somewhere else."""
-    ranks[0].backend.abort(reason)
+    ranks[0].backend.give_up(reason)
+    started = [rank for rank in ranks if rank.ident is not None]
     end = time.monotonic() + 1.0
-    for rank in ranks:
+    for rank in started:
         rank.join(max(0.0, end - time.monotonic()))
-    return [rank for rank in ranks if rank.is_alive()]
+    return [rank for rank in started if rank.is_alive()]
 
 
 def _errors(ranks: list[_Rank[Any]], stuck: list[_Rank[Any]]) -> list[BaseException]:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Train a PyTorch model on three ranks: tensors go in, tensors come out.
+
+    pip install 'ferrodist[torch]'
+    python examples/train_torch.py
+
+After ``backward`` one allreduce averages all gradients, as a list of tensors. ``out=`` puts the
+means where the gradients were, so the optimizer finds them there.
+"""
+
+import torch
+
+import ferrodist
+from ferrodist.testing import run_ranks
+
+NUM_RANKS = 3
+
+
+def new_model():
+    return torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def train(backend, model):
+    weights = [weight.detach() for weight in model.parameters()]
+    ferrodist.broadcast(weights, backend, out=weights)  # every rank begins where rank 0 does
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    random = torch.Generator().manual_seed(backend.rank)  # every rank has data of its own
+    for step in range(151):
+        x = torch.rand(64, 2, generator=random) * 2 - 1
+        target = x.prod(dim=1, keepdim=True)
+        loss = torch.nn.functional.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = [weight.grad for weight in model.parameters()]
+        ferrodist.allreduce(gradients, backend, op="mean", out=gradients)
+        optimizer.step()
+        if step % 50 == 0 and backend.rank == 0:
+            print(f"step {step:3}: loss {loss.item():.4f}")
+    return weights
+
+
+if __name__ == "__main__":
+    models = [new_model() for _ in range(NUM_RANKS)]  # all different until the broadcast
+    first, *others = run_ranks(NUM_RANKS, lambda backend: train(backend, models[backend.rank]))
+    equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    print("all ranks have the same weights:", equal)

@@ -1,0 +1,70 @@
+"""Settings come from the environment, every one of them, and are checked."""
+
+import pytest
+
+import ferrodist
+from ferrodist import Config, InvalidArgument, SimulatedBackend
+from ferrodist.config import variable
+
+GOOD = {
+    "timeout": ("2.5", 2.5),
+    "reproducible": ("1", True),
+    "notice": ("0.5", 0.5),
+    "piece_nbytes": ("8192", 8192),
+    "segment_nbytes": ("65536", 65536),
+    "fuse_nbytes": ("4096", 4096),
+    "threads_link": ("1e-6, 1e-9, 1e-10, 1e-6", (1e-6, 1e-9, 1e-10, 1e-6)),
+}
+
+
+def test_every_setting_is_covered_here():
+    assert GOOD.keys() == set(Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_setting_is_read_from_its_variable(name):
+    text, value = GOOD[name]
+    assert variable(name) == f"FERRODIST_{name.upper()}"
+    assert getattr(Config.from_environment({variable(name): text}), name) == value
+    assert Config.from_environment({}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("timeout", "soon"),
+        ("timeout", "0"),
+        ("timeout", "-1"),
+        ("timeout", "nan"),
+        ("reproducible", "maybe"),
+        ("piece_nbytes", "1e6"),
+        ("piece_nbytes", "1"),
+        ("threads_link", "1,2,3"),
+        ("threads_link", "1,2,3,-4"),
+    ],
+)
+def test_a_bad_value_names_the_variable_and_what_it_takes(name, text):
+    with pytest.raises(InvalidArgument, match=f"{variable(name)}='{text}': expected ") as caught:
+        Config.from_environment({variable(name): text})
+    assert Config.__dataclass_fields__[name].metadata["form"] in str(caught.value)
+
+
+def test_none_waits_for_ever():
+    assert Config.from_environment({"FERRODIST_TIMEOUT": "none"}).timeout is None
+
+
+def test_a_group_takes_its_settings_when_it_is_made(monkeypatch):
+    monkeypatch.setenv("FERRODIST_TIMEOUT", "7")
+    monkeypatch.setenv("FERRODIST_REPRODUCIBLE", "1")
+    (backend,) = SimulatedBackend.create_group(1)
+    assert backend.timeout == 7.0
+    assert backend.reproducible
+    with pytest.raises(ferrodist.UnsupportedOp):
+        ferrodist.allreduce(1.0, backend, algorithm="ring")
+
+
+def test_a_group_split_off_inherits_timeout_and_reproducible():
+    (backend,) = SimulatedBackend.create_group(1)
+    backend.timeout, backend.reproducible = 3, True
+    group = backend.split([0])
+    assert (group.timeout, group.reproducible) == (3.0, True)
