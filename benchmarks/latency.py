@@ -7,6 +7,7 @@ training. Run ``python benchmarks/latency.py``.
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from rich.table import Table
 
 import ferrodist
 from ferrodist.testing import run_ranks
+
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"  # would measure the compiler
 
 CALLS: dict[str, Callable[..., object]] = {
     "allreduce": ferrodist.allreduce,
@@ -64,8 +67,11 @@ def calls_table(worlds: list[int], repeats: int) -> Table:
 
 def import_seconds(module: str) -> float:
     code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    environ = {name: text for name, text in os.environ.items() if name != NO_BYTECODE}
     runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        )
         for _ in range(7)
     ]
     return statistics.median(float(run.stdout) for run in runs)

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ferrodist.buffer import Buffer, DType
 from ferrodist.errors import DistributedError, InvalidArgument, UnsupportedArray
@@ -13,8 +12,7 @@ from ferrodist.errors import DistributedError, InvalidArgument, UnsupportedArray
 HOST = "host"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The user's own memory, strides in bytes. It is only compared, never read."""
 
     address: int
@@ -24,8 +22,7 @@ class Span:
     device: str = HOST
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """An array that came in through the door.
 
     ``buffer`` is the user's memory, or a packed copy of it. ``array`` is the user's object; results
@@ -48,8 +45,7 @@ def as_it_is(array: Any) -> Any:
     return array
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """Where a result will be written, and how it becomes the caller's array.
 
     ``buffer`` is the memory of ``array``; ``span`` is the user's memory if ``out=`` was given.

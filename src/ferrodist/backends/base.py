@@ -16,10 +16,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from ferrodist.backends import verdict
 from ferrodist.backends.turns import Turns
@@ -78,8 +77,7 @@ class Conversation(Protocol):
 Body = Callable[[Conversation], T]
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(NamedTuple):
     """What a rank has done so far and what it is doing now.
 
     ``lateness[r]`` is the time, in seconds, by which rank r came last to collectives, measured

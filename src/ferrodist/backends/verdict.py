@@ -8,8 +8,7 @@ final verdict also answers every later call of the group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ferrodist import errors
 from ferrodist.call import Call, Kind, Site
@@ -18,14 +17,13 @@ from ferrodist.deadline import Deadline
 _FOLD_ROWS_ABOVE = 8  # larger worlds show runs of equal rows as one
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Why the call ``sequence`` fails: the error each rank in it raises."""
 
     error: type[errors.DistributedError]
     sequence: int
     text: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
     is_final: bool = True
 
     def now(self, this_rank: int) -> errors.DistributedError:
@@ -41,8 +39,7 @@ class Verdict:
         return errors.GroupAborted(text, reason=self.text, rank=rank, this_rank=this_rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
+class Departure(NamedTuple):
     """How a rank left: a clause that completes 'rank 2 ...'."""
 
     how: str

@@ -9,14 +9,13 @@ every leaf; in all_gather the results are unpacked block by block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ferrodist.arrays import Result, Taken
 from ferrodist.buffer import Buffer, DType
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One leaf of a call: its input, where its result goes (None where there is none)."""
 
     taken: Taken
@@ -24,8 +23,7 @@ class Item:
     in_place: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(NamedTuple):
     """Leaves of one dtype that travel together."""
 
     items: tuple[Item, ...]
