@@ -150,7 +150,7 @@ def test_anything_goes_in_a_world_of_one(alone):
         ("text", "out"),
         (3.0, "out"),
     ],
-    ids=str,
+    ids=["shape", "dtype", "strided", "broadcast", "read-only", "text", "number"],
 )
 def test_an_out_that_does_not_fit_is_refused(out, words):
     refused(2, InvalidArgument, lambda b: ferrodist.allreduce(np.ones(3), b, out=out), match=words)

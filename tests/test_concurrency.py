@@ -516,17 +516,17 @@ def test_ctrl_c_ends_run_ranks_and_wakes_the_ranks():
         """
         import os, signal, threading, ferrodist
         from ferrodist.testing import run_ranks
-        woken, started = [], threading.Barrier(3)
+        woken, started, finished = [], threading.Barrier(3), threading.Barrier(3)
         def body(backend):
             started.wait(10)
             if backend.rank == 0:
                 os.kill(os.getpid(), signal.SIGINT)
-                threading.Event().wait(0.2)
-                return
-            try:
-                ferrodist.barrier(backend)
-            except ferrodist.GroupAborted as error:
-                woken.append(str(error))
+            else:
+                try:
+                    ferrodist.barrier(backend)
+                except ferrodist.GroupAborted as error:
+                    woken.append(str(error))
+            finished.wait(10)
         try:
             run_ranks(3, body)
         except KeyboardInterrupt:

@@ -5,8 +5,6 @@
     def test_sum(world):
         assert world.run(lambda backend: ferrodist.allreduce(1, backend)) == [world.size] *
         world.size
-
-Imports nothing of ferrodist until a test asks for the fixture.
 """
 
 from __future__ import annotations
