@@ -537,3 +537,34 @@ def test_ctrl_c_ends_run_ranks_and_wakes_the_ranks():
         """
     )
     assert done.stdout == "2 KeyboardInterrupt in run_ranks\n", done.stderr
+
+
+def test_ctrl_c_in_a_rank_that_is_the_main_thread_aborts_the_others():
+    done = run_program(
+        """
+        import os, signal, threading, time, ferrodist
+        from ferrodist import SimulatedBackend
+        main, other = SimulatedBackend.create_group(2)
+        texts = []
+
+        def work():
+            while main.statistics().waiting_for is None:  # until the main thread waits in its call
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                ferrodist.recv(0, 0, other)
+            except ferrodist.GroupAborted as error:
+                texts.append(str(error))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        start = time.monotonic()
+        try:
+            ferrodist.barrier(main)
+        except KeyboardInterrupt:
+            thread.join(10)
+            print(texts, time.monotonic() - start < 5)
+        """
+    )
+    words = "rank 0 aborted the group: KeyboardInterrupt (in barrier #1)"
+    assert done.stdout == f"['{words}'] True\n", done.stderr

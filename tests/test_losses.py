@@ -325,7 +325,7 @@ def test_a_keyboard_interrupt_inside_a_call_aborts_the_others(monkeypatch):
     first, *others = caught.value.exceptions
     assert isinstance(first, KeyboardInterrupt)
     assert [type(error) for error in others] == [GroupAborted, GroupAborted]
-    assert "KeyboardInterrupt in barrier #1" in str(others[0])
+    assert "KeyboardInterrupt (in barrier #1)" in str(others[0])
 
 
 def test_a_local_refusal_uses_no_sequence_number():

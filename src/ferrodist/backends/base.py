@@ -225,7 +225,7 @@ class Backend(abc.ABC):
         except DistributedError:
             raise  # the others know, or need not
         except BaseException as error:
-            self.abort(f"{type(error).__name__} in {call.kind.label} #{number}: {error}")
+            self.abort(f"{verdict.words_of(error)} (in {call.kind.label} #{number})")
             raise
         finally:
             self._turns.end(number)

@@ -58,8 +58,12 @@ def ended(after: int) -> Departure:
 
 def raised(error: BaseException) -> Departure:
     """Describe a rank whose program raised; its last words are the error's."""
-    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Departure(f"raised {words}", "that error is the cause of this one")
+    return Departure(f"raised {words_of(error)}", "that error is the cause of this one")
+
+
+def words_of(error: BaseException) -> str:
+    """Name an error with its text, if it has one."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def died(how: str) -> Departure:

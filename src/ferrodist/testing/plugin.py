@@ -3,8 +3,7 @@
 
     @pytest.mark.world(2, 3)            # world sizes; without it --worlds, 1,2,3 by default
     def test_sum(world):
-        assert world.run(lambda backend: ferrodist.allreduce(1, backend)) == [world.size] *
-        world.size
+        assert world.run(lambda b: ferrodist.allreduce(1, b)) == [world.size] * world.size
 """
 
 from __future__ import annotations
