@@ -30,7 +30,9 @@ from ferrodist.schedules.cost import _as_rounds
 
 TCP = LINKS["tcp"]
 SMALL, LARGE = 8, 1 << 28
+PARALLEL = {name: model for name, model in LINKS.items() if not model.is_serial}
 each_link = pytest.mark.parametrize("model", LINKS.values(), ids=LINKS.keys())
+each_parallel_link = pytest.mark.parametrize("model", PARALLEL.values(), ids=PARALLEL.keys())
 
 
 def chosen(kind: Kind, world: int, nbytes: int, model: LinkModel = TCP, **how: bool) -> str:
@@ -38,7 +40,7 @@ def chosen(kind: Kind, world: int, nbytes: int, model: LinkModel = TCP, **how: b
     return choose(kind, world, nbytes, model=model, **asked).name
 
 
-@each_link
+@each_parallel_link
 @pytest.mark.parametrize("world", [4, 8, 16])
 def test_small_arrays_take_few_rounds_and_large_ones_few_bytes(
     model: LinkModel, world: int
@@ -49,7 +51,21 @@ def test_small_arrays_take_few_rounds_and_large_ones_few_bytes(
     assert large.max_sent <= 2 - 2 / world
 
 
-@each_link
+@pytest.mark.parametrize("world", [2, 3, 8, 16])
+def test_threads_of_one_interpreter_take_as_few_messages_as_there_can_be(world: int) -> None:
+    threads = LINKS["threads"]
+    for kind, fewest in ((Kind.ALLREDUCE, 2 * (world - 1)), (Kind.BARRIER, 2 * (world - 1))):
+        schedule = find(kind, chosen(kind, world, SMALL, threads, in_order=True))
+        assert verify(schedule, world).num_messages == fewest
+
+
+def test_a_serial_model_adds_up_what_all_ranks_do_with_messages() -> None:
+    star = find(Kind.ALLREDUCE, "star")
+    model = LinkModel(0.0, 2.0, 0.0, 3.0, is_serial=True)
+    assert simulate(star, 5, 10, model) == pytest.approx(8 * (2 * 3.0 + 10 * 2.0))
+
+
+@each_parallel_link
 @pytest.mark.parametrize("world", [3, 5, 13, 64, 200, 1000])
 def test_large_arrays_never_send_more_than_twice_their_size(model: LinkModel, world: int) -> None:
     for how in product((False, True), repeat=2):

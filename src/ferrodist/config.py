@@ -106,7 +106,7 @@ class Config:
         "leaves of a tree up to this size travel in one message per dtype",
     )
     threads_link: tuple[float, float, float, float] = _setting(
-        (4e-5, 2e-10, 1e-10, 1e-5),
+        (2e-5, 2e-10, 1e-10, 2e-5),
         _link,
         "four numbers > 0, by commas",
         "cost of a link between threads: latency (s), s per byte, s per folded byte, s per message",

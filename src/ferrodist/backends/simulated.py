@@ -32,7 +32,7 @@ class _World:
         self.config = config
         self.switch = Switch(size, faults)
         self.switch.on_kill = self._kill
-        self.model = LinkModel(*config.threads_link)
+        self.model = LinkModel(*config.threads_link, is_serial=True)
         self.root = Control(self.switch, tuple(range(size)), _WORLD, config.notice)
         self.root.joined.update(range(size))
         self._groups: dict[int, Control] = {_WORLD: self.root}

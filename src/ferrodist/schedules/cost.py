@@ -22,19 +22,24 @@ from ferrodist.schedules.walk import Walk
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """What a link costs, in seconds."""
+    """What a link costs, in seconds.
+
+    ``is_serial`` says that ranks are threads of one interpreter: handling and copying messages adds
+    up over all of them, only waiting and folding go on side by side.
+    """
 
     latency: float
     per_byte: float
     per_folded_byte: float
     overhead: float
+    is_serial: bool = False
 
 
 # Rough figures of one two-core machine: a thread wakes another in tens of microseconds, a flag in
 # shared memory is seen in one, loopback TCP has a round trip of 130 us and moves 2 GB/s. Memory is
 # copied and folded at 5 to 10 GB/s. Only their ratios decide which schedule is chosen.
 LINKS = {
-    "threads": LinkModel(4e-5, 2e-10, 1e-10, 1e-5),
+    "threads": LinkModel(2e-5, 2e-10, 1e-10, 2e-5, is_serial=True),
     "shared_memory": LinkModel(1e-6, 1e-10, 1e-10, 2e-7),
     "tcp": LinkModel(6.5e-5, 5e-10, 1e-10, 1.5e-5),
 }
@@ -79,12 +84,15 @@ def _rounded(seconds: float) -> float:
 def simulate(
     schedule: Schedule, world: int, nbytes: float, model: LinkModel, *, root: int = 0
 ) -> float:
-    """Return when the last rank is done if all start at 0: every step of every rank is walked."""
+    """Return when the last rank is done if all start at 0: every step of every rank is walked.
+
+    With a serial model no sooner than all messages are handled, one after the other.
+    """
     clocks = _Clocks(schedule, world, root, nbytes, model)
     stuck = clocks.run()
     if stuck:
         raise explain(clocks, stuck)
-    return max(clocks.time)
+    return max(*clocks.time, clocks.busy if model.is_serial else 0.0)
 
 
 class _Clocks(Walk):
@@ -96,12 +104,14 @@ class _Clocks(Walk):
         self.chunk_nbytes = nbytes / (self.cells.num_chunks or 1)
         self.time = [0.0] * world
         self.time_at_post = [0.0] * world
+        self.busy = 0.0  # what handling and copying all messages takes together
 
     def on_post(self, rank: int, step: Step) -> None:
         self.time_at_post[rank] = self.time[rank]
 
     def on_message(self, sender: int, send: Send, receiver: int, recv: Recv) -> None:
         model, moving = self.model, self.model.per_byte * self.chunk_nbytes * len(send.cells)
+        self.busy += 2 * model.overhead + moving
         sent = self.time_at_post[sender] + model.overhead
         arrives = max(self.time_at_post[receiver], sent + model.latency)
         self.time[sender] = max(self.time[sender], sent + moving)
