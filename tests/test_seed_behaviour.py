@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the crate that ferrodist descends from promised: each of its tests by its meaning, each edge.
+"""What the crate that ferrodist descends from promised: its tests by their meaning, and its edges.
 
 Where ferrodist differs on purpose, the test says so. ``star`` is the one algorithm the crate had.
 """
@@ -56,7 +56,7 @@ def errors_of(num_ranks: int, attempt: Callable[[Backend], object]) -> list[Any]
     return run_ranks(num_ranks, catch)
 
 
-# -- allreduce ---------------------------------------------------------------------------------------
+# -- allreduce -------------------------------------------------------------------------------------
 
 
 @with_star
@@ -113,7 +113,7 @@ def test_star_folds_at_rank_0_from_left_to_right() -> None:
     assert_all_equal(results, [((np.float32(1e8) + 1) - np.float32(1e8)) + 1])
 
 
-# -- broadcast and barrier ---------------------------------------------------------------------------
+# -- broadcast and barrier -------------------------------------------------------------------------
 
 
 @with_star
@@ -172,7 +172,7 @@ def test_barrier_of_a_single_rank_completes() -> None:
     barrier(alone())
 
 
-# -- all_gather --------------------------------------------------------------------------------------
+# -- all_gather ------------------------------------------------------------------------------------
 
 
 @with_star
@@ -219,7 +219,7 @@ def test_all_gather_of_different_sizes_is_refused_on_every_rank(algorithm: str |
     assert {type(error) for error in errors} == {SizeMismatch}
 
 
-# -- reduce_scatter ----------------------------------------------------------------------------------
+# -- reduce_scatter --------------------------------------------------------------------------------
 
 
 @with_star
@@ -279,7 +279,7 @@ def test_reduce_scatter_refuses_an_axis_0_the_ranks_cannot_share() -> None:
         reduce_scatter(np.zeros((3, 2), np.float32), group[0])
 
 
-# -- numbers as bytes and back -----------------------------------------------------------------------
+# -- numbers as bytes and back ---------------------------------------------------------------------
 
 
 @both_floats
@@ -302,7 +302,7 @@ def test_input_need_not_be_aligned_in_memory(dtype: Any) -> None:
     assert_all_equal(run_ranks(2, run), [3, 3, 3], dtype)
 
 
-# -- time --------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 def test_default_timeout_is_one_minute() -> None:

@@ -7,6 +7,8 @@ choose the same, and so does the next run.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ferrodist.call import Kind
 from ferrodist.errors import InvalidArgument
 from ferrodist.schedules.cost import Line, LinkModel, line
@@ -15,6 +17,7 @@ from ferrodist.schedules.once import computed_once
 from ferrodist.schedules.steps import Schedule
 
 
+@lru_cache(maxsize=4096)
 def choose(
     kind: Kind, world: int, nbytes: int, *, half: bool, in_order: bool, model: LinkModel
 ) -> Schedule:

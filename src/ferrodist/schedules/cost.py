@@ -11,7 +11,6 @@ together.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ferrodist.schedules.once import computed_once
@@ -20,8 +19,7 @@ from ferrodist.schedules.stuck import explain
 from ferrodist.schedules.walk import Walk
 
 
-@dataclass(frozen=True, slots=True)
-class LinkModel:
+class LinkModel(NamedTuple):
     """What a link costs, in seconds.
 
     ``is_serial`` says that ranks are threads of one interpreter: handling and copying messages adds
@@ -68,8 +66,8 @@ def line(schedule: Schedule, world: int, model: LinkModel) -> Line:
     if max(first, last) > _HOPELESS:
         return Line(math.inf, 0.0)
     estimate = simulate if first + (world - 1) * last <= _MOST_WORK else _one_rank
-    no_bytes = replace(model, per_byte=0.0, per_folded_byte=0.0)
-    only_bytes = replace(model, latency=0.0, overhead=0.0)
+    no_bytes = model._replace(per_byte=0.0, per_folded_byte=0.0)
+    only_bytes = model._replace(latency=0.0, overhead=0.0)
     return Line(
         _rounded(estimate(schedule, world, 0, no_bytes)),
         _rounded(estimate(schedule, world, 1, only_bytes)),

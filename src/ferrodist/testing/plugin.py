@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The pytest plugin: a ``world`` fixture, so that a test of distributed code is an ordinary test.
 
-    @pytest.mark.world(2, 3)            # world sizes; without it --worlds, 1,2,3 by default
-    def test_sum(world):
-        assert world.run(lambda b: ferrodist.allreduce(1, b)) == [world.size] * world.size
+@pytest.mark.world(2, 3)            # world sizes; without it --worlds, 1,2,3 by default
+def test_sum(world):
+    assert world.run(lambda b: ferrodist.allreduce(1, b)) == [world.size] * world.size
 """
 
 from __future__ import annotations
