@@ -345,3 +345,15 @@ def test_jax_arrays_are_never_out():
         InvalidArgument,
         lambda b: ferrodist.allreduce(np.ones(3, np.float32), b, out=jnp.ones(3)),
     )
+
+
+@pytest.mark.parametrize("call", [ferrodist.allreduce, ferrodist.broadcast, ferrodist.gather])
+def test_a_lone_none_is_refused(call):
+    refused(2, UnsupportedArray, lambda b: call(None, b), match="x is None")
+
+
+def test_none_inside_a_tree_stays_none():
+    assert (
+        run_ranks(2, lambda b: ferrodist.allreduce([1, None, {"a": None}], b))
+        == [[2, None, {"a": None}]] * 2
+    )

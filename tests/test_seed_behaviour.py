@@ -108,7 +108,7 @@ def test_star_folds_at_rank_0_from_left_to_right() -> None:
     values = [1e8, 1.0, -1e8, 1.0]
     results = run_ranks(
         4,
-        lambda b: allreduce(np.float32([values[b.rank]]), b, algorithm="star"),  # type: ignore[call-overload]
+        lambda b: allreduce(np.array([values[b.rank]], np.float32), b, algorithm="star"),
     )
     assert_all_equal(results, [((np.float32(1e8) + 1) - np.float32(1e8)) + 1])
 
@@ -161,7 +161,7 @@ def test_broadcast_refuses_a_bad_root_on_one_rank_while_the_others_do_nothing() 
 
 
 def test_broadcast_of_a_single_rank_is_a_copy() -> None:
-    assert_all_equal([broadcast(np.float32([1, 2]), alone(), 0)], [1, 2])  # type: ignore[call-overload]
+    assert_all_equal([broadcast(np.array([1, 2], np.float32), alone(), 0)], [1, 2])
 
 
 def test_barrier_completes_on_four_ranks() -> None:

@@ -77,6 +77,7 @@ class Control:
         self.notice = notice
         self.desks = [Desk() for _ in members]
         self.joined: set[int] = set()
+        self.is_complete = False  # whether all members have joined before anybody gave up
         self.children: list[Control] = []
         self.final: Verdict | None = None
         self.sends: dict[int, int] = {}  # large point-to-point sends that wait: sender to receiver
@@ -85,6 +86,12 @@ class Control:
         self._mismatch: Verdict | None = None
         self._arrivals: list[float] = []
         self._objection: tuple[type[CollectiveMismatch], str] | None = None
+
+    def join(self, rank: int) -> None:
+        """Write down that a member of a group being split off has come. Lock held."""
+        self.joined.add(rank)
+        self.is_complete = len(self.joined) == len(self.members) and self.final is None
+        self.switch.wake_all()
 
     # -- a rank's way through a call ------------------------------------------------------------
 

@@ -127,12 +127,12 @@ class SimulatedBackend(ScheduledBackend):
         world, switch = self._world, self._world.switch
         with switch.lock:
             control = world.group(self._control, world_members, group)
-            control.joined.add(rank)
-            switch.wake_all()
+            control.join(rank)
             watch = _SplitWatch(control, rank, members, deadline)
             while absent := watch.absent():
                 self._transport.sleep(world_members[absent[0]], watch)
-            control.refuse_if_final(rank)
+            if not control.is_complete:
+                control.refuse_if_final(rank)
         backend = type(self)(world, control, rank, self.config)
         backend.timeout, backend.reproducible = self.timeout, self.reproducible
         return backend

@@ -30,7 +30,9 @@ _TAKES_TREES = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Ki
 
 def execute(request: Request, x: Any, out: Any) -> Any:
     """Take the arrays in, check them, make room for the results, hand the call to the backend."""
-    if (x is None or is_tree(x)) and request.kind not in _TAKES_TREES:
+    if x is None:
+        take(x, f"{request.kind.label}: x")  # refuses it: only inside a tree None stays None
+    if is_tree(x) and request.kind not in _TAKES_TREES:
         raise UnsupportedArray(
             f"{request.kind.label}: x is a {type(x).__name__}, but this call takes a single array",
             got=type(x).__name__,

@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """For tests of distributed code, yours and ours: ranks as threads, faults, the contract suite.
 
-Public: everything here keeps working from release to release.
+Public: everything here keeps working from release to release. The contract suite, which only
+authors of backends need, is imported when first asked for.
 """
 
 from __future__ import annotations
 
-from ferrodist.testing.contract import (
-    Case,
-    Failure,
-    Report,
-    contract_cases,
-    distinct_values,
-    run_contract,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ferrodist.testing.ranks import run_ranks
 from ferrodist.transports.faulty import Fate, Faults
+
+if TYPE_CHECKING:
+    from ferrodist.testing.contract import (
+        Case,
+        Failure,
+        Report,
+        contract_cases,
+        distinct_values,
+        run_contract,
+    )
+
+_CONTRACT = ["Case", "Failure", "Report", "contract_cases", "distinct_values", "run_contract"]
 
 __all__ = [
     "run_ranks",
@@ -30,3 +38,9 @@ __all__ = [
     "distinct_values",
     "run_contract",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CONTRACT:
+        raise AttributeError(f"module 'ferrodist.testing' has no attribute {name!r}")
+    return getattr(import_module("ferrodist.testing.contract"), name)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Check ``object``: collectives of Python objects give back what was put in, type by type."""
+
+from __future__ import annotations
+
+import fractions
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import ferrodist
+from ferrodist.testing.contract.compare import find_difference
+from ferrodist.testing.contract.dtypes import available_dtypes
+from ferrodist.testing.contract.libraries import available_libraries, to_library
+from ferrodist.testing.contract.trial import Trial
+from ferrodist.testing.contract.values import distinct_values
+
+OBJECT_FUNCTIONS = ("broadcast_object", "all_gather_object", "gather_object", "scatter_object")
+
+# What a rank passes; all of it depends on the rank, so that a wrong source shows.
+OBJECTS: dict[str, Callable[[int], Any]] = {
+    "none": lambda rank: None if rank % 2 == 0 else [None],
+    "numbers": lambda rank: [rank, -rank, rank + 0.5, rank % 2 == 0, complex(rank, -rank)],
+    "small_ints": lambda rank: [rank + sign * 2**bits for bits in range(8, 64) for sign in (1, -1)],
+    "big_ints": lambda rank: [rank + 2**63, rank - 2**63, 10**60 + rank, -(3**400) - rank],
+    "odd_floats": lambda rank: [
+        math.nan,
+        math.inf,
+        -math.inf,
+        -0.0,
+        5e-324,
+        complex(-0.0, math.nan),
+    ],
+    "text": lambda rank: ["", "ä" * rank, "日本", "\0", chr(0x1F600) * 300],
+    "bytes": lambda rank: [b"", bytes([rank]), bytes(range(256)) * 300 + bytes([rank])],
+    "sequences": lambda rank: [(), (rank,), [], [[], ()], ((rank, [rank]), (None,))],
+    "dicts": lambda rank: {"a": rank, 1: "b", None: [], (rank, "c"): {b"d": {}}, 2.5: True},
+    "sets": lambda rank: [set(), {rank, "a", (1, 2)}, {None}],
+    "arrays": lambda rank: [
+        distinct_values(rank, (2, 3), dtype, 1) for dtype in available_dtypes()
+    ],
+    "scalars": lambda rank: [np.float32(rank + 0.5), np.int8(rank), np.empty((0, 3))],
+    "libraries": lambda rank: [
+        to_library(np.arange(3, dtype=np.float32) + rank, name) for name in available_libraries()
+    ],
+    "deep": lambda rank: _nest(rank, 30),
+    "long": lambda rank: [rank] * 1000 * (rank + 1),
+}
+
+
+def _nest(value: Any, depth: int) -> Any:
+    for level in range(depth):
+        value = {"in": (value, [value])} if level < 4 else [value]
+    return value
+
+
+def check_object(trial: Trial) -> None:
+    """Pass one of the objects through one of the calls; with ``pickle`` anything goes."""
+    is_pickled = trial.case.style == "pickle"
+    make = fractions_of if is_pickled else OBJECTS[trial.case.detail]
+    options = {"pickle": True} if is_pickled else {}
+    got = _call(trial, make, options)
+    wanted = _wanted(trial, make)
+    wrong = find_wrong_object(got, wanted)
+    trial.expect(wrong is None, f"{wrong}")
+
+
+def fractions_of(rank: int) -> Any:
+    """Return something only pickle can carry."""
+    return {"third": fractions.Fraction(rank, 3), "range": range(rank)}
+
+
+def _call(trial: Trial, make: Callable[[int], Any], options: dict[str, Any]) -> Any:
+    case, rank, backend = trial.case, trial.rank, trial.backend
+    function = getattr(ferrodist, case.function)
+    if case.function == "all_gather_object":
+        return function(make(rank), backend, **options)
+    if case.function == "scatter_object":
+        values = [make(peer) for peer in range(trial.world)] if rank == case.root else None
+        return function(values, backend, case.root, **options)
+    return function(make(rank), backend, case.root, **options)
+
+
+def _wanted(trial: Trial, make: Callable[[int], Any]) -> Any:
+    case, rank = trial.case, trial.rank
+    if case.function == "broadcast_object":
+        return make(case.root)
+    if case.function == "scatter_object":
+        return make(rank)
+    if case.function == "gather_object" and rank != case.root:
+        return None
+    return [make(peer) for peer in range(trial.world)]
+
+
+def find_wrong_object(got: Any, wanted: Any, path: str = "the object") -> str | None:
+    """Say where and how an object is not the one wanted; types count, so do signs of zero."""
+    if type(got) is not type(wanted):
+        return f"{path} is a {type(got).__name__}, expected {type(wanted).__name__}"
+    if hasattr(wanted, "dtype"):
+        return _wrong_array(got, wanted, path)
+    if isinstance(wanted, dict):
+        pairs = [(list(got), list(wanted), "keys"), *((got.get(k), wanted[k], k) for k in wanted)]
+        return _first(find_wrong_object(a, b, f"{path}[{key!r}]") for a, b, key in pairs)
+    if isinstance(wanted, (list, tuple)):
+        if len(got) != len(wanted):
+            return f"{path} has length {len(got)}, expected {len(wanted)}"
+        pairs_by_place = enumerate(zip(got, wanted, strict=True))
+        return _first(find_wrong_object(a, b, f"{path}[{i}]") for i, (a, b) in pairs_by_place)
+    same = got == wanted if isinstance(wanted, set) else repr(got) == repr(wanted)
+    return None if same else f"{path} is {got!r}, expected {wanted!r}"
+
+
+def _first(answers: Any) -> str | None:
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _wrong_array(got: Any, wanted: Any, path: str) -> str | None:
+    problem = find_difference(np.asarray(got), np.asarray(wanted))
+    return None if problem is None else f"{path}: {problem}"

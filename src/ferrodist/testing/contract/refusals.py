@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Check ``refused``: what is wrong on this rank is refused here, before anything is sent.
+
+No sequence number is used: a rank that was refused is still in step with those that were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import ferrodist
+from ferrodist import (
+    Backend,
+    InvalidArgument,
+    InvalidRank,
+    InvalidShape,
+    InvalidWorldSize,
+    SelfSend,
+    SizeMismatch,
+    UnsupportedArray,
+    UnsupportedOp,
+)
+from ferrodist.testing.contract.dtypes import numpy_dtype
+from ferrodist.testing.contract.inputs import CUT, ROOTED
+from ferrodist.testing.contract.refusal import Attempt, Refusal, Refusals, zeros
+from ferrodist.testing.contract.refused_out import refused_outs
+from ferrodist.testing.contract.trial import Trial
+
+
+def check_refused(trial: Trial) -> None:
+    """Attempt it on every rank, or on one while the others go on; all stay in step."""
+    case, backend = trial.case, trial.backend
+    if case.style != "one_rank" or trial.rank == case.root:
+        refusal = (
+            REFUSALS[case.detail] if case.detail else illegal_op(case.function, case.dtype, case.op)
+        )
+        trial.expect_error(refusal.error, lambda: refusal.attempt(backend), refusal.says)
+    trial.expect_in_step()
+
+
+def illegal_op(function: str, dtype: str, op: str) -> Refusal:
+    """Describe a reduction that has no meaning for a dtype."""
+    x = np.ones(16, numpy_dtype(dtype))
+    return Refusal(UnsupportedOp, _call(function, lambda backend: x, op=op), dtype)
+
+
+def _call(function: str, make: Callable[[Backend], Any], **options: Any) -> Attempt:
+    """Call a function with what ``make`` makes of the backend."""
+    return lambda backend: getattr(ferrodist, function)(make(backend), backend, **options)
+
+
+def _next(backend: Backend) -> int:
+    return (backend.rank + 1) % backend.world_size
+
+
+# -- roots, peers, members: looked at before anything else -----------------------------------------
+
+
+def _bad_root(function: str, root: Callable[[Backend], Any]) -> Attempt:
+    wrong = np.array(["no array"])  # wrong too, but the root comes first
+    return lambda backend: getattr(ferrodist, function)(wrong, backend, root=root(backend))
+
+
+def _ranks() -> Refusals:
+    for function in (*ROOTED, "broadcast_object", "gather_object", "scatter_object"):
+        too_large = _bad_root(function, lambda backend: backend.world_size)
+        yield f"{function}: root W", Refusal(InvalidRank, too_large)
+        yield f"{function}: root -1", Refusal(InvalidRank, _bad_root(function, lambda b: -1), "-1")
+    yield "root is a float", Refusal(InvalidRank, _bad_root("broadcast", lambda b: 0.0))
+    yield "root is a bool", Refusal(InvalidRank, _bad_root("reduce", lambda b: False))
+    yield "send to self", Refusal(SelfSend, lambda b: ferrodist.send(1, b.rank, b))
+    yield "recv from self", Refusal(SelfSend, lambda b: ferrodist.recv(1, b.rank, b))
+    both = Refusal(SelfSend, lambda b: ferrodist.sendrecv(1, b.rank, 1, b.rank, b))
+    yield "sendrecv with self", both
+    yield "send to rank W", Refusal(InvalidRank, lambda b: ferrodist.send(1, b.world_size, b))
+    yield "recv from rank -1", Refusal(InvalidRank, lambda b: ferrodist.recv(1, -1, b))
+
+
+def _members() -> Refusals:
+    yield "split of no ranks", Refusal(InvalidWorldSize, lambda b: b.split([]))
+    yield "split of a rank twice", Refusal(InvalidRank, lambda b: b.split([b.rank, b.rank]))
+    yield "split with rank W", Refusal(InvalidRank, lambda b: b.split([b.rank, b.world_size]))
+    outsider = Refusal(InvalidRank, lambda b: b.split([_next(b)]), min_world=2)
+    yield "split by an outsider", outsider
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def _tagged(tag: Any) -> Attempt:
+    return lambda backend: ferrodist.send(1, _next(backend), backend, tag=tag)
+
+
+def _reduce_on_a_number(backend: Backend) -> object:
+    wrong: Any = backend.rank
+    return ferrodist.allreduce(1, wrong)
+
+
+def _options() -> Refusals:
+    for tag in (-1, 2**31, 1.5, True):
+        yield f"tag {tag}", Refusal(InvalidArgument, _tagged(tag), "tag", min_world=2)
+    for timeout in (0, -1.0, float("nan"), "soon", True):
+        timed = _call("allreduce", lambda b: 1, timeout=timeout)
+        yield f"timeout {timeout!r}", Refusal(InvalidArgument, timed, "timeout")
+    unknown = _call("allreduce", lambda b: 1, op="median")
+    yield "unknown op", Refusal(InvalidArgument, unknown, "bxor")
+    yield "a number as backend", Refusal(InvalidArgument, _reduce_on_a_number, "Backend")
+    unknown = _call("allreduce", lambda b: 1, algorithm="telepathy")
+    yield "unknown algorithm", Refusal(InvalidArgument, unknown, "star", needs_algorithms=True)
+    ring = _call("allreduce", lambda b: 1.0, algorithm="ring", reproducible=True)
+    yield "reproducible ring", Refusal(UnsupportedOp, ring, "order", needs_algorithms=True)
+
+
+# -- arrays, trees, objects ------------------------------------------------------------------------
+
+_STRANGE: dict[str, Callable[[Backend], Any]] = {
+    "an object array": lambda b: np.array([{}, None]),
+    "a string array": lambda b: np.array(["a"]),
+    "a structured array": lambda b: np.zeros(2, [("a", "i4")]),
+    "a masked array": lambda b: np.ma.masked_array([1.0, 2.0], [True, False]),
+    "a longdouble array": lambda b: np.zeros(2, np.longdouble),
+    "a datetime array": lambda b: np.zeros(2, "M8[s]"),
+    "a big-endian array": lambda b: np.zeros(2, ">f4"),
+    "text": lambda b: "text",
+    "a set": lambda b: {1, 2},
+    "a class": lambda b: np.float32,
+    "an int beyond int64": lambda b: 2**63,
+}
+
+
+def _arrays() -> Refusals:
+    for name, make in _STRANGE.items():
+        for function in ("broadcast", "gather", "all_gather_uneven"):
+            yield f"{function}: {name}", Refusal(UnsupportedArray, _call(function, make))
+    for function in ("gather", "all_to_all", "all_gather_uneven"):
+        none = _call(function, lambda b: None)
+        yield f"{function}: none", Refusal(UnsupportedArray, none)
+        tree = _call(function, lambda b: [zeros(b.world_size)])
+        yield f"{function}: a tree", Refusal(UnsupportedArray, tree)
+    large = _call("allreduce", lambda b: 2**62)
+    yield "a sum that may wrap", Refusal(UnsupportedArray, large, "int64", min_world=2)
+    mean = _call("allreduce", lambda b: 1, op="mean")
+    yield "a mean of ints", Refusal(UnsupportedOp, mean, "float(x)")
+
+
+def _leaves() -> Refusals:
+    text = _call("allreduce", lambda b: {"a": [zeros(2), "text"]})
+    yield "a leaf that is text", Refusal(UnsupportedArray, text, "['a'][1]")
+    objects = _call("broadcast", lambda b: (zeros(2), {"b": np.array([None])}))
+    yield "a leaf of objects", Refusal(UnsupportedArray, objects, "[1]['b']")
+    op = _call("allreduce", lambda b: {"c": zeros(2), "d": [np.zeros(2, int)]}, op="mean")
+    yield "a leaf without a mean", Refusal(UnsupportedOp, op, "['d'][0]")
+    uncut = _call("reduce_scatter", lambda b: {"e": zeros(b.world_size + 1)})
+    yield "a leaf that cannot be cut", Refusal(SizeMismatch, uncut, "['e']", min_world=2)
+    unsorted = _call("allreduce", lambda b: {"a": 1, 2: 1})
+    yield "keys that cannot be sorted", Refusal(UnsupportedArray, unsorted)
+
+
+def _objects() -> Refusals:
+    unknown = _call("all_gather_object", lambda b: {"a": [1, object()]})
+    yield "an unknown object", Refusal(UnsupportedArray, unknown, "['a'][1]")
+    advice = _call("gather_object", lambda b: range(3))
+    yield "an object for pickle", Refusal(UnsupportedArray, advice, "pickle=True")
+    yield "too many objects to scatter", Refusal(InvalidArgument, _scatter_too_many)
+
+
+def _scatter_too_many(backend: Backend) -> object:
+    return ferrodist.scatter_object([1] * (backend.world_size + 1), backend, root=backend.rank)
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def _cut(function: str, shape_of: Callable[[int], tuple[int, ...]]) -> Attempt:
+    """Pass an array whose shape depends on the world; every rank is its own root."""
+
+    def attempt(backend: Backend) -> object:
+        options = {"root": backend.rank} if function == "scatter" else {}
+        return getattr(ferrodist, function)(
+            zeros(*shape_of(backend.world_size)), backend, **options
+        )
+
+    return attempt
+
+
+def _shapes() -> Refusals:
+    for function in CUT:
+        uneven, number = _cut(function, lambda w: (w + 1,)), _cut(function, lambda w: ())
+        yield f"{function}: indivisible", Refusal(SizeMismatch, uneven, min_world=2)
+        yield f"{function}: a number", Refusal(SizeMismatch, number, min_world=2)
+        axis = _cut(function, lambda w: (w + 1, w))
+        yield f"{function}: indivisible axis", Refusal(InvalidShape, axis, "axis 0", min_world=2)
+
+
+def _exchange(counts_of: Callable[[int], list[Any]]) -> Attempt:
+    return lambda b: ferrodist.all_to_all_uneven(zeros(1), counts_of(b.world_size), b)
+
+
+def _counts() -> Refusals:
+    for name, counts_of in (
+        ("too many counts", lambda w: [0] * w + [1]),
+        ("negative counts", lambda w: [-1] * w),
+        ("counts of another total", lambda w: [7] * w),
+        ("counts that are no integers", lambda w: [1.0 / w] * w),
+    ):
+        yield name, Refusal(InvalidArgument, _exchange(counts_of), "counts")
+
+
+def _all() -> Iterator[tuple[str, Refusal]]:
+    for group in (_ranks, _members, _options, _arrays, _leaves, _objects, _shapes, _counts):
+        yield from group()
+    yield from refused_outs()
+
+
+REFUSALS: dict[str, Refusal] = dict(_all())

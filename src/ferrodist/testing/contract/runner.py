@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""run_contract: all cases on one group of ranks, and one report from each rank.
+
+Ranks make no calls between cases while all is well, so that calls of every kind follow each other
+at full speed. A rank on which a case raises calls *resume*, a collective no case uses. The others
+meet it in whatever they are at, get a mismatch, and come to resume too; there all agree where to go
+on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+import ferrodist
+from ferrodist import Backend, CollectiveMismatch, DistributedError
+from ferrodist.testing.contract.case import Case
+from ferrodist.testing.contract.groups import check_group
+from ferrodist.testing.contract.messages import check_message
+from ferrodist.testing.contract.mismatches import check_mismatch
+from ferrodist.testing.contract.objects import check_object
+from ferrodist.testing.contract.refusals import check_refused
+from ferrodist.testing.contract.report import Failure, Report
+from ferrodist.testing.contract.results import Check, check_result
+from ferrodist.testing.contract.synchronised import check_synchronised
+from ferrodist.testing.contract.trees import check_empty_tree, check_tree
+from ferrodist.testing.contract.trial import Trial, describe_error
+
+_RESUME_SHAPE = (1, 1, 1, 1, 1, 1, 1)
+_RESUME_NAME = "int64[1,1,1,1,1,1,1]"  # how a mismatch shows a call of this shape
+_MAX_MEETINGS = 20
+
+_CHECKS: dict[str, Check] = {
+    "result": check_result,
+    "synchronised": check_synchronised,
+    "refused": check_refused,
+    "mismatch": check_mismatch,
+    "message": check_message,
+    "object": check_object,
+    "group": check_group,
+}
+
+
+def run_contract(backend: Backend, cases: Sequence[Case], *, timeout: float = 30.0) -> Report:
+    """Run the cases on this rank of a group; every rank calls it with the same list.
+
+    Nothing is raised: what failed is in the report. ``timeout`` bounds every call, in seconds; a
+    rank that does not get through ends the run early, because the group is gone then.
+
+    Example:
+        >>> from ferrodist.testing import contract_cases, run_contract, run_ranks
+        >>> cases = contract_cases(world=2)
+        >>> reports = run_ranks(2, lambda backend: run_contract(backend, cases[:20]))
+        >>> [report.is_clean for report in reports]
+        [True, True]
+    """
+    before, backend.timeout = backend.timeout, timeout
+    try:
+        return _Run(backend, cases).finish()
+    finally:
+        backend.timeout = before
+
+
+class _GroupGone(Exception):
+    """The group cannot go on; the message says why."""
+
+
+class _Run:
+    """One run on one rank."""
+
+    def __init__(self, backend: Backend, cases: Sequence[Case]) -> None:
+        self._backend = backend
+        self._cases = cases
+        self._failures: list[Failure] = []
+        self._digests = np.zeros(len(cases), np.uint64)
+
+    def finish(self) -> Report:
+        """Run everything and write the report."""
+        stopped = None
+        try:
+            self._run_cases()
+        except _GroupGone as error:
+            stopped = str(error)
+        seed = self._cases[0].seed if self._cases else 0
+        names = sorted({name for case in self._cases for name in case.library.split("+")})
+        backend, number = self._backend, len(self._cases)
+        return Report(
+            backend.world_size, backend.rank, seed, number, tuple(names), self._failures, stopped
+        )
+
+    def _run_cases(self) -> None:
+        index, end = 0, len(self._cases)
+        while index <= end:
+            index = self._run_case(index) if index < end else self._compare_digests()
+
+    def _run_case(self, index: int) -> int:
+        """Run one case and return the index of the next."""
+        case = self._cases[index]
+        trial = Trial(self._backend, case)
+        try:
+            _find_check(case)(trial)
+        except Exception as error:  # noqa: BLE001 -- whatever a broken backend raises is a finding
+            return self._recover(index, trial, error)
+        self._note(case, trial.problems)
+        self._digests[index] = 0 if trial.problems else trial.digest
+        return index + 1
+
+    def _note(self, case: Case, problems: Sequence[str]) -> None:
+        if problems:
+            self._failures.append(Failure(case, "\n".join(problems)))
+
+    def _recover(self, index: int, trial: Trial, error: Exception) -> int:
+        # A rank that only met another one's call to resume has found nothing: it tries again.
+        was_interrupted = isinstance(error, CollectiveMismatch) and _RESUME_NAME in str(error)
+        if not was_interrupted:
+            self._note(trial.case, [*trial.problems, f"raised {describe_error(error)}"])
+        return self._resume(index if was_interrupted else index + 1)
+
+    def _resume(self, wish: int) -> int:
+        """Meet all other ranks and go on with the case furthest ahead."""
+        for _ in range(_MAX_MEETINGS):
+            try:
+                # Others may be waiting for a message that never comes: give them time.
+                wishes = ferrodist.all_gather(
+                    np.full(_RESUME_SHAPE, wish), self._backend, timeout=4 * self._timeout
+                )
+            except CollectiveMismatch:
+                continue  # somebody was still in a case
+            except DistributedError as error:
+                raise _GroupGone(describe_error(error)) from error
+            return int(wishes.max())
+        raise _GroupGone("ranks could not be brought back in step")
+
+    @property
+    def _timeout(self) -> float:
+        return self._backend.timeout or 60.0
+
+    def _compare_digests(self) -> int:
+        """See that every rank held the same bits wherever results are the same for all."""
+        end = len(self._cases)
+        try:
+            table = ferrodist.all_gather(self._digests[None], self._backend)
+        except CollectiveMismatch:
+            return self._resume(end)  # the last case failed on another rank
+        except DistributedError as error:
+            raise _GroupGone(describe_error(error)) from error
+        differ = (table != table[0]).any(axis=0) & (table != 0).all(axis=0)
+        for index in np.flatnonzero(differ).tolist():
+            self._note(self._cases[index], ["ranks do not hold the same bits"])
+        return end + 1
+
+
+def _find_check(case: Case) -> Check:
+    if case.style == "empty_tree":
+        return check_empty_tree
+    return check_tree if case.style.startswith("tree") else _CHECKS[case.check]
