@@ -27,7 +27,7 @@ def settings_table() -> str:
     """Make the table of settings from the class that reads them."""
     rows = ["| variable | field | default | takes | what it does |", "|---|---|---|---|---|"]
     for setting in fields(Config):
-        form, what = setting.metadata["form"], setting.metadata["what"]
+        form, what = setting.metadata["form"].words, setting.metadata["what"]
         name = f"`{variable(setting.name)}` | `{setting.name}`"
         rows.append(f"| {name} | `{setting.default}` | {form} | {what} |")
     return "\n".join(rows) + "\n"

@@ -39,6 +39,7 @@ def test_a_setting_is_read_from_its_variable(name):
         ("reproducible", "maybe"),
         ("piece_nbytes", "1e6"),
         ("piece_nbytes", "1"),
+        ("piece_nbytes", "5000"),
         ("threads_link", "1,2,3"),
         ("threads_link", "1,2,3,-4"),
     ],
@@ -46,7 +47,7 @@ def test_a_setting_is_read_from_its_variable(name):
 def test_a_bad_value_names_the_variable_and_what_it_takes(name, text):
     with pytest.raises(InvalidArgument, match=f"{variable(name)}='{text}': expected ") as caught:
         Config.from_environment({variable(name): text})
-    assert Config.__dataclass_fields__[name].metadata["form"] in str(caught.value)
+    assert Config.__dataclass_fields__[name].metadata["form"].words in str(caught.value)
 
 
 def test_none_waits_for_ever():
@@ -68,3 +69,11 @@ def test_a_group_split_off_inherits_timeout_and_reproducible():
     backend.timeout, backend.reproducible = 3, True
     group = backend.split([0])
     assert (group.timeout, group.reproducible) == (3.0, True)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"timeout": -1}, {"piece_nbytes": 0}, {"reproducible": "yes"}, {"notice": None}]
+)
+def test_settings_from_a_program_are_checked_too(settings):
+    with pytest.raises(InvalidArgument, match="expected"):
+        Config(**settings)

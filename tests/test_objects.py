@@ -5,6 +5,7 @@ import pickle
 from fractions import Fraction
 
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_what_cannot_travel_is_a_type_error_with_its_place(value, words):
 def test_an_object_that_contains_itself_is_refused():
     value = []
     value.append(value)
-    with pytest.raises(TypeError, match="nested too deeply, or contains itself"):
+    with pytest.raises(TypeError, match="nested more than 200 deep, or contains itself"):
         encode(value, False, "the object")
 
 
@@ -187,23 +188,53 @@ def test_any_bytes_are_an_object_or_a_protocol_error(data):
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("header", "content"),
     [
-        ["numpy", "float64", [3], False, b"x" * 8],
-        ["numpy", "float64", [-1], False, b""],
-        ["numpy", "object", [1], False, b"x" * 8],
-        ["os", "float64", [1], False, b"x" * 8],
-        ["numpy", "float64", [2**62, 4], False, b""],
-        ["numpy", "float64", ["1"], False, b"x" * 8],
-        ["numpy"],
+        (["numpy", "float64", [3], False], b"x" * 8),
+        (["numpy", "float64", [-1], False], b""),
+        (["numpy", "object", [1], False], b"x" * 8),
+        (["os", "float64", [1], False], b"x" * 8),
+        (["numpy", "float64", [2**62, 4], False], b""),
+        (["numpy", "float64", ["1"], False], b"x" * 8),
+        (["numpy", "float64", [1], True], b"x" * 8),
+        (["torch", "float64", [0, 2**62, 4], False], b""),
+        (["numpy"], b""),
     ],
+    ids=range(9),
 )
-def test_arrays_that_cannot_be_right_are_protocol_errors(parts):
-    import msgpack
-
-    data = msgpack.packb(msgpack.ExtType(6, msgpack.packb(parts)))
+def test_arrays_that_cannot_be_right_are_protocol_errors(header, content):
+    packed = msgpack.packb(header)
+    array = len(packed).to_bytes(4, "little") + packed + content
     with pytest.raises(ProtocolError):
-        decode(data, False)
+        decode(msgpack.packb(msgpack.ExtType(4, array)), False)
+
+
+@pytest.mark.parametrize(
+    "value", [bytearray(b"x"), memoryview(b"x"), msgpack.ExtType(1, b"x"), "\ud800"]
+)
+def test_what_msgpack_would_change_on_the_way_is_refused(value):
+    with pytest.raises(TypeError, match="the object"):
+        encode([value], False, "the object")
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_deep_nesting_comes_through_or_is_refused_and_never_crashes(kind):
+    value = kind()
+    for _ in range(190):
+        value = kind((value,))
+    assert decode(encode(value, False, "x"), False) == value
+    for _ in range(20):
+        value = kind((value,))
+    with pytest.raises(TypeError, match="nested more than"):
+        encode(value, False, "x")
+
+
+def test_bytes_nested_without_end_are_a_protocol_error():
+    data = b""
+    for _ in range(5000):
+        data = b"\x91" + data
+    with pytest.raises(ProtocolError):
+        decode(data + b"\xc0", False)
 
 
 def test_scatter_object_needs_one_object_per_rank():

@@ -309,7 +309,7 @@ def test_integers_of_a_small_table_are_as_documented() -> None:
     table = compile_table(find(Kind.BROADCAST, "star"), 2, 1)
     head = [Kind.BROADCAST, 2, 1, 0, 1, 0]
     cells = [1, Space.OUT, 0, 0, -1]
-    token_up, data_down = [0, 0, -1, 0, 0], [-1, 0, 0, 1, 0, 0]
+    token_up, data_down = [0, 0, -1, 0, 0, 0, 0], [-1, 0, 0, 1, 0, 0, 1, 0]
     assert table.to_ints().tolist() == [*head, *cells, 2, *token_up, *data_down]
 
 

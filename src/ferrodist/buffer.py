@@ -65,6 +65,9 @@ class DType(enum.IntEnum):
 
 _ITEMSIZE = (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16)
 
+MAX_AXES = 64
+"""How many axes an array may have, as in NumPy."""
+
 DTYPES_BY_LABEL = {dtype.label: dtype for dtype in DType}
 
 

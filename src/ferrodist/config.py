@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import enum
+import numbers
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from ferrodist.errors import InvalidArgument
 
@@ -28,18 +29,6 @@ DEFAULT = Default.DEFAULT
 Timeout = float | timedelta | None | Default
 
 
-def _positive(text: str) -> float:
-    return _require(float(text) > 0, float(text))
-
-
-def _seconds(text: str) -> float | None:
-    return None if text.lower() == "none" else _positive(text)
-
-
-def _nbytes(text: str) -> int:
-    return int(_require(int(text) >= 4096, int(text)))
-
-
 def _flag(text: str) -> bool:
     words = {
         "1": True,
@@ -53,19 +42,43 @@ def _flag(text: str) -> bool:
     return words[text.lower()]
 
 
-def _link(text: str) -> tuple[float, float, float, float]:
-    latency, per_byte, per_folded_byte, overhead = (_positive(word) for word in text.split(","))
-    return latency, per_byte, per_folded_byte, overhead
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in text.split(","))
 
 
-def _require(fits: bool, value: float) -> float:
-    if not fits:
-        raise ValueError(value)
-    return value
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0
 
 
-def _setting(default: Any, parse: Callable[[str], Any], form: str, what: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "form": form, "what": what})
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value >= 4096 and value % 16 == 0
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 4 and all(map(_is_positive, value))
+
+
+class _Form(NamedTuple):
+    """How a setting is written, what values it takes, and both in words."""
+
+    words: str
+    parse: Callable[[str], Any]
+    takes: Callable[[Any], bool]
+
+
+_SECONDS = _Form("seconds > 0", float, _is_positive)
+_LIMIT = _Form(
+    "seconds > 0, or none",
+    lambda text: None if text.lower() == "none" else float(text),
+    lambda value: value is None or _is_positive(value),
+)
+_SIZE = _Form("bytes >= 4096, a multiple of 16", int, _is_size)
+_SWITCH = _Form("0 or 1", _flag, lambda value: isinstance(value, bool))
+_LINK = _Form("four numbers > 0, by commas", _numbers, _is_link)
+
+
+def _setting(default: Any, form: _Form, what: str) -> Any:
+    return field(default=default, metadata={"form": form, "what": what})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,44 +86,34 @@ class Config:
     """Every setting with its default. The table in the docs is made from this class."""
 
     timeout: float | None = _setting(
-        DEFAULT_COLLECTIVE_TIMEOUT,
-        _seconds,
-        "seconds > 0, or none",
-        "deadline of a whole call when none is passed",
+        DEFAULT_COLLECTIVE_TIMEOUT, _LIMIT, "deadline of a whole call when none is passed"
     )
     reproducible: bool = _setting(
-        False, _flag, "0 or 1", "fold in rank order on every backend, whatever the algorithm"
+        False, _SWITCH, "fold in rank order on every backend, whatever the algorithm"
     )
     notice: float = _setting(
-        5.0,
-        _positive,
-        "seconds > 0",
-        "a wait longer than this is logged with the ranks it waits for",
+        5.0, _SECONDS, "a wait longer than this is logged with the ranks it waits for"
     )
     piece_nbytes: int = _setting(
-        1 << 20,
-        _nbytes,
-        "bytes >= 4096",
-        "largest message a collective sends; the unit of pipelining",
+        1 << 20, _SIZE, "largest message a collective sends; the unit of pipelining"
     )
     segment_nbytes: int = _setting(
-        1 << 22,
-        _nbytes,
-        "bytes >= 4096",
-        "largest part of an array reduced at once; bounds the scratch memory",
+        1 << 22, _SIZE, "largest part of an array reduced at once; bounds the scratch memory"
     )
     fuse_nbytes: int = _setting(
-        1 << 16,
-        _nbytes,
-        "bytes >= 4096",
-        "leaves of a tree up to this size travel in one message per dtype",
+        1 << 16, _SIZE, "leaves of a tree up to this size travel in one message per dtype"
     )
     threads_link: tuple[float, float, float, float] = _setting(
         (2e-5, 2e-10, 1e-10, 2e-5),
-        _link,
-        "four numbers > 0, by commas",
+        _LINK,
         "cost of a link between threads: latency (s), s per byte, s per folded byte, s per message",
     )
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value, form = getattr(self, setting.name), setting.metadata["form"]
+            if not form.takes(value):
+                raise InvalidArgument(f"{setting.name}={value!r}: expected {form.words}", got=value)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -120,7 +123,7 @@ class Config:
         for setting in fields(cls):
             name = variable(setting.name)
             if name in environ:
-                given[setting.name] = _parse(name, environ[name], setting.metadata)
+                given[setting.name] = _parse(name, environ[name], setting.metadata["form"])
         return cls(**given)
 
 
@@ -129,19 +132,23 @@ def variable(setting: str) -> str:
     return f"FERRODIST_{setting.upper()}"
 
 
-def _parse(name: str, text: str, metadata: Mapping[str, Any]) -> Any:
+def _parse(name: str, text: str, form: _Form) -> Any:
     try:
-        return metadata["parse"](text.strip())
+        value = form.parse(text.strip())
     except (ValueError, KeyError) as error:
-        raise InvalidArgument(f"{name}={text!r}: expected {metadata['form']}", got=text) from error
+        raise InvalidArgument(f"{name}={text!r}: expected {form.words}", got=text) from error
+    if not form.takes(value):
+        raise InvalidArgument(f"{name}={text!r}: expected {form.words}", got=text)
+    return value
 
 
-def check_timeout(timeout: float | timedelta | None) -> float | None:
+def check_timeout(timeout: Any) -> float | None:
     """Return a timeout in seconds, None for no limit; refuse what is not a time above zero."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:
         raise InvalidArgument(
             f"timeout must be seconds above zero, a timedelta or None, got {timeout!r}", got=timeout
         )

@@ -50,7 +50,15 @@ class DistributedError(RuntimeError):
             setattr(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self._facts)
+        facts = {name: _plain(value) for name, value in self._facts.items()}
+        return _rebuild, (type(self), str(self), facts)
+
+
+def _plain(value: Any) -> Any:
+    """Keep what surely pickles; of anything else, what the user passed, keep how it looks."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (type(None), bool, int, float, str)) else repr(value)
 
 
 def _rebuild(cls: type[DistributedError], message: str, facts: dict[str, Any]) -> DistributedError:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from ferrodist.config import check_timeout
+from ferrodist.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -20,9 +22,10 @@ class Work(Future[T]):
     finishes the call and must not communicate.
     """
 
-    def __init__(self, describe: str = "work") -> None:
+    def __init__(self, describe: str = "work", thread: threading.Thread | None = None) -> None:
         super().__init__()
         self.describe = describe
+        self._thread = thread  # the one that will finish it
         self.is_asked = False  # whether anybody looked at the outcome, so that no error is lost
 
     def cancel(self) -> bool:
@@ -31,22 +34,29 @@ class Work(Future[T]):
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Return the result; after ``timeout`` raise TimeoutError and leave the call going."""
-        return self.result(check_timeout(timeout))
+        return self.result(0 if timeout == 0 else check_timeout(timeout))
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result, waiting for it if necessary."""
-        self.is_asked = True
+        self._ask()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error of the call, None if it went well."""
-        self.is_asked = True
+        self._ask()
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Call ``fn(work)`` when the call is done."""
         self.is_asked = True
         super().add_done_callback(fn)
+
+    def _ask(self) -> None:
+        self.is_asked = True
+        if self._thread is threading.current_thread() and not self.done():
+            raise InvalidArgument(
+                f"{self.describe}: a callback cannot wait for a call that its own thread has to do"
+            )
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio  # only programs that await pay for it

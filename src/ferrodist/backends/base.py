@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import operator
 import os
 import queue
 import threading
@@ -30,7 +31,6 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     BackendClosed,
     CollectiveMismatch,
-    DistributedError,
     InvalidArgument,
     InvalidRank,
 )
@@ -114,7 +114,7 @@ class Backend(abc.ABC):
         self._turns = Turns()
         self._progress: _Progress | None = None
         self._unasked: list[Work[Any]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_closed = False
         self.is_forked = False
         _OPEN.add(self)
@@ -138,6 +138,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def look_while_queued(self, sequence: int, call: Call, deadline: Deadline) -> float:
         """Raise if waiting for this call's turn is over, else say how long to wait on."""
+
+    @abc.abstractmethod
+    def is_settled(self, sequence: int) -> bool:
+        """Tell whether the other ranks know how this call ends."""
 
     @abc.abstractmethod
     def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
@@ -176,7 +180,9 @@ class Backend(abc.ABC):
         """Count what happened so far."""
 
     @abc.abstractmethod
-    def check_algorithm(self, kind: Kind, algorithm: Algorithm, reproducible: bool) -> str | None:
+    def check_algorithm(
+        self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
+    ) -> str | None:
         """Refuse an algorithm that is unknown or, with ``reproducible``, out of order; name it."""
 
     @abc.abstractmethod
@@ -194,38 +200,41 @@ class Backend(abc.ABC):
     def timeout(self, value: float | timedelta | None) -> None:
         self._timeout = check_timeout(value)
 
-    def perform(self, call: Call, body: Body[T], deadline: Deadline) -> T:
-        """Run a call and return its result, after those made before it."""
-        self.check_usable()
-        if self._progress is not None and self._progress.is_current_thread():
-            raise InvalidArgument(
-                f"{call.kind.label}: called from a callback of a Work, which must not communicate",
-                this_rank=self.rank,
-            )
-        return self._in_turn(self._turns.take(), call, body, deadline)
+    def perform(
+        self, call: Call, body: Body[Any], deadline: Deadline, finish: Callable[[Any], T]
+    ) -> T:
+        """Run a call, after those made before it, and return what ``finish`` makes of its result.
 
-    def start(self, call: Call, body: Body[T], deadline: Deadline) -> Work[T]:
-        """Queue a call and return its handle at once."""
+        ``finish`` runs when the turn is over: what it does or raises is of no concern to others.
+        """
         self.check_usable()
-        with self._lock:
+        return finish(self._in_turn(self._turns.take(), call, body, deadline))
+
+    def start(
+        self, call: Call, body: Body[Any], deadline: Deadline, finish: Callable[[Any], T]
+    ) -> Work[T]:
+        """Queue a call and return its handle at once."""
+        with self._lock:  # so that nothing is queued behind the end of the thread
+            self.check_usable()
             if self._progress is None:
                 self._progress = _Progress(f"ferrodist-progress-{self.rank}")
-                weakref.finalize(self, self._progress.stop)
+                weakref.finalize(self, self._progress.stop).atexit = False
             number = self._turns.take()
-            work: Work[T] = Work(f"{call.kind.label} #{number}")
-            self._progress.put(
-                lambda: self._finish(work, lambda: self._in_turn(number, call, body, deadline))
-            )
+            work: Work[T] = Work(f"{call.kind.label} #{number}", self._progress.thread)
+
+            def run() -> T:
+                return finish(self._in_turn(number, call, body, deadline))
+
+            self._progress.put(lambda: self._finish(work, run))
         return work
 
     def _in_turn(self, number: int, call: Call, body: Body[T], deadline: Deadline) -> T:
         try:
             self._turns.wait(number, lambda: self.look_while_queued(number, call, deadline))
             return self.converse(number, call, body, deadline)
-        except DistributedError:
-            raise  # the others know, or need not
         except BaseException as error:
-            self.abort(f"{verdict.words_of(error)} (in {call.kind.label} #{number})")
+            if not self.is_settled(number):  # nobody else knows yet that this call cannot succeed
+                self.abort(f"{verdict.words_of(error)} (in {call.kind.label} #{number})")
             raise
         finally:
             self._turns.end(number)
@@ -235,17 +244,22 @@ class Backend(abc.ABC):
         try:
             result = run()
         except BaseException as error:  # noqa: BLE001 -- the top of a thread: the Work carries it on
-            if not work.is_asked:
-                logger.error("rank %d: %s failed: %s", self.rank, work.describe, error)
-                self._unasked.append(work)
+            is_asked = work.is_asked
+            if not is_asked:
+                self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
             work.set_exception(error)
+            if not is_asked:
+                logger.error("rank %d: %s failed: %s", self.rank, work.describe, error)
         else:
             work.set_result(result)
 
-    def check_rank(self, rank: int | None, what: str) -> int:
+    def check_rank(self, rank: Any, what: str) -> int:
         """Refuse what is not a rank of this group."""
-        is_number = hasattr(rank, "__index__") and not isinstance(rank, bool)
-        if rank is None or not is_number or not 0 <= rank < self.world_size:
+        try:
+            number = -1 if isinstance(rank, bool) else operator.index(rank)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.world_size:
             raise InvalidRank(
                 f"{what}: rank {rank!r} is not in a world of {self.world_size} "
                 f"(0 to {self.world_size - 1})",
@@ -253,18 +267,28 @@ class Backend(abc.ABC):
                 world_size=self.world_size,
                 this_rank=self.rank,
             )
-        return int(rank)
+        return number
 
     def check_usable(self) -> None:
-        """Raise unless this rank may still make calls."""
+        """Raise unless this rank may still make calls, from this thread."""
+        self.check_process()
+        if self._is_closed:
+            raise BackendClosed(f"rank {self.rank} has closed this backend", this_rank=self.rank)
+        if isinstance(threading.current_thread(), ProgressThread):
+            raise InvalidArgument(
+                "called from a callback of a Work, which must not communicate; set an event there "
+                "and call from your own thread",
+                this_rank=self.rank,
+            )
+
+    def check_process(self) -> None:
+        """Raise in a forked child: the ranks it would talk to are in the parent."""
         if self.is_forked:
             raise BackendClosed(
                 "this backend belongs to the process that this one was forked from; "
                 "make a new one here",
                 this_rank=self.rank,
             )
-        if self._is_closed:
-            raise BackendClosed(f"rank {self.rank} has closed this backend", this_rank=self.rank)
 
     @property
     def is_closed(self) -> bool:
@@ -285,24 +309,32 @@ class Backend(abc.ABC):
 
     def fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; the others are told its words."""
-        if self._is_closed or self.is_forked:
-            return
-        self._is_closed = True
-        self._leave(verdict.raised(error))
-        if self._progress is not None:
-            self._progress.stop()
+        if self._shut():
+            self._leave(verdict.raised(error))
 
     def _finish_and_leave(self, departure_after: Callable[[int], Departure]) -> None:
-        if self._is_closed or self.is_forked:
+        if not self._shut():
             return
-        self._is_closed = True
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress.join()
+        self._await_works()
         self._leave(departure_after(self._turns.last_ended))
         for work in self._unasked:
             if not work.is_asked and (error := work.exception()) is not None:
                 raise error
+
+    def _shut(self) -> bool:
+        """Take no further calls; tell whether this was the first time."""
+        with self._lock:
+            if self._is_closed or self.is_forked:
+                return False
+            self._is_closed = True
+            if self._progress is not None:
+                self._progress.stop()
+            return True
+
+    def _await_works(self) -> None:
+        """Wait for what is in flight; every call has its deadline."""
+        if self._progress is not None:
+            self._progress.join()
 
     def __enter__(self) -> Self:
         return self
@@ -323,15 +355,17 @@ class Backend(abc.ABC):
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
 
 
+class ProgressThread(threading.Thread):
+    """A thread that finishes Works, and so runs their callbacks."""
+
+
 class _Progress:
     """The one thread that runs calls in flight; it sleeps while there are none."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_run_jobs, args=(self._jobs,), name=name, daemon=True
-        )
-        self._thread.start()
+        self.thread = ProgressThread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True)
+        self.thread.start()
 
     def put(self, job: Callable[[], None]) -> None:
         """Queue a job."""
@@ -343,17 +377,16 @@ class _Progress:
 
     def join(self) -> None:
         """Wait for the thread to end."""
-        if not self.is_current_thread():
-            self._thread.join()
-
-    def is_current_thread(self) -> bool:
-        """Tell whether the caller runs on this thread."""
-        return threading.current_thread() is self._thread
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
 
 
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
-        job()
+        try:
+            job()
+        except BaseException:
+            logger.exception("a callback of a Work failed")
         del job  # a finished job must not keep the user's arrays alive while the thread sleeps
 
 

@@ -4,19 +4,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
 
 from ferrodist import _native
-from ferrodist.backends.base import Algorithm, Backend, Body, Counts
-from ferrodist.backends.control import CallWatch, Control, MessageWatch
-from ferrodist.backends.turns import Turns
+from ferrodist.backends import verdict
+from ferrodist.backends.base import Algorithm, Backend, Body, Counts, ProgressThread
+from ferrodist.backends.control import Control
+from ferrodist.backends.messenger import Messenger
 from ferrodist.backends.walker import Task, walk
+from ferrodist.backends.watches import CallWatch
 from ferrodist.buffer import Buffer, DType
-from ferrodist.call import Call, Kind, Leaf
+from ferrodist.call import Call, Kind
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatch, SizeMismatch, UnsupportedOp
+from ferrodist.errors import (
+    CollectiveMismatch,
+    DistributedError,
+    InvalidArgument,
+    UnsupportedOp,
+)
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.schedules import (
     Lengths,
@@ -28,9 +36,8 @@ from ferrodist.schedules import (
     layouts,
     traits,
 )
-from ferrodist.transports.base import Expected
-from ferrodist.transports.framing import Frame, FrameError, pack_array_header, unpack_array_header
-from ferrodist.transports.threads import Letter, ThreadTransport
+from ferrodist.transports.base import Expected, Transport
+from ferrodist.transports.framing import Frame
 from ferrodist.work import Work
 
 T = TypeVar("T")
@@ -42,19 +49,20 @@ _SCHEDULED_AS = {Kind.ALL_GATHER_UNEVEN: Kind.ALL_GATHER, Kind.ALL_TO_ALL_UNEVEN
 class ScheduledBackend(Backend):
     """Does collectives by walking schedules over a transport."""
 
+    folds_in_order = True
+    """Whether reductions fold in rank order unless the caller names an algorithm that does not."""
+
     def __init__(
-        self,
-        transport: ThreadTransport,
-        control: Control,
-        rank: int,
-        config: Config,
-        model: LinkModel,
+        self, transport: Transport, control: Control, rank: int, config: Config, model: LinkModel
     ) -> None:
         super().__init__(rank, len(control.members), config)
         self._transport = transport
         self._control = control
         self._model = model
-        self._lanes: dict[tuple[int, int], Turns] = {}
+        self._messenger = Messenger(transport, control, rank)
+        self._messages: list[threading.Thread] = []  # those in flight
+
+    # -- collectives ----------------------------------------------------------------------------
 
     def converse(self, sequence: int, call: Call, body: Body[T], deadline: Deadline) -> T:
         """Enter the call, run the body, leave."""
@@ -69,28 +77,54 @@ class ScheduledBackend(Backend):
         """Let the call that holds this one up run out of time when this one does."""
         control = self._control
         with control.switch.lock:
-            running = control.desks[self.rank]
             if deadline.remaining() <= 0 and control.final is None:
-                control.expire(running.sequence, running.call, deadline)
+                self._expire_in_queue(sequence, call, deadline)
                 assert control.final is not None
                 raise control.final.now(self.rank)
             control.refuse_if_final(self.rank)
         return min(deadline.remaining(), _QUEUE_LOOK)
 
-    def check_algorithm(self, kind: Kind, algorithm: Algorithm, reproducible: bool) -> str | None:
+    def _expire_in_queue(self, sequence: int, call: Call, deadline: Deadline) -> None:
+        running = self._control.desks[self.rank]
+        if running.is_inside:
+            self._control.expire(running.sequence, running.call, deadline)
+            return
+        why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
+        self._control.give(verdict.timeout(call, sequence, [self.rank], deadline, why))
+
+    def is_settled(self, sequence: int) -> bool:
+        """Tell whether there is a verdict on the call, or this rank has left."""
+        with self._control.switch.lock:
+            has_left = self._control.desks[self.rank].departure is not None
+            return has_left or self._control.verdict_of(sequence) is not None
+
+    def check_algorithm(
+        self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
+    ) -> str | None:
         """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
         if algorithm is None:
             return None
         schedule = find(_SCHEDULED_AS.get(kind, kind), algorithm)
-        in_order = traits(schedule, self.world_size).in_order
-        if reproducible and kind.is_reduction and not in_order:
+        found = traits(schedule, self.world_size, root)
+        if reproducible and kind.is_reduction and not found.in_order:
             raise UnsupportedOp(
                 f"{kind.label}: algorithm {schedule.name!r} does not fold in rank order, which "
                 "reproducible=True asks for; leave one of the two out",
                 op=kind.label,
                 this_rank=self.rank,
             )
-        return schedule.name
+        if kind is Kind.ALL_TO_ALL_UNEVEN and found.relays:
+            raise InvalidArgument(
+                f"{kind.label}: algorithm {schedule.name!r} relays blocks through ranks that do "
+                "not know how large they are; name another",
+                this_rank=self.rank,
+            )
+        return schedule.name if isinstance(algorithm, str) else self._signed_name(schedule, root)
+
+    def _signed_name(self, schedule: Schedule, root: int) -> str:
+        """Name a user's own schedule so that two different ones of one name do not match."""
+        table = compile_table(schedule, self.world_size, 0, root)
+        return f"{schedule.name}@{_native.fingerprint(list(table.to_ints())) & 0xFFFFFFFF:08x}"
 
     def pick(
         self, kind: Kind, nbytes: int, dtype: DType, algorithm: Algorithm, in_order: bool
@@ -98,12 +132,14 @@ class ScheduledBackend(Backend):
         """Take the algorithm asked for, or the cheapest that is allowed."""
         if algorithm is not None:
             return find(kind, algorithm)
+        in_order = in_order or self.folds_in_order
         return choose(
             kind, self.world_size, nbytes, half=dtype.is_half, in_order=in_order, model=self._model
         )
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up, and every group split off it."""
+        self.check_process()
         with self._control.switch.lock:
             self._control.abort(self.rank, reason)
 
@@ -112,110 +148,72 @@ class ScheduledBackend(Backend):
     def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message; beyond 64 KB wait until the receiver has it."""
         self.check_usable()
-        watch = MessageWatch(self._control, self.rank, f"send(dst={peer}, tag={tag})", deadline)
-        self._settle(self._post(source, peer, tag, watch), peer, watch)
+        with self._aborting_on_interrupt("send"):
+            self._messenger.send(source, peer, tag, deadline)
 
     def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
         """Send now, wait for the receiver in the background."""
         self.check_usable()
-        watch = MessageWatch(self._control, self.rank, f"send(dst={peer}, tag={tag})", deadline)
-        letter = self._post(source, peer, tag, watch)
-        return self._in_background(watch.what, lambda: self._settle(letter, peer, watch))
+        what, settle = self._messenger.post(source, peer, tag, deadline)
+        return self._in_background(what, settle)
 
     def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Receive the next message with this tag into ``target``."""
         self.check_usable()
-        watch = MessageWatch(self._control, self.rank, f"recv(src={peer}, tag={tag})", deadline)
-        self._receive(self._draw(peer, tag), target, peer, tag, watch)
+        with self._aborting_on_interrupt("recv"):
+            self._messenger.line_up(target, peer, tag, deadline)[1]()
 
     def start_recv(
         self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
     ) -> Work[T]:
         """Take a place in the line of receivers now, receive in the background."""
         self.check_usable()
-        watch = MessageWatch(self._control, self.rank, f"recv(src={peer}, tag={tag})", deadline)
-        turns, number = self._draw(peer, tag)
+        what, receive = self._messenger.line_up(target, peer, tag, deadline)
 
-        def receive() -> T:
-            self._receive((turns, number), target, peer, tag, watch)
+        def receive_and_finish() -> T:
+            receive()
             return finish()
 
-        return self._in_background(watch.what, receive)
+        return self._in_background(what, receive_and_finish)
 
     def sendrecv(
         self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
     ) -> None:
         """Post the outgoing message, receive, and only then wait for the receiver."""
         self.check_usable()
-        what = f"sendrecv(dst={to}, src={peer}, tag={tag})"
-        watch = MessageWatch(self._control, self.rank, what, deadline)
-        letter = self._post(source, to, tag, watch)
-        self._receive(self._draw(peer, tag), target, peer, tag, watch)
-        self._settle(letter, to, watch)
+        with self._aborting_on_interrupt("sendrecv"):
+            self._messenger.sendrecv(source, to, target, peer, tag, deadline)
 
-    def _post(self, source: Buffer, peer: int, tag: int, watch: MessageWatch) -> Letter:
-        header = pack_array_header(source.dtype, source.shape)
-        to = self._control.members[peer]
-        return self._transport.post(to, self._control.group, tag, [header, source.memory], watch)
-
-    def _settle(self, letter: Letter, peer: int, watch: MessageWatch) -> None:
-        sends = self._control.sends
-        sends[self.rank] = peer
+    @contextmanager
+    def _aborting_on_interrupt(self, what: str) -> Iterator[None]:
+        """Tell the others of Ctrl-C and the like inside a call; ferrodist's errors are its own."""
         try:
-            self._transport.settle(letter, watch)
-        finally:
-            sends.pop(self.rank, None)
-            self._control.rings.pop(self.rank, None)
+            yield
+        except DistributedError:
+            raise
+        except BaseException as error:
+            self.abort(f"{verdict.words_of(error)} (in {what})")
+            raise
 
-    def _draw(self, peer: int, tag: int) -> tuple[Turns, int]:
-        """Take a place among the receives from one peer with one tag: they keep program order."""
-        with self._lock:
-            turns = self._lanes.setdefault((peer, tag), Turns())
-            return turns, turns.take()
-
-    def _receive(
-        self, place: tuple[Turns, int], target: Buffer, peer: int, tag: int, watch: MessageWatch
-    ) -> None:
-        turns, number = place
-        source = self._control.members[peer]
-        try:
-            turns.wait(number, lambda: min(self._look(watch, source), _QUEUE_LOOK))
-            payload = self._transport.collect(source, self._control.group, tag, watch)
-        finally:
-            turns.end(number)
-        _unpack(memoryview(payload), target, peer, watch)
-
-    def _look(self, watch: MessageWatch, source: int) -> float:
-        with self._control.switch.lock:
-            return watch.look(source)
-
-    def _in_background(self, what: str, run: Callable[[], T]) -> Work[T]:
+    def _in_background(self, what: str, run: Callable[[], T] | None) -> Work[T]:
         """Finish a message on a thread of its own: it never queues behind a collective."""
         work: Work[T] = Work(what)
-        thread = threading.Thread(
+        if run is None:
+            work.set_result(cast(T, None))
+            return work
+        thread = ProgressThread(
             target=self._finish, args=(work, run), name=f"ferrodist {what}", daemon=True
         )
-        thread.start()
+        with self._lock:
+            self._messages = [other for other in self._messages if other.is_alive()] + [thread]
+            thread.start()
         return work
 
-
-def _unpack(payload: memoryview, target: Buffer, peer: int, watch: MessageWatch) -> None:
-    try:
-        dtype, shape, content = unpack_array_header(payload)
-    except FrameError as error:
-        watch.damaged(watch.control.members[peer], str(error))
-        raise
-    found, expected = Leaf("", dtype, shape), Leaf("", target.dtype, target.shape)
-    if found != expected:
-        raise SizeMismatch(
-            f"{watch.what}: rank {peer} sent {found}, this rank expected {expected}; "
-            "the message was dropped",
-            rank=peer,
-            this_rank=watch.rank,
-            expected=str(expected),
-            got=str(found),
-        )
-    target.memory[:] = content
+    def _await_works(self) -> None:
+        super()._await_works()
+        for thread in self._messages:
+            if thread is not threading.current_thread():
+                thread.join()
 
 
 class _Talk:
@@ -251,10 +249,7 @@ class _Talk:
         sample = source or target
         dtype = sample.dtype if sample else DType.UINT8
         lengths = _lengths(kind, backend.rank, backend.world_size, source, target, counts)
-        # This backend folds in rank order unless the caller names an algorithm that does not.
-        schedule = backend.pick(
-            kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order=True
-        )
+        schedule = backend.pick(kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order)
         found = traits(schedule, backend.world_size, root)
         if in_place and not found.alias_safe and source is not None:
             in_place = False
@@ -286,8 +281,8 @@ class _Talk:
             while True:  # left by the error that look() raises
                 try:
                     self._transport.sleep(self._transport.rank, watch)
-                except CollectiveMismatch as verdict:
-                    return verdict
+                except CollectiveMismatch as given:
+                    return given
 
     def _exchange(
         self, to: int, payload: memoryview | None, peer: int, is_receiving: bool

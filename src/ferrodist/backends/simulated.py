@@ -6,18 +6,21 @@ Tests, tutorials and debugging run on it with nothing installed and nothing star
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Sequence
 from typing import NoReturn, Self
 
 from ferrodist import _native
 from ferrodist.backends import verdict
 from ferrodist.backends.base import Statistics
-from ferrodist.backends.control import Control, MessageWatch
+from ferrodist.backends.control import Control
 from ferrodist.backends.scheduled import ScheduledBackend
 from ferrodist.backends.verdict import Departure
+from ferrodist.backends.watches import SplitWatch
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveTimeout, InvalidRank, InvalidWorldSize, RankLost
+from ferrodist.errors import InvalidRank, InvalidWorldSize, RankLost
 from ferrodist.schedules.cost import LinkModel
 from ferrodist.transports.faulty import Faults
 from ferrodist.transports.threads import Switch, ThreadTransport
@@ -42,7 +45,7 @@ class _World:
         if group not in self._groups:
             control = Control(self.switch, members, group, self.config.notice)
             for rank, world_rank in enumerate(members):
-                control.desks[rank].departure = self.root.desks[world_rank].departure
+                control.desks[rank].departure = parent.desks[parent.rank_of(world_rank)].departure
             parent.children.append(control)
             self._groups[group] = control
         return self._groups[group]
@@ -97,19 +100,23 @@ class SimulatedBackend(ScheduledBackend):
         super().__init__(transport, control, rank, config, world.model)
         self._world = world
         self._splits: dict[tuple[int, ...], int] = {}
+        # A backend that is dropped without close() leaves its group all the same.
+        dropped = verdict.died("dropped its backend without close()")
+        weakref.finalize(self, world.leave, control, rank, dropped).atexit = False
 
     @classmethod
     def create_group(
         cls, world_size: int, *, config: Config | None = None, faults: Faults | None = None
     ) -> list[SimulatedBackend]:
         """Make a world of ``world_size`` ranks: one backend for each thread, in rank order."""
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        size = _whole_number(world_size)
+        if size is None or size < 1:
             raise InvalidWorldSize(
                 f"a group needs at least one rank, got {world_size!r}", got=world_size
             )
         config = Config.from_environment() if config is None else config
-        world = _World(world_size, config, faults)
-        return [cls(world, world.root, rank, config) for rank in range(world_size)]
+        world = _World(size, config, faults)
+        return [cls(world, world.root, rank, config) for rank in range(size)]
 
     def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
         """Make a group of some ranks of this one.
@@ -120,22 +127,26 @@ class SimulatedBackend(ScheduledBackend):
         self.check_usable()
         members = self._check_members(ranks)
         deadline = Deadline(self.timeout if timeout is DEFAULT else check_timeout(timeout))
-        nth = self._splits[members] = self._splits.get(members, 0) + 1
-        group = _native.fingerprint([self._control.group, nth, *members])
-        world_members = tuple(self._control.members[rank] for rank in members)
-        rank = members.index(self.rank)
-        world, switch = self._world, self._world.switch
-        with switch.lock:
-            control = world.group(self._control, world_members, group)
-            control.join(rank)
-            watch = _SplitWatch(control, rank, members, deadline)
-            while absent := watch.absent():
-                self._transport.sleep(world_members[absent[0]], watch)
-            if not control.is_complete:
-                control.refuse_if_final(rank)
-        backend = type(self)(world, control, rank, self.config)
+        with self._aborting_on_interrupt("split"):
+            control = self._join(members, deadline)
+        backend = type(self)(self._world, control, members.index(self.rank), self.config)
         backend.timeout, backend.reproducible = self.timeout, self.reproducible
         return backend
+
+    def _join(self, members: tuple[int, ...], deadline: Deadline) -> Control:
+        """Enter a group that is being split off and wait for its other members."""
+        parent, rank = self._control, members.index(self.rank)
+        world_members = tuple(parent.members[member] for member in members)
+        with self._world.switch.lock:
+            parent.refuse_if_aborted(self.rank)
+            nth = self._splits[members] = self._splits.get(members, 0) + 1
+            group = _native.fingerprint([parent.group, nth, *members])
+            control = self._world.group(parent, world_members, group)
+            control.join(rank)
+            watch = SplitWatch(parent, control, members, self.rank, deadline)
+            while not control.is_complete:
+                self._transport.sleep(parent.members[self.rank], watch)
+        return control
 
     def _check_members(self, ranks: Sequence[int]) -> tuple[int, ...]:
         members = tuple(ranks)
@@ -143,8 +154,7 @@ class SimulatedBackend(ScheduledBackend):
             raise InvalidWorldSize(
                 "split([]): a group needs at least one rank", this_rank=self.rank
             )
-        for rank in members:
-            self.check_rank(rank, "split")
+        members = tuple(self.check_rank(rank, "split") for rank in members)
         if len(set(members)) != len(members):
             twice = next(rank for rank in members if members.count(rank) > 1)
             raise InvalidRank(f"split({list(members)}): rank {twice} is named twice", rank=twice)
@@ -159,6 +169,7 @@ class SimulatedBackend(ScheduledBackend):
 
     def statistics(self) -> Statistics:
         """Count what this rank's world has exchanged and who came late to this group's calls."""
+        self.check_process()
         switch, desks = self._world.switch, self._control.desks
         with switch.lock:
             return Statistics(
@@ -173,6 +184,7 @@ class SimulatedBackend(ScheduledBackend):
 
     def give_up(self, reason: str) -> None:
         """Abort the group from outside, with no rank to blame."""
+        self.check_process()
         with self._world.switch.lock:
             self._control.abort(None, reason)
 
@@ -180,34 +192,8 @@ class SimulatedBackend(ScheduledBackend):
         self._world.leave(self._control, self.rank, departure)
 
 
-class _SplitWatch(MessageWatch):
-    """Waits for members to join; gives the new group up if they do not."""
-
-    def __init__(
-        self, control: Control, rank: int, members: tuple[int, ...], deadline: Deadline
-    ) -> None:
-        super().__init__(control, rank, f"split({list(members)})", deadline)
-        self._members = members
-
-    def absent(self) -> list[int]:
-        """List the ranks of the new group that have not called split."""
-        return [rank for rank in range(len(self._members)) if rank not in self.control.joined]
-
-    def look(self, peer: int) -> float:
-        """Raise as a message would, and leave no half-made group behind."""
-        try:
-            return super().look(peer)
-        except BaseException as error:
-            self.control.abort(self.rank, str(error))
-            raise
-
-    def timed_out(self, peer: int) -> CollectiveTimeout:
-        """Name all members that have not called, by their ranks in the parent group."""
-        missing = [self._members[rank] for rank in self.absent()]
-        return CollectiveTimeout(
-            f"{self.what}: {verdict.names_of_ranks(missing)} did not call it within "
-            f"{self.deadline}; every member must, with the same list",
-            missing=missing,
-            rank=missing[0],
-            this_rank=self._members[self.rank],
-        )
+def _whole_number(value: object) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None

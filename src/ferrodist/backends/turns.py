@@ -11,7 +11,7 @@ class Turns:
     """Numbers from 1; each number's turn comes when all smaller ones have ended."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()  # reentrant, as everything a finalizer may touch
         self._last = 0
         self._ended = 0
         self._skipped: set[int] = set()
@@ -36,6 +36,11 @@ class Turns:
                 self._ended += 1
                 self._skipped.remove(self._ended)
             self._changed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """True while nobody has or awaits a turn."""
+        return self._ended == self._last
 
     @property
     def last_ended(self) -> int:

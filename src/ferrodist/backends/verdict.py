@@ -28,7 +28,8 @@ class Verdict(NamedTuple):
 
     def now(self, this_rank: int) -> errors.DistributedError:
         """Make the error of a rank in the call."""
-        return self.error(self.text, sequence=self.sequence, this_rank=this_rank, **self.facts)
+        sequence = self.sequence or None  # zero stands for "whatever you are in"
+        return self.error(self.text, sequence=sequence, this_rank=this_rank, **self.facts)
 
     def later(self, this_rank: int) -> errors.DistributedError:
         """Make the error of a call that comes after a final verdict."""
@@ -62,8 +63,12 @@ def raised(error: BaseException) -> Departure:
 
 
 def words_of(error: BaseException) -> str:
-    """Name an error with its text, if it has one."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """Name an error with its text, if it has one that can be had."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 -- somebody else's __str__; its failure must not hide the error
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def died(how: str) -> Departure:

@@ -44,19 +44,20 @@ def walk(task: Task, layout: Layout, exchange: Move) -> None:
 
 
 def _walk_row(segment: _Segment, row: Row, exchange: Move) -> None:
-    """Send and receive piece by piece; fold each piece at once where a single cell arrives."""
+    """Send and receive piece by piece; fold each piece at once where that is safe."""
     outgoing = list(segment.pieces(row.sent)) if row.send_to != NOBODY else []
+    if row.is_entangled:
+        outgoing = [[memoryview(b"".join(piece))] for piece in outgoing]
     incoming = list(segment.pieces(row.received)) if row.recv_from != NOBODY else []
-    folds_pieces = len(row.received) == 1
     for index in range(max(len(outgoing), len(incoming))):
         payload = _join(outgoing[index]) if index < len(outgoing) else None
         arrived = exchange(row.send_to, payload, row.recv_from, index < len(incoming))
         if arrived is not None:
             _spread(arrived, incoming[index], row.recv_from)
-            if folds_pieces:
+            if row.is_piecewise:
                 begin = index * segment.task.piece_nbytes
                 segment.work(row.works, slice(begin, begin + len(arrived)))
-    if not incoming or not folds_pieces:
+    if not row.is_piecewise:
         segment.work(row.works, slice(None))
 
 

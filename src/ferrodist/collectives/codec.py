@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Objects to bytes and back, by msgpack with a few types of our own. Reading never runs code.
 
+Tuples and sets are lists that begin with a mark, so that nesting stays msgpack's own and bounded.
 Pickle is used only where the caller asked for it by name, on both sides.
 """
 
@@ -10,7 +11,8 @@ import importlib
 import importlib.util
 import math
 import pickle
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,14 @@ from ferrodist.arrays import new_result, take
 from ferrodist.buffer import DTYPES_BY_LABEL
 from ferrodist.errors import ProtocolError, UnsupportedArray
 
-_BIG_INT, _COMPLEX, _TUPLE, _SET, _FROZENSET, _ARRAY = range(1, 7)
-_CONTAINERS: dict[type, int] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
-_PLAIN = (type(None), bool, float, str, bytes)
+_MAX_DEPTH = 200
+_BIG_INT, _COMPLEX, _MARK, _ARRAY = range(1, 5)  # codes of msgpack's extension types
+_CONTAINERS: dict[type, bytes] = {tuple: b"t", set: b"s", frozenset: b"f"}
+_PLAIN = (type(None), bool, int, float, complex, bytes)
 _LIBRARIES = ("numpy", "torch", "jax")  # what an array may ask to be on arrival
+
+_PAIR = struct.Struct("<dd")
+_LENGTH = struct.Struct("<I")
 
 
 def encode(value: Any, use_pickle: bool, where: str) -> bytes:
@@ -31,12 +37,8 @@ def encode(value: Any, use_pickle: bool, where: str) -> bytes:
         return pickle.dumps(value)
     import msgpack
 
-    try:
-        packed: bytes = msgpack.packb(value, default=_encode_special, strict_types=True)
-    except (TypeError, OverflowError) as error:
-        raise _unsupported(value, where) from error
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedArray(f"{where} is nested too deeply, or contains itself") from error
+    _check(value, where, 0)
+    packed: bytes = msgpack.packb(value, default=_encode_special, strict_types=True)
     return packed
 
 
@@ -47,47 +49,94 @@ def decode(data: bytes | memoryview, use_pickle: bool) -> Any:
     import msgpack
 
     try:
-        return msgpack.unpackb(data, ext_hook=_decode_special, strict_map_key=False)
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        return msgpack.unpackb(
+            data, ext_hook=_decode_special, list_hook=_decode_list, strict_map_key=False
+        )
+    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
         raise ProtocolError(f"an object could not be read: {error}") from error
+    except (RuntimeError, OverflowError, ImportError, struct.error) as error:  # an array's library
+        raise ProtocolError(f"an array in an object could not be made: {error}") from error
+
+
+# -- what may travel -------------------------------------------------------------------------------
+
+
+def _check(value: Any, where: str, depth: int) -> None:
+    """Refuse what cannot travel, and say where in the object it is."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return
+    if depth > _MAX_DEPTH:
+        raise UnsupportedArray(
+            f"an object is nested more than {_MAX_DEPTH} deep, or contains itself"
+        )
+    if kind is str:
+        _check_text(value, where)
+    elif kind is dict:
+        for key, item in value.items():
+            _check(key, f"key {key!r} of {where}", depth + 1)
+            _check(item, f"{where}[{key!r}]", depth + 1)
+    elif kind is list or kind in _CONTAINERS:
+        for index, item in enumerate(value):
+            _check(item, f"{where}[{index}]", depth + 1)
+    elif _is_array(value):
+        take(value, where)
+    else:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        advice = "convert it, or pass pickle=True on every rank"
+        raise UnsupportedArray(f"{where} is a {name}, which cannot be sent; {advice}", got=name)
+
+
+def _check_text(value: str, where: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedArray(f"{where} is text with a lone surrogate; send bytes") from error
+
+
+# -- types of our own ------------------------------------------------------------------------------
+
+
+class _Mark:
+    """What a list begins with that was a tuple or a set."""
+
+    def __init__(self, make: Callable[[list[Any]], Any]) -> None:
+        self.make = make
+
+
+_MARKS = {name: _Mark(kind) for kind, name in _CONTAINERS.items()}
 
 
 def _encode_special(value: Any) -> Any:
     import msgpack
 
-    def nested(code: int, content: Any) -> Any:
-        return msgpack.ExtType(
-            code, msgpack.packb(content, default=_encode_special, strict_types=True)
-        )
-
     kind = type(value)
     if kind is int:  # msgpack's own end at 64 bits
-        return msgpack.ExtType(
-            _BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        )
+        size = value.bit_length() // 8 + 1
+        return msgpack.ExtType(_BIG_INT, value.to_bytes(size, "little", signed=True))
     if kind is complex:
-        return nested(_COMPLEX, [value.real, value.imag])
+        return msgpack.ExtType(_COMPLEX, _PAIR.pack(value.real, value.imag))
     if kind in _CONTAINERS:
-        return nested(_CONTAINERS[kind], list(value))
-    if _is_array(value):
-        return nested(_ARRAY, _describe_array(value))
-    raise TypeError(kind)
+        return [msgpack.ExtType(_MARK, _CONTAINERS[kind]), *value]
+    return msgpack.ExtType(_ARRAY, _encode_array(value))
 
 
 def _decode_special(code: int, data: bytes) -> Any:
     if code == _BIG_INT:
         return int.from_bytes(data, "little", signed=True)
-    content = decode(data, use_pickle=False)
-    makers: dict[int, Callable[[Any], Any]] = {
-        _COMPLEX: lambda parts: complex(*parts),
-        _TUPLE: tuple,
-        _SET: set,
-        _FROZENSET: frozenset,
-        _ARRAY: _make_array,
-    }
-    if code not in makers:
-        raise ValueError(f"unknown type {code}")
-    return makers[code](content)
+    if code == _COMPLEX:
+        return complex(*_PAIR.unpack(data))
+    if code == _MARK:
+        return _MARKS[data]
+    if code == _ARRAY:
+        return _decode_array(data)
+    raise ValueError(f"unknown type {code}")
+
+
+def _decode_list(items: list[Any]) -> Any:
+    if items and type(items[0]) is _Mark:
+        return items[0].make(items[1:])
+    return items
 
 
 # -- arrays ----------------------------------------------------------------------------------------
@@ -104,25 +153,28 @@ def _is_array(value: Any) -> bool:
     )
 
 
-def _describe_array(value: Any) -> list[Any]:
-    taken = take(value, "an array in the object")
-    is_scalar = isinstance(value, np.generic)
-    content = bytes(taken.buffer.memory)
-    return [
-        _library_of(value),
-        taken.buffer.dtype.label,
-        list(taken.buffer.shape),
-        is_scalar,
-        content,
-    ]
+def _encode_array(value: Any) -> bytes:
+    """Lay an array out: the length of its description, the description, its bytes."""
+    import msgpack
+
+    buffer, is_scalar = take(value).buffer, isinstance(value, np.generic)
+    header = msgpack.packb([_library_of(value), buffer.dtype.label, list(buffer.shape), is_scalar])
+    return b"".join((_LENGTH.pack(len(header)), header, buffer.memory))
 
 
-def _make_array(parts: list[Any]) -> Any:
+def _decode_array(data: bytes) -> Any:
     """Make an array of the sender's kind where that library is installed, else of NumPy."""
-    library, label, lengths, is_scalar, content = parts
+    import msgpack
+
+    (length,) = _LENGTH.unpack_from(data)
+    start = _LENGTH.size + length
+    library, label, lengths, is_scalar = msgpack.unpackb(data[_LENGTH.size : start])
     dtype, shape = DTYPES_BY_LABEL[label], tuple(lengths)
-    if library not in _LIBRARIES or any(type(length) is not int or length < 0 for length in shape):
+    if library not in _LIBRARIES or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f"not an array: {library} {shape}")
+    if is_scalar is not (is_scalar and shape == ()):
+        raise ValueError(f"not a scalar: {shape}")
+    content = memoryview(data)[start:]
     if math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{label}{list(shape)} does not fit {len(content)} bytes")
     result = new_result(take(_sample(library, label)), shape)
@@ -146,34 +198,3 @@ def _sample(library: str, label: str) -> Any:
 
 def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
-
-
-# -- what is wrong, and where ----------------------------------------------------------------------
-
-
-def _unsupported(value: Any, where: str) -> UnsupportedArray:
-    for path, part in _parts(value, where):
-        if type(part) in (list, tuple, set, frozenset, dict, int, complex) or type(part) in _PLAIN:
-            continue
-        if _is_array(part):
-            try:
-                take(part)
-            except UnsupportedArray as error:
-                return UnsupportedArray(f"{path}: {error}", got=type(part).__name__)
-            continue
-        name = f"{type(part).__module__}.{type(part).__qualname__}"
-        advice = "convert it, or pass pickle=True on every rank"
-        return UnsupportedArray(f"{path} is a {name}, which cannot be sent; {advice}", got=name)
-    return UnsupportedArray(f"{where} cannot be sent; pass pickle=True on every rank")
-
-
-def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Walk an object, outermost first, with the place of every part."""
-    yield path, value
-    if type(value) is dict:
-        for key, item in value.items():
-            yield from _parts(key, f"key {key!r} of {path}")
-            yield from _parts(item, f"{path}[{key!r}]")
-    elif type(value) in (list, tuple, set, frozenset):
-        for index, item in enumerate(value):
-            yield from _parts(item, f"{path}[{index}]")

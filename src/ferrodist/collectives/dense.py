@@ -317,4 +317,4 @@ def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT) -> None:
         [None, None]
     """
     request = Request(Kind.BARRIER, backend, timeout=timeout)
-    request.execute(lambda talk: request.run(talk, None, None))
+    request.execute(lambda talk: request.run(talk, None, None), lambda _: None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, TypeVar, overload
 
 from ferrodist.arrays import Result, new_result, take, take_out
@@ -156,9 +157,13 @@ def _check_peer(backend: Backend, peer: int, what: str) -> int:
 
 
 def _check_tag(tag: int) -> int:
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
+    try:
+        number = -1 if isinstance(tag, bool) else operator.index(tag)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_TAG:
         raise InvalidArgument(f"tag must be an integer from 0 to {MAX_TAG}, got {tag!r}", got=tag)
-    return tag
+    return number
 
 
 def _room_like(like: Any, out: Any) -> Result:

@@ -48,9 +48,9 @@ def broadcast_object(
         _run(talk, request, Kind.BROADCAST, as_buffer(size), as_buffer(size), in_place=True)
         found = _bytes(bytearray(data)) if request.is_root else _room(int(size[0]))
         _run(talk, request, Kind.BROADCAST, found, found, in_place=True)
-        return decode(found.memory, pickle)
+        return found
 
-    return request.execute(body, pickle=pickle)
+    return request.execute(body, lambda found: decode(found.memory, pickle), pickle=pickle)
 
 
 def all_gather_object(
@@ -76,9 +76,11 @@ def all_gather_object(
         sizes = _tell_sizes(talk, request, len(data))
         joined = _room(sum(sizes))
         _run(talk, request, Kind.ALL_GATHER, _bytes(data), joined, counts=sizes)
-        return _decode_each(joined, sizes, pickle)
+        return joined, sizes
 
-    return request.execute(body, pickle=pickle)
+    return request.execute(
+        body, lambda found: _decode_each(found[0], found[1], pickle), pickle=pickle
+    )
 
 
 def gather_object(
@@ -105,9 +107,11 @@ def gather_object(
         sizes = _tell_sizes(talk, request, len(data))
         joined = _room(sum(sizes)) if request.is_root else None
         _run(talk, request, Kind.GATHER, _bytes(data), joined, counts=sizes)
-        return None if joined is None else _decode_each(joined, sizes, pickle)
+        return joined, sizes
 
-    return request.execute(body, pickle=pickle)
+    return request.execute(
+        body, lambda found: _decode_each(found[0], found[1], pickle), pickle=pickle
+    )
 
 
 def scatter_object(
@@ -139,9 +143,9 @@ def scatter_object(
         source = _bytes(b"".join(parts)) if request.is_root else None
         mine = _room(int(sizes[request.backend.rank]))
         _run(talk, request, Kind.SCATTER, source, mine, counts=sizes.tolist())
-        return decode(mine.memory, pickle)
+        return mine
 
-    return request.execute(body, pickle=pickle)
+    return request.execute(body, lambda mine: decode(mine.memory, pickle), pickle=pickle)
 
 
 def _encode_each(request: Request, values: Sequence[Any] | None, pickle: bool) -> list[bytes]:
@@ -160,7 +164,9 @@ def _encode_each(request: Request, values: Sequence[Any] | None, pickle: bool) -
     ]
 
 
-def _decode_each(joined: Buffer, sizes: Sequence[int], pickle: bool) -> list[Any]:
+def _decode_each(joined: Buffer | None, sizes: Sequence[int], pickle: bool) -> list[Any] | None:
+    if joined is None:
+        return None
     values, place = [], 0
     for size in sizes:
         values.append(decode(joined.memory[place : place + size], pickle))

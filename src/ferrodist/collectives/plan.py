@@ -56,18 +56,20 @@ def execute(request: Request, x: Any, out: Any) -> Any:
         target_parts=world if request.kind is Kind.ALL_GATHER else 1,
     )
 
-    def body(talk: Conversation) -> Any:
+    def body(talk: Conversation) -> None:
         for one in bundles:
             _run_bundle(request, talk, one)
         if not bundles:
             request.run(talk, None, None, kind=Kind.BARRIER)  # an empty tree synchronises too
+
+    def finish(_: None) -> Any:
         if not _has_result(request):
             return None
         finished = rebuild([result.finish() for result in results if result is not None])
         return finished if out is None else out
 
     leaves = tuple(leaf_of(taken, path) for path, taken in zip(paths, inputs, strict=True))
-    return request.execute(body, leaves)
+    return request.execute(body, finish, leaves)
 
 
 def _run_bundle(request: Request, talk: Conversation, one: Bundle) -> None:

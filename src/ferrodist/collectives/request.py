@@ -7,6 +7,7 @@ used before all of it has passed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar
 
 from ferrodist.arrays import Taken, check_number
@@ -60,7 +61,9 @@ class Request:
             self.backend.reproducible if reproducible is None else bool(reproducible)
         )
         self.algorithm = algorithm
-        self.algorithm_name = self.backend.check_algorithm(kind, algorithm, self.reproducible)
+        self.algorithm_name = self.backend.check_algorithm(
+            kind, algorithm, self.root or 0, self.reproducible
+        )
         self.is_async = is_async
 
     @property
@@ -70,13 +73,17 @@ class Request:
 
     def execute(
         self,
-        body: Body[T],
+        body: Body[Any],
+        finish: Callable[[Any], T],
         leaves: tuple[Leaf, ...] = (),
         *,
         compared: tuple[Leaf, ...] | None = None,
         pickle: bool = False,
     ) -> Any:
-        """Hand the call to the backend: return its result, or its Work if it is asynchronous."""
+        """Hand the call to the backend: return its result, or its Work if it is asynchronous.
+
+        ``finish`` makes the result of what the body returns, when the others need nothing more.
+        """
         call = Call(
             self.kind,
             leaves,
@@ -89,7 +96,7 @@ class Request:
             pickle=pickle,
         )
         run = self.backend.start if self.is_async else self.backend.perform
-        return run(call, body, self.deadline)
+        return run(call, body, self.deadline, finish)
 
     def run(
         self, talk: Conversation, source: Buffer | None, target: Buffer | None, **options: Any

@@ -15,7 +15,7 @@ import numpy as np
 
 from ferrodist.arrays import Result, Taken, new_result, numpy_result, take, take_out
 from ferrodist.backends.base import Algorithm, Conversation
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.plan import is_in_place, result_shape
 from ferrodist.collectives.request import Group, No, Options, Request, Yes, leaf_of
@@ -23,7 +23,7 @@ from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import CollectiveMismatch, InvalidArgument, SizeMismatch, UnsupportedArray
 from ferrodist.work import Work
 
-_MAX_AXES = 64  # as NumPy
+_MANY = 1 << 62  # no array has so many rows, and the sum of two such counts fits an int64
 
 
 @overload
@@ -73,20 +73,20 @@ def scatter(
         if out is not None:
             is_in_place(request, taken, take_out(out, part.dtype, part.shape))
 
-    def body(talk: Conversation) -> Any:
+    def body(talk: Conversation) -> Result:
         found = _tell_leaf(talk, request, part)
         result = _room_for_part(talk, request, found, taken, out)
         source = taken.buffer if request.is_root and taken is not None else None
         request.run(talk, source, result.buffer)
-        return result.finish()
+        return result
 
     leaves = () if taken is None else (leaf_of(taken),)
-    return request.execute(body, leaves, compared=())
+    return request.execute(body, lambda result: result.finish(), leaves, compared=())
 
 
 def _tell_leaf(talk: Conversation, request: Request, part: Leaf | None) -> Leaf:
     """Tell every rank the dtype and shape of its part."""
-    numbers = np.zeros(2 + _MAX_AXES, np.int64)
+    numbers = np.zeros(2 + MAX_AXES, np.int64)
     if part is not None:
         numbers[: 2 + len(part.shape)] = (part.dtype, len(part.shape), *part.shape)
     buffer = as_buffer(numbers)
@@ -155,14 +155,15 @@ def all_gather_uneven(
     taken = take(x, "all_gather_uneven: x")
     rows, row = _rows(taken)
 
-    def body(talk: Conversation) -> Any:
+    def body(talk: Conversation) -> Result:
         counts = tell_numbers(talk, request, [rows])[:, 0].tolist()
-        result = _room(talk, request, taken, (sum(counts), *row), out)
         sizes = [count * _count(row) for count in counts]
-        request.run(talk, taken.buffer, result.buffer, kind=Kind.ALL_GATHER, counts=sizes)
-        return result.finish()
+        result, in_place = _room(talk, request, taken, (sum(counts), *row), out)
+        _run(request, talk, Kind.ALL_GATHER, taken, result, in_place, sizes)
+        return result
 
-    return request.execute(body, (leaf_of(taken),), compared=(Leaf("", taken.buffer.dtype, row),))
+    compared = (Leaf("", taken.buffer.dtype, row),)
+    return request.execute(body, lambda r: r.finish(), (leaf_of(taken),), compared=compared)
 
 
 def all_to_all_uneven(
@@ -215,17 +216,33 @@ def all_to_all_uneven(
         else _check_counts(request, recv_counts, "recv_counts")
     )
 
-    def body(talk: Conversation) -> Any:
+    def body(talk: Conversation) -> tuple[Result, list[int]]:
         table = tell_numbers(talk, request, [*sends, *expects])
         counts, expected = table[:, : len(sends)], table[:, len(sends) :]
         _check_expected(talk, counts, expected)
         received = counts[:, request.backend.rank].tolist()
-        result = _room(talk, request, taken, (sum(received), *row), out)
+        result, in_place = _room(talk, request, taken, (sum(received), *row), out)
         sizes = (counts * _count(row)).tolist()
-        request.run(talk, taken.buffer, result.buffer, kind=Kind.ALL_TO_ALL, counts=sizes)
-        return result.finish(), received
+        _run(request, talk, Kind.ALL_TO_ALL, taken, result, in_place, sizes)
+        return result, received
 
-    return request.execute(body, (leaf_of(taken),), compared=(Leaf("", taken.buffer.dtype, row),))
+    def finish(found: tuple[Result, list[int]]) -> tuple[Any, list[int]]:
+        return found[0].finish(), found[1]
+
+    compared = (Leaf("", taken.buffer.dtype, row),)
+    return request.execute(body, finish, (leaf_of(taken),), compared=compared)
+
+
+def _run(
+    request: Request,
+    talk: Conversation,
+    kind: Kind,
+    taken: Taken,
+    result: Result,
+    in_place: bool,
+    counts: Any,
+) -> None:
+    request.run(talk, taken.buffer, result.buffer, kind=kind, counts=counts, in_place=in_place)
 
 
 def _rows(taken: Taken) -> tuple[int, tuple[int, ...]]:
@@ -246,7 +263,7 @@ def _check_counts(request: Request, counts: Sequence[int], name: str) -> list[in
         raise InvalidArgument(
             f"all_to_all_uneven: {name} must be integers, got {counts!r}"
         ) from error
-    if len(numbers) != world or any(number < 0 for number in numbers):
+    if len(numbers) != world or not all(0 <= number < _MANY for number in numbers):
         raise InvalidArgument(
             f"all_to_all_uneven: {name} must be {world} numbers >= 0, one per rank, got {numbers}",
             expected=world,
@@ -277,17 +294,16 @@ def tell_numbers(talk: Conversation, request: Request, numbers: Sequence[int]) -
 
 def _room(
     talk: Conversation, request: Request, taken: Taken, shape: tuple[int, ...], out: Any
-) -> Result:
+) -> tuple[Result, bool]:
     """Make room once the sizes are known; a wrong ``out`` shows only now, so all are told."""
     if out is None:
-        return new_result(taken, shape)
+        return new_result(taken, shape), False
     try:
         result = take_out(out, taken.buffer.dtype, shape)
-        is_in_place(request, taken, result)
+        return result, is_in_place(request, taken, result)
     except InvalidArgument as error:
         text = f"rank {request.backend.rank}: {error}"
         raise talk.disagree(CollectiveMismatch, text) from error
-    return result
 
 
 def as_buffer(numbers: Any) -> Buffer:

@@ -20,7 +20,8 @@ from ferrodist.schedules import (
     tree,
 )
 from ferrodist.schedules.once import computed_once
-from ferrodist.schedules.steps import Schedule
+from ferrodist.schedules.steps import Schedule, Space
+from ferrodist.schedules.table import compile_table
 from ferrodist.schedules.verify import verify
 
 BUILT_IN: tuple[Schedule, ...] = (
@@ -48,6 +49,8 @@ class Traits(NamedTuple):
     in_order: bool
     partials: bool
     alias_safe: bool
+    relays: bool
+    """Whether ranks hold blocks of others on the way: not possible where sizes differ by pair."""
 
 
 def known(kind: Kind) -> tuple[Schedule, ...]:
@@ -93,7 +96,12 @@ def traits(schedule: Schedule, world: int, root: int = 0) -> Traits:
     """
     if schedule not in BUILT_IN:
         return _proved(schedule, world, root)
-    return Traits(bool(schedule.in_order), bool(schedule.partials), bool(schedule.alias_safe))
+    return Traits(
+        in_order=bool(schedule.in_order),
+        partials=bool(schedule.partials),
+        alias_safe=bool(schedule.alias_safe),
+        relays=False,
+    )
 
 
 def _proved(schedule: Schedule, world: int, root: int) -> Traits:
@@ -102,6 +110,7 @@ def _proved(schedule: Schedule, world: int, root: int) -> Traits:
         in_order=all(facts.in_order for facts in found),
         partials=any(facts.partials for facts in found),
         alias_safe=all(facts.alias_safe for facts in found),
+        relays=_relays(schedule, world, root),
     )
     for name, better in (("in_order", True), ("partials", False), ("alias_safe", True)):
         if getattr(schedule, name) is better and getattr(proved, name) is not better:
@@ -110,3 +119,13 @@ def _proved(schedule: Schedule, world: int, root: int) -> Traits:
                 f"found {not better}"
             )
     return proved
+
+
+def _relays(schedule: Schedule, world: int, root: int) -> bool:
+    if schedule.kind is not Kind.ALL_TO_ALL:
+        return False
+    return any(
+        cell.space is Space.SCRATCH and rank not in divmod(cell.chunk, world)
+        for rank in range(world)
+        for cell in compile_table(schedule, world, rank, root).cells
+    )

@@ -6,7 +6,9 @@ As 32-bit integers, for a native walker (a list is its length followed by its it
     kind, world, rank, root, number of chunks, number of scratch areas
     list of cells     each: space, chunk, slot, area
     list of steps     each: send_to, list of cells sent, recv_from, list of cells received,
-                            list of works, each: into, list of operands
+                            list of works, each: into, list of operands;
+                            1 if the works may be done piece by piece, else 0;
+                            1 if what is sent must be copied before anything is received, else 0
 
 Peers and areas that are not there are -1. Cells are named by their place in the list of cells. A
 work with one operand is a copy, with more a fold from left to right. Scratch cells that are never
@@ -43,6 +45,10 @@ class Row(NamedTuple):
     recv_from: int
     received: tuple[int, ...]
     works: tuple[Work, ...]
+    is_piecewise: bool
+    """Whether the works may be done on each piece as it arrives, while later ones are unsent."""
+    is_entangled: bool
+    """Whether pieces that arrive may fall on memory that is still to be sent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +79,7 @@ class Table:
             ints.append(len(row.works))
             for work in row.works:
                 ints.extend((work.into, len(work.operands), *work.operands))
+            ints.extend((row.is_piecewise, row.is_entangled))
         return ints
 
     @classmethod
@@ -96,6 +103,8 @@ def _read_row(source: Iterator[int]) -> Row:
         recv_from=next(source),
         received=_read_list(source),
         works=tuple(Work(next(source), _read_list(source)) for _ in range(next(source))),
+        is_piecewise=bool(next(source)),
+        is_entangled=bool(next(source)),
     )
 
 
@@ -138,7 +147,36 @@ def _compile(step: Step, numbers: dict[Cell, int]) -> Row:
         recv_from=step.recv.peer if step.recv else NOBODY,
         received=number(step.recv.cells if step.recv else ()),
         works=tuple(work(what) for what in step.then),
+        is_piecewise=_is_piecewise(step),
+        is_entangled=_is_entangled(step),
     )
+
+
+def _is_piecewise(step: Step) -> bool:
+    """Tell whether piece i of the works needs piece i of the message alone, and harms no other.
+
+    All cells must be of the chunk that arrives. What is written may be what is sent only if that is
+    one cell, whose pieces then leave in step; input and result count as one, in case they are.
+    """
+    if step.recv is None or len(step.recv.cells) != 1:
+        return False
+    chunk = step.recv.cells[0].chunk
+    sent = step.send.cells if step.send is not None else ()
+    if any(cell.chunk != chunk for work in step.then for cell in _cells_of_work(work)):
+        return False
+    return len(sent) <= 1 or all(cell.chunk != chunk for cell in sent)
+
+
+def _is_entangled(step: Step) -> bool:
+    """Tell whether a chunk is both sent and received, other than as one cell for one cell."""
+    if step.send is None or step.recv is None or len(step.send.cells) == len(step.recv.cells) == 1:
+        return False
+    received = {cell.chunk for cell in step.recv.cells}
+    return any(cell.chunk in received for cell in step.send.cells)
+
+
+def _cells_of_work(work: Fold | Copy) -> tuple[Cell, ...]:
+    return (work.into, *(work.operands if isinstance(work, Fold) else (work.source,)))
 
 
 def _areas(cells: tuple[Cell, ...], rows: tuple[Row, ...]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ferrodist.transports.framing import Frame
 
@@ -20,9 +20,6 @@ class Watch(Protocol):
     def arrived(self) -> None:
         """Hear that what was waited for is here."""
 
-    def foreign(self, peer: int, frame: Frame) -> None:
-        """Hear that ``peer`` sent a frame of this call with another fingerprint."""
-
     def damaged(self, peer: int, reason: str) -> None:
         """Hear that bytes from ``peer`` cannot be right; raises."""
 
@@ -33,6 +30,12 @@ class Expected(NamedTuple):
     group: int
     sequence: int
     fingerprint: int
+
+
+class Letter(Protocol):
+    """A point-to-point message on its way; ``is_taken`` when its memory may change."""
+
+    is_taken: bool
 
 
 class Transport(Protocol):
@@ -51,3 +54,20 @@ class Transport(Protocol):
         self, to: int, frame: Frame, peer: int, expected: Expected, watch: Watch
     ) -> memoryview:
         """Send and receive at once, so that two ranks doing the same never wait in a circle."""
+
+    def sleep(self, peer: int, watch: Watch) -> None:
+        """Sleep until something changes or it is time to look."""
+
+    def post(
+        self, peer: int, group: int, tag: int, header: bytes, content: memoryview, watch: Watch
+    ) -> Letter:
+        """Send a point-to-point message without waiting for its receiver."""
+
+    def settle(self, letter: Any, watch: Watch) -> None:
+        """Wait until the memory of a message may change; if that fails take it back."""
+
+    def take_back(self, letter: Any) -> None:
+        """Remove a message that its receiver has not looked at yet."""
+
+    def collect(self, peer: int, group: int, tag: int, watch: Watch) -> bytes | memoryview:
+        """Wait for the next point-to-point message with this tag and return its payload."""

@@ -17,7 +17,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from ferrodist.buffer import DType
+from ferrodist.buffer import MAX_AXES, DType
 
 VERSION = 1
 POINT_TO_POINT = 0  # the sequence number of messages that belong to no collective
@@ -81,7 +81,6 @@ def decode(data: bytes | bytearray, source: int, number: int) -> Frame:
 
 # A point-to-point message begins with what it holds: B dtype, B number of axes, Q length of each.
 _ARRAY = struct.Struct("<BB")
-_MAX_AXES = 64
 
 
 def pack_array_header(dtype: DType, shape: tuple[int, ...]) -> bytes:
@@ -95,7 +94,7 @@ def unpack_array_header(payload: memoryview) -> tuple[DType, tuple[int, ...], me
         raise FrameError("the message has no array header")
     code, axes = _ARRAY.unpack_from(payload)
     end = _ARRAY.size + 8 * axes
-    if code >= len(DType) or axes > _MAX_AXES or len(payload) < end:
+    if code >= len(DType) or axes > MAX_AXES or len(payload) < end:
         raise FrameError("the array header is out of bounds")
     dtype, shape = DType(code), struct.unpack_from(f"<{axes}Q", payload, _ARRAY.size)
     content = payload[end:]

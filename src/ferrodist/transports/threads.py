@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from ferrodist.transports.base import Expected, Watch
 from ferrodist.transports.faulty import Faults, FaultyLinks
@@ -34,7 +34,7 @@ class Letter:
 class _Mailbox:
     """What has arrived for one rank."""
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: Any) -> None:  # RLock is a function, not a type
         self.changed = threading.Condition(lock)
         self.frames: defaultdict[tuple[int, int], deque[Frame]] = defaultdict(deque)
         self.letters: defaultdict[tuple[int, int, int], deque[Letter]] = defaultdict(deque)
@@ -47,7 +47,8 @@ class Switch:
 
     def __init__(self, size: int, faults: Faults | None = None) -> None:
         self.size = size
-        self.lock = threading.Lock()
+        # Reentrant: a finalizer or a signal handler may close or abort a backend at any point.
+        self.lock = threading.RLock()
         self.mailboxes = [_Mailbox(self.lock) for _ in range(size)]
         self.sent = [[0] * size for _ in range(size)]
         self.received = [[0] * size for _ in range(size)]
@@ -136,9 +137,7 @@ class ThreadTransport:
                     watch.arrived()
                     frames.popleft()
                     return memoryview(frame.payload)
-                if frame is not None:
-                    watch.foreign(peer, frame)
-                self.sleep(peer, watch)
+                self.sleep(peer, watch)  # on a foreign fingerprint too: the verdict is on its way
 
     def exchange(
         self, to: int, frame: Frame, peer: int, expected: Expected, watch: Watch
@@ -148,13 +147,13 @@ class ThreadTransport:
         return self.recv(peer, expected, watch)
 
     def post(
-        self, peer: int, group: int, tag: int, payload: Sequence[memoryview | bytes], watch: Watch
+        self, peer: int, group: int, tag: int, header: bytes, content: memoryview, watch: Watch
     ) -> Letter:
         """Send a point-to-point message; ``settle`` waits until its memory may change."""
-        nbytes = sum(map(len, payload))
-        letter = Letter(
-            peer, Frame(group, POINT_TO_POINT, 0, b"".join(payload), tag), nbytes <= EAGER_NBYTES
-        )
+        with self.switch.lock:
+            watch.look(peer)
+        frame = Frame(group, POINT_TO_POINT, 0, b"".join((header, content)), tag)
+        letter = Letter(peer, frame, is_taken=len(content) <= EAGER_NBYTES)
         self.switch.carry(self.rank, peer, letter, watch)
         return letter
 
@@ -165,7 +164,7 @@ class ThreadTransport:
                 while not letter.is_taken:
                     self.sleep(letter.peer, watch)
             except BaseException:
-                self._take_back(letter)
+                self.take_back(letter)
                 raise
 
     def collect(self, peer: int, group: int, tag: int, watch: Watch) -> bytes | memoryview:
@@ -191,11 +190,14 @@ class ThreadTransport:
         finally:
             self._mailbox.awaited.remove(peer)
 
-    def _take_back(self, letter: Letter) -> None:
+    def take_back(self, letter: Letter) -> None:
+        """Remove a message that its receiver has not looked at yet."""
         frame = letter.frame
-        letters = self.switch.mailboxes[letter.peer].letters[self.rank, frame.group, frame.tag]
-        if letter in letters:
-            letters.remove(letter)
+        with self.switch.lock:
+            letters = self.switch.mailboxes[letter.peer].letters
+            queue = letters.get((self.rank, frame.group, frame.tag))
+            if queue is not None and letter in queue:
+                queue.remove(letter)
 
 
 def _no_kill(rank: int, how: str) -> NoReturn:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Messenger: the point-to-point calls of one rank in one group, over any transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ferrodist.backends.control import Control
+from ferrodist.backends.turns import Turns
+from ferrodist.backends.watches import MessageWatch, SendWatch
+from ferrodist.buffer import Buffer
+from ferrodist.call import Leaf
+from ferrodist.deadline import Deadline
+from ferrodist.errors import SizeMismatch
+from ferrodist.transports.base import Letter, Transport
+from ferrodist.transports.framing import FrameError, pack_array_header, unpack_array_header
+
+_QUEUE_LOOK = 0.05  # seconds between looks while a receive waits for its turn
+
+
+class Messenger:
+    """Sends and receives arrays; receives from one peer with one tag keep program order."""
+
+    def __init__(self, transport: Transport, control: Control, rank: int) -> None:
+        self._transport = transport
+        self._control = control
+        self._rank = rank
+        self._lock = threading.RLock()
+        self._lanes: dict[tuple[int, int], Turns] = {}
+
+    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Send a message and wait until ``source`` may change."""
+        what = f"send(dst={peer}, tag={tag})"
+        watch = SendWatch(self._control, self._rank, peer, what, deadline)
+        letter = self._post(source, peer, tag, watch)
+        sends = self._control.sends
+        sends.append(watch)
+        try:
+            self._transport.settle(letter, watch)
+        finally:
+            sends.remove(watch)
+
+    def post(
+        self, source: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], None] | None]:
+        """Send a message; return what to call it, and how to wait until ``source`` may change."""
+        what = f"send(dst={peer}, tag={tag})"
+        watch = MessageWatch(self._control, self._rank, what, deadline)
+        letter = self._post(source, peer, tag, watch)
+        return what, None if letter.is_taken else lambda: self._transport.settle(letter, watch)
+
+    def line_up(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], None]]:
+        """Take a place among the receivers; return what to call it, and how to receive."""
+        what = f"recv(src={peer}, tag={tag})"
+        watch = MessageWatch(self._control, self._rank, what, deadline)
+        lane, number = self._draw(peer, tag)
+        return what, lambda: self._receive(lane, number, target, peer, tag, watch)
+
+    def sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Send and receive at once; if the receive fails the message is taken back."""
+        what = f"sendrecv(dst={to}, src={peer}, tag={tag})"
+        watch = MessageWatch(self._control, self._rank, what, deadline)
+        letter = self._post(source, to, tag, watch)
+        try:
+            self._receive(*self._draw(peer, tag), target, peer, tag, watch)
+        except BaseException:
+            self._transport.take_back(letter)
+            raise
+        self._transport.settle(letter, watch)
+
+    def _post(self, source: Buffer, peer: int, tag: int, watch: MessageWatch) -> Letter:
+        header = pack_array_header(source.dtype, source.shape)
+        to = self._control.members[peer]
+        return self._transport.post(to, self._control.group, tag, header, source.memory, watch)
+
+    def _draw(self, peer: int, tag: int) -> tuple[Turns, int]:
+        with self._lock:
+            lane = self._lanes.setdefault((peer, tag), Turns())
+            return lane, lane.take()
+
+    def _receive(
+        self, lane: Turns, number: int, target: Buffer, peer: int, tag: int, watch: MessageWatch
+    ) -> None:
+        source = self._control.members[peer]
+        try:
+            lane.wait(number, lambda: min(self._look(watch, source), _QUEUE_LOOK))
+            payload = self._transport.collect(source, self._control.group, tag, watch)
+        finally:
+            with self._lock:
+                lane.end(number)
+                if lane.is_idle:  # tags may be many: a lane nobody uses is not kept
+                    self._lanes.pop((peer, tag), None)
+        _unpack(memoryview(payload), target, peer, watch)
+
+    def _look(self, watch: MessageWatch, source: int) -> float:
+        with self._control.switch.lock:
+            return watch.look(source)
+
+
+def _unpack(payload: memoryview, target: Buffer, peer: int, watch: MessageWatch) -> None:
+    try:
+        dtype, shape, content = unpack_array_header(payload)
+    except FrameError as error:
+        watch.damaged(watch.control.members[peer], str(error))
+        raise
+    found, expected = Leaf("", dtype, shape), Leaf("", target.dtype, target.shape)
+    if found != expected:
+        raise SizeMismatch(
+            f"{watch.what}: rank {peer} sent {found}, this rank expected {expected}; "
+            "the message was dropped",
+            rank=peer,
+            this_rank=watch.rank,
+            expected=str(expected),
+            got=str(found),
+        )
+    target.memory[:] = content
