@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Train with JAX on three ranks: JAX arrays go in, new JAX arrays come out.
 
-    pip install 'ferrodist[jax]'
+    pip install '.[jax]'
     python examples/train_jax.py
 
 The gradients of a dict of weights are a dict of arrays. One allreduce averages it whole.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Train a PyTorch model on three ranks: tensors go in, tensors come out.
 
-    pip install 'ferrodist[torch]'
+    pip install '.[torch]'
     python examples/train_torch.py
 
 After ``backward`` one allreduce averages all gradients, as a list of tensors. ``out=`` puts the

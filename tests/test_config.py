@@ -1,10 +1,12 @@
 """Settings come from the environment, every one of them, and are checked."""
 
+from pathlib import Path
+
 import pytest
 
 import ferrodist
 from ferrodist import Config, InvalidArgument, SimulatedBackend
-from ferrodist.config import variable
+from ferrodist.config import settings_table, variable
 
 GOOD = {
     "timeout": ("2.5", 2.5),
@@ -77,3 +79,8 @@ def test_a_group_split_off_inherits_timeout_and_reproducible():
 def test_settings_from_a_program_are_checked_too(settings):
     with pytest.raises(InvalidArgument, match="expected"):
         Config(**settings)
+
+
+def test_the_table_in_the_documentation_is_up_to_date():
+    page = Path(__file__).parent.parent / "docs" / "settings.md"
+    assert settings_table() in page.read_text(), "write settings_table() into docs/settings.md"

@@ -6,6 +6,7 @@ Public names and nothing else. Backend classes are imported when first asked for
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.base import Backend, Statistics
@@ -117,7 +118,8 @@ _LAZY = {"SimulatedBackend": "simulated"}
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'ferrodist' has no attribute {name!r}")
+        module = sys.modules[__name__]  # lets Python suggest the name that was meant
+        raise AttributeError(f"module 'ferrodist' has no attribute {name!r}", name=name, obj=module)
     from ferrodist.backends.registry import backend_class
 
     return backend_class(_LAZY[name])

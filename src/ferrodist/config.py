@@ -127,6 +127,16 @@ class Config:
         return cls(**given)
 
 
+def settings_table() -> str:
+    """Make the table of all settings that stands in the documentation."""
+    rows = ["| variable | field | default | takes | what it does |", "|---|---|---|---|---|"]
+    for setting in fields(Config):
+        form, what = setting.metadata["form"].words, setting.metadata["what"]
+        name = f"`{variable(setting.name)}` | `{setting.name}`"
+        rows.append(f"| {name} | `{setting.default}` | {form} | {what} |")
+    return "\n".join(rows)
+
+
 def variable(setting: str) -> str:
     """Name the environment variable of a setting."""
     return f"FERRODIST_{setting.upper()}"

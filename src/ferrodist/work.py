@@ -39,17 +39,29 @@ class Work(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """Return the result, waiting for it if necessary."""
         self._ask()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        except TimeoutError as error:
+            raise self._explain(error, timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error of the call, None if it went well."""
         self._ask()
-        return super().exception(timeout)
+        try:
+            return super().exception(timeout)
+        except TimeoutError as error:
+            raise self._explain(error, timeout) from None
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Call ``fn(work)`` when the call is done."""
         self.is_asked = True
         super().add_done_callback(fn)
+
+    def _explain(self, error: TimeoutError, timeout: float | None) -> TimeoutError:
+        """Give a text to a wait that ran out; the call's own timeout has one."""
+        if self.done():
+            return error
+        return TimeoutError(f"{self.describe} is still in flight after {timeout:g} s")
 
     def _ask(self) -> None:
         self.is_asked = True

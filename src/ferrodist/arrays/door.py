@@ -107,4 +107,6 @@ def _advise(x: Any) -> str:
         return "pass cupy.asarray(x), or copy it to the host"
     if hasattr(x, "__array__") or hasattr(x, "__array_interface__"):
         return "pass np.asarray(x)"
+    if hasattr(x, "__next__"):
+        return "pass list(x)"
     return "pass an array or a number, or use broadcast_object or all_gather_object"

@@ -93,9 +93,10 @@ class Statistics(NamedTuple):
     lateness: tuple[float, ...]
 
     @property
-    def slowest(self) -> int:
-        """The rank the others waited for most."""
-        return max(range(self.world_size), key=self.lateness.__getitem__)
+    def slowest(self) -> int | None:
+        """The rank the others waited for most, None if there was nobody to wait for."""
+        latest = max(range(self.world_size), key=self.lateness.__getitem__)
+        return latest if self.lateness[latest] > 0 else None
 
 
 class Backend(abc.ABC):
@@ -244,7 +245,8 @@ class Backend(abc.ABC):
         try:
             result = run()
         except BaseException as error:  # noqa: BLE001 -- the top of a thread: the Work carries it on
-            is_asked = work.is_asked
+            # Of calls that its own rank cut short by leaving nobody needs to hear.
+            is_asked = work.is_asked or isinstance(error, BackendClosed)
             if not is_asked:
                 self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
             work.set_exception(error)
@@ -261,8 +263,7 @@ class Backend(abc.ABC):
             number = -1
         if not 0 <= number < self.world_size:
             raise InvalidRank(
-                f"{what}: rank {rank!r} is not in a world of {self.world_size} "
-                f"(0 to {self.world_size - 1})",
+                f"{what} {rank!r} is not a rank: they go from 0 to {self.world_size - 1}",
                 rank=rank,
                 world_size=self.world_size,
                 this_rank=self.rank,
@@ -351,7 +352,7 @@ class Backend(abc.ABC):
             self.fail(error)
 
     def __repr__(self) -> str:
-        state = " closed" if self._is_closed else ""
+        state = ", closed" if self._is_closed else ""
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
 
 

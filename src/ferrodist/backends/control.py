@@ -62,10 +62,23 @@ class Desk:
 
 
 class Control:
-    """Shared by the ranks of a group; ``members`` are the world ranks behind the group's ranks."""
+    """Shared by the ranks of a group.
 
-    def __init__(self, switch: Switch, members: tuple[int, ...], group: int, notice: float) -> None:
+    ``members`` are the world ranks behind the group's ranks, ``groups`` all groups of the world by
+    their number.
+    """
+
+    def __init__(
+        self,
+        switch: Switch,
+        members: tuple[int, ...],
+        group: int,
+        notice: float,
+        groups: dict[int, Control],
+    ) -> None:
         self.switch = switch
+        self.groups = groups
+        groups[group] = self
         self.members = members
         self.group = group
         self.notice = notice
@@ -139,7 +152,7 @@ class Control:
 
     def give(self, new: Verdict) -> None:
         """Announce a verdict, unless one was given that concerns the same ranks. Lock held."""
-        new = self._with_group(new)
+        new = new._replace(text=new.text + self.group_name)
         if not new.is_final:
             self._mismatch = new
         elif all(final.sequence > new.sequence for final in self._finals):
@@ -164,7 +177,7 @@ class Control:
     def expire(self, sequence: int, call: Call, deadline: Deadline) -> None:
         """Give the verdict of a deadline that ran out in ``sequence``. Lock held."""
         missing = self.missing(sequence)
-        last = [f"rank {rank} {self.desks[rank].last_seen()}" for rank in missing]
+        last = [f"rank {rank} {self._excuse(rank, sequence)}" for rank in missing]
         self.give(verdict.timeout(call, sequence, missing, deadline, last))
 
     def lose(self, sequence: int, call: Call, rank: int) -> None:
@@ -184,11 +197,29 @@ class Control:
         elif any(desk.fingerprint != fingerprint for desk in self.desks):
             self.give(verdict.disagreement(sequence, [desk.call for desk in self.desks]))
 
-    def _with_group(self, new: Verdict) -> Verdict:
-        """Say whose ranks a verdict speaks of, where they are not those of the world."""
-        if len(self.members) == self.switch.size:
-            return new
-        return new._replace(text=f"{new.text} (in the group of world ranks {list(self.members)})")
+    @property
+    def group_name(self) -> str:
+        """Whose ranks an error speaks of, where they are not those of the world."""
+        if self.members == tuple(range(self.switch.size)):
+            return ""
+        return f" (in the group of world ranks {list(self.members)})"
+
+    def _excuse(self, rank: int, sequence: int) -> str:
+        """Say what a rank that did not get through is doing."""
+        desk, world_rank = self.desks[rank], self.members[rank]
+        if desk.sequence > sequence or (desk.sequence == sequence and not desk.is_inside):
+            return "has sent its messages, but not all of them arrived"
+        if not desk.is_inside:
+            for other in self.groups.values():
+                if world_rank in other.members and other is not self:
+                    elsewhere = other.desks[other.rank_of(world_rank)]
+                    if elsewhere.is_inside:
+                        return elsewhere.last_seen() + (other.group_name or " (in the world)")
+        return desk.last_seen()
+
+    def waiting_tags(self, source: int, target: int) -> list[int]:
+        """List the tags of messages between two ranks that nobody has received. Lock held."""
+        return self.switch.waiting_tags(self.members[source], self.members[target], self.group)
 
     # -- who is to blame ------------------------------------------------------------------------
 
@@ -225,6 +256,6 @@ class Control:
         """Charge the last rank to arrive with the time that the median rank waited for it."""
         self._arrivals.append(desk.since)
         if len(self._arrivals) == len(self.desks):
-            median = sorted(self._arrivals)[len(self._arrivals) // 2]
+            median = sorted(self._arrivals)[(len(self._arrivals) - 1) // 2]
             desk.lateness += self._arrivals[-1] - median
             self._arrivals.clear()

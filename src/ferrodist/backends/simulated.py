@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
-from typing import NoReturn, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, Self
 
 from ferrodist import _native
 from ferrodist.backends import verdict
@@ -20,7 +20,7 @@ from ferrodist.backends.verdict import Departure
 from ferrodist.backends.watches import SplitWatch
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
-from ferrodist.errors import InvalidRank, InvalidWorldSize, RankLost
+from ferrodist.errors import InvalidArgument, InvalidRank, InvalidWorldSize, RankLost
 from ferrodist.schedules.cost import LinkModel
 from ferrodist.transports.faulty import Faults
 from ferrodist.transports.threads import Switch, ThreadTransport
@@ -36,18 +36,17 @@ class _World:
         self.switch = Switch(size, faults)
         self.switch.on_kill = self._kill
         self.model = LinkModel(*config.threads_link, is_serial=True)
-        self.root = Control(self.switch, tuple(range(size)), _WORLD, config.notice)
-        self.root.joined.update(range(size))
-        self._groups: dict[int, Control] = {_WORLD: self.root}
+        self._groups: dict[int, Control] = {}
+        members = tuple(range(size))
+        self.root = Control(self.switch, members, _WORLD, config.notice, self._groups)
 
     def group(self, parent: Control, members: tuple[int, ...], group: int) -> Control:
         """Find or make the control of a group that is being split off. Lock held."""
         if group not in self._groups:
-            control = Control(self.switch, members, group, self.config.notice)
+            control = Control(self.switch, members, group, self.config.notice, self._groups)
             for rank, world_rank in enumerate(members):
                 control.desks[rank].departure = parent.desks[parent.rank_of(world_rank)].departure
             parent.children.append(control)
-            self._groups[group] = control
         return self._groups[group]
 
     def leave(self, control: Control, rank: int, departure: Departure) -> None:
@@ -148,13 +147,16 @@ class SimulatedBackend(ScheduledBackend):
                 self._transport.sleep(parent.members[self.rank], watch)
         return control
 
-    def _check_members(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def _check_members(self, ranks: Any) -> tuple[int, ...]:
+        if not isinstance(ranks, Iterable):
+            text = f"split({ranks!r}): expected a list of ranks"
+            raise InvalidArgument(text, got=ranks, this_rank=self.rank)
         members = tuple(ranks)
         if not members:
             raise InvalidWorldSize(
                 "split([]): a group needs at least one rank", this_rank=self.rank
             )
-        members = tuple(self.check_rank(rank, "split") for rank in members)
+        members = tuple(self.check_rank(rank, "split: member") for rank in members)
         if len(set(members)) != len(members):
             twice = next(rank for rank in members if members.count(rank) > 1)
             raise InvalidRank(f"split({list(members)}): rank {twice} is named twice", rank=twice)
@@ -186,7 +188,9 @@ class SimulatedBackend(ScheduledBackend):
         """Abort the group from outside, with no rank to blame."""
         self.check_process()
         with self._world.switch.lock:
-            self._control.abort(None, reason)
+            desks = enumerate(self._control.desks)
+            seen = "; ".join(f"rank {rank} {desk.last_seen()}" for rank, desk in desks)
+            self._control.abort(None, f"{reason} ({seen})")
 
     def _leave(self, departure: Departure) -> None:
         self._world.leave(self._control, self.rank, departure)

@@ -89,15 +89,18 @@ def disagreement(sequence: int, calls: Sequence[Call | None]) -> Verdict:
     leaf = _first_different_leaf(present)
     if leaf:
         lines.append(leaf)
-    lines.append(_advice(first, only_sizes))
+    same_kind = all(call.kind is first.kind for call in present)
+    lines.append(_advice(first, only_sizes, same_kind))
     facts = {"op": first.kind.label, "calls": [str(call) if call else None for call in calls]}
     error = errors.SizeMismatch if only_sizes else errors.CollectiveMismatch
     return Verdict(error, sequence, "\n".join(lines), facts, is_final=False)
 
 
-def _advice(call: Call, only_sizes: bool) -> str:
-    if not only_sizes:
+def _advice(call: Call, only_sizes: bool, same_kind: bool) -> str:
+    if not only_sizes and not same_kind:
         return "every rank must make the same calls in the same order"
+    if not only_sizes:
+        return "every rank must pass the same dtype, op, root and options"
     if call.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL):
         return f"every rank must pass the same shape; {call.kind.label}_uneven takes different ones"
     return "every rank must pass the same shape"

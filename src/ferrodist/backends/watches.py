@@ -8,12 +8,13 @@ and brings a verdict about when one is due.
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from ferrodist.backends import verdict
 from ferrodist.backends.control import Control
 from ferrodist.backends.verdict import Verdict
-from ferrodist.call import Call
+from ferrodist.call import Call, caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveTimeout, ProtocolError, RankLost
 
@@ -43,6 +44,8 @@ class CallWatch:
             text = f"{self.call.kind.label} #{self.sequence}: rank {self.rank} left while it ran"
             raise BackendClosed(text, this_rank=self.rank)
         group_peer = self._desk.waiting_for = control.rank_of(peer)
+        if group_peer == self.rank:  # waits for a verdict, not for anybody
+            self._next_notice = math.inf
         lost = control.lost_rank(self.sequence, group_peer, self.rank)
         if lost is not None:
             control.lose(self.sequence, self.call, lost)
@@ -86,11 +89,17 @@ class CallWatch:
 class MessageWatch:
     """The waits of one rank in a point-to-point call: its errors are its own, the group goes on."""
 
-    def __init__(self, control: Control, rank: int, what: str, deadline: Deadline) -> None:
+    def __init__(self, control: Control, rank: int, call: str, deadline: Deadline) -> None:
         self.control = control
         self.rank = rank
-        self.what = what
+        self.call = call
         self.deadline = deadline
+        self._site = caller_site()
+
+    @property
+    def what(self) -> str:
+        """The call as errors show it; made only for them."""
+        return f"{self.call} at {self._site}{self.control.group_name}"
 
     def look(self, peer: int) -> float:
         """Raise if the group was given up, the peer is gone or the time is over."""
@@ -101,7 +110,7 @@ class MessageWatch:
         source, target = peer, control.members[self.rank]
         departure = control.desks[group_peer].departure
         if departure is not None and not control.switch.is_pending(source, target):
-            text = f"{self.what}: rank {group_peer} {departure.how}"
+            text = f"{self.what}: rank {group_peer} {departure.how}{self._other_tags(group_peer)}"
             raise RankLost(text, rank=group_peer, this_rank=self.rank, how=departure.how)
         return self.deadline.remaining()
 
@@ -117,19 +126,25 @@ class MessageWatch:
     def timed_out(self, peer: int) -> CollectiveTimeout:
         """Make the error of a wait that took too long."""
         text = (
-            f"{self.what}: rank {peer} did not answer within {self.deadline}; look at that rank, "
-            "or raise the limit with timeout=, backend.timeout or FERRODIST_TIMEOUT"
+            f"{self.what}: rank {peer} did not answer within {self.deadline}"
+            f"{self._other_tags(peer)}; look at that rank, or raise the limit with timeout=, "
+            "backend.timeout or FERRODIST_TIMEOUT"
         )
         return CollectiveTimeout(text, missing=[peer], rank=peer, this_rank=self.rank)
+
+    def _other_tags(self, peer: int) -> str:
+        """Mention what has come from a peer and is waiting to be received."""
+        tags = self.control.waiting_tags(peer, self.rank)
+        return f" (what it sent has other tags: {tags})" if tags else ""
 
 
 class SendWatch(MessageWatch):
     """The wait of a large send that holds its caller: a ring of these is called by its name."""
 
     def __init__(
-        self, control: Control, rank: int, peer: int, what: str, deadline: Deadline
+        self, control: Control, rank: int, peer: int, call: str, deadline: Deadline
     ) -> None:
-        super().__init__(control, rank, what, deadline)
+        super().__init__(control, rank, call, deadline)
         self.peer = peer
         self.ring: list[int] = []
 
@@ -205,10 +220,21 @@ class SplitWatch:
             text = f"{self.what}: rank {gone} {departure.how}"
             return Verdict(RankLost, 0, text, {"rank": gone, "how": departure.how})
         if self.deadline.remaining() <= 0:
+            others = self._other_splits(absent)
             text = (
                 f"{self.what}: {verdict.names_of_ranks(absent)} did not call it within "
-                f"{self.deadline}; every member must, with the same list. the limit is timeout=, "
-                "backend.timeout or FERRODIST_TIMEOUT"
+                f"{self.deadline}{others}; every member must, with the same list. the limit is "
+                "timeout=, backend.timeout or FERRODIST_TIMEOUT"
             )
             return Verdict(CollectiveTimeout, 0, text, {"missing": absent, "rank": absent[0]})
         return None
+
+    def _other_splits(self, absent: list[int]) -> str:
+        """Say which of the absent wait in a split of their own, with another list."""
+        found = []
+        for child in self.parent.children:
+            ranks = [self.parent.rank_of(member) for member in child.members]
+            waiting = [ranks[rank] for rank in child.joined if ranks[rank] in absent]
+            if waiting and not child.is_complete and child.final is None:
+                found.append(f"{verdict.names_of_ranks(waiting)} in split({ranks})")
+        return f" (waiting elsewhere: {', '.join(found)})" if found else ""

@@ -150,7 +150,7 @@ def sendrecv(
 
 
 def _check_peer(backend: Backend, peer: int, what: str) -> int:
-    peer = backend.check_rank(peer, what)
+    peer = backend.check_rank(peer, f"{what}: peer")
     if peer == backend.rank:
         raise SelfSend(f"{what}: rank {peer} is this rank itself", rank=peer, this_rank=peer)
     return peer

@@ -31,7 +31,7 @@ _TAKES_TREES = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Ki
 def execute(request: Request, x: Any, out: Any) -> Any:
     """Take the arrays in, check them, make room for the results, hand the call to the backend."""
     if x is None:
-        take(x, f"{request.kind.label}: x")  # refuses it: only inside a tree None stays None
+        raise _refuse_none(request)
     if is_tree(x) and request.kind not in _TAKES_TREES:
         raise UnsupportedArray(
             f"{request.kind.label}: x is a {type(x).__name__}, but this call takes a single array",
@@ -41,7 +41,7 @@ def execute(request: Request, x: Any, out: Any) -> Any:
     paths = [path for path, _ in named]
     inputs = [_take(request, path, leaf) for path, leaf in named]
     shapes = [result_shape(request, taken, path) for path, taken in zip(paths, inputs, strict=True)]
-    results = _make_room(request, inputs, shapes, _outs(request, out, paths))
+    results = _make_room(request, inputs, shapes, paths, _outs(request, out, paths))
     items = [
         Item(taken, result, is_in_place(request, taken, result))
         for taken, result in zip(inputs, results, strict=True)
@@ -70,6 +70,14 @@ def execute(request: Request, x: Any, out: Any) -> Any:
 
     leaves = tuple(leaf_of(taken, path) for path, taken in zip(paths, inputs, strict=True))
     return request.execute(body, finish, leaves)
+
+
+def _refuse_none(request: Request) -> UnsupportedArray:
+    """Only inside a tree None stays None."""
+    advice = "pass an array or a number"
+    if request.kind is Kind.BROADCAST:
+        advice = "every rank passes an array of the root's dtype and shape"
+    return UnsupportedArray(f"{request.kind.label}: x is None; {advice}", got="None")
 
 
 def _run_bundle(request: Request, talk: Conversation, one: Bundle) -> None:
@@ -104,14 +112,28 @@ def _outs(request: Request, out: Any, paths: list[str]) -> list[Any]:
 
 
 def _make_room(
-    request: Request, inputs: list[Taken], shapes: list[tuple[int, ...]], outs: list[Any]
+    request: Request,
+    inputs: list[Taken],
+    shapes: list[tuple[int, ...]],
+    paths: list[str],
+    outs: list[Any],
 ) -> list[Result | None]:
     if not _has_result(request):
         return [None] * len(inputs)
     return [
-        new_result(taken, shape) if out is None else take_out(out, taken.buffer.dtype, shape)
-        for taken, shape, out in zip(inputs, shapes, outs, strict=True)
+        new_result(taken, shape) if out is None else _take_out(request, out, path, taken, shape)
+        for taken, shape, path, out in zip(inputs, shapes, paths, outs, strict=True)
     ]
+
+
+def _take_out(
+    request: Request, out: Any, path: str, taken: Taken, shape: tuple[int, ...]
+) -> Result:
+    try:
+        return take_out(out, taken.buffer.dtype, shape)
+    except InvalidArgument as error:
+        where = f"{request.kind.label}: in out{path}, " if path else f"{request.kind.label}: "
+        raise InvalidArgument(f"{where}{error}", this_rank=request.backend.rank) from error
 
 
 def result_shape(request: Request, taken: Taken, path: str = "") -> tuple[int, ...]:
@@ -134,7 +156,7 @@ def _cut(request: Request, shape: tuple[int, ...], where: str) -> tuple[int, ...
     if count % world:
         raise SizeMismatch(
             f"{request.kind.label}: {where} has {count} elements, which {world} ranks cannot share "
-            "evenly; pad it or use an uneven call",
+            f"evenly; pad it{_or_uneven(request)}",
             expected=count,
             got=world,
             **facts,
@@ -142,12 +164,16 @@ def _cut(request: Request, shape: tuple[int, ...], where: str) -> tuple[int, ...
     if shape[0] % world:
         raise InvalidShape(
             f"{request.kind.label}: axis 0 of {where} has length {shape[0]}, which {world} ranks "
-            "cannot share evenly; pad it or reshape it",
+            f"cannot share evenly; pad it{_or_uneven(request)}",
             expected=shape[0],
             got=world,
             **facts,
         )
     return (shape[0] // world, *shape[1:])
+
+
+def _or_uneven(request: Request) -> str:
+    return " or use all_to_all_uneven" if request.kind is Kind.ALL_TO_ALL else ""
 
 
 def is_in_place(request: Request, taken: Taken, result: Result | None) -> bool:

@@ -54,7 +54,9 @@ class Request:
     ) -> None:
         self.kind = kind
         self.backend = open_backend(backend, kind.label)
-        self.root = self.backend.check_rank(root, kind.label) if kind.is_rooted else None
+        self.root = None
+        if kind.is_rooted:
+            self.root = self.backend.check_rank(root, f"{kind.label}: root")
         self.deadline = open_deadline(self.backend, timeout)
         self.op = None if op is None else ReduceOp.parse(op)
         self.reproducible = (

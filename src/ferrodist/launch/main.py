@@ -35,7 +35,7 @@ def _with_dashes(word: str) -> str:
 @click.group(cls=Commands, context_settings={"token_normalize_func": _with_dashes})
 @click.version_option(ferrodist.__version__, prog_name="ferrodist")
 def commands() -> None:
-    """Distributed training for any array, from threads on a laptop to a cluster.
+    """Distributed training for any array.
 
     Start with "ferrodist demo": it needs no cluster, no server and no data.
     """

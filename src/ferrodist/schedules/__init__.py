@@ -10,7 +10,6 @@ are in ``steps.py``.
 To write your own, say what one rank does, for every world, and have it proved. Here everybody sends
 everybody the whole array and folds all of them in rank order:
 
->>> from ferrodist.call import Kind
 >>> def everybody_folds(rank, world, root):
 ...     for distance in range(1, world):
 ...         above, below = (rank + distance) % world, (rank - distance) % world
@@ -36,6 +35,7 @@ ferrodist.errors.InvalidArgument: schedule 'forgetful' at world 3: rank 1, step 
     mine(0) to rank 0, which never receives it
 """
 
+from ferrodist.call import Kind
 from ferrodist.schedules.choose import choose
 from ferrodist.schedules.cost import LINKS, Line, LinkModel, line, predict, simulate
 from ferrodist.schedules.families import BUILT_IN, Traits, find, known, traits
@@ -66,6 +66,7 @@ __all__ = [
     "Cell",
     "Copy",
     "Fold",
+    "Kind",
     "Recv",
     "Schedule",
     "Send",

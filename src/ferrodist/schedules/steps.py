@@ -5,6 +5,8 @@ A *cell* is a named piece of memory of one rank. ``mine(i)`` is chunk i of what 
 ``out(i)`` chunk i of its result, ``scratch(i, slot)`` private memory as large as chunk i. Inputs
 are never written. Which chunks there are depends on the kind of the collective:
 
+::
+
     allreduce, broadcast, reduce   the array, cut into ``schedule.chunks(world)`` chunks of nearly
                                    equal size, some maybe empty; mine(i) and out(i) are chunk i
     all_gather, gather             chunk i is the block of rank i: a rank has mine(rank) and

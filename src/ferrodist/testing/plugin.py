@@ -52,8 +52,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not _asks_for_our_world(metafunc):
         return
     marker = metafunc.definition.get_closest_marker("world")
-    sizes = marker.args if marker else map(int, metafunc.config.getoption("worlds").split(","))
-    metafunc.parametrize("world", list(sizes), indirect=True, ids=lambda size: f"world{size}")
+    sizes = marker.args if marker else metafunc.config.getoption("worlds").split(",")
+    try:
+        numbers = [int(size) for size in sizes]
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise pytest.UsageError(f"world sizes must be numbers >= 1, as world(2, 3), got {sizes!r}")
+    metafunc.parametrize("world", numbers, indirect=True, ids=lambda size: f"world{size}")
 
 
 def _asks_for_our_world(metafunc: pytest.Metafunc) -> bool:

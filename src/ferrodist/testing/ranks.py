@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.backends.verdict import words_of
 from ferrodist.config import Config, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveTimeout, DistributedError, GroupAborted, RankLost
@@ -54,7 +56,7 @@ def run_ranks(
     num_ranks: int,
     fn: Callable[[SimulatedBackend], T],
     *,
-    timeout: float | None = 60.0,
+    timeout: float | None = None,
     grace: float = 5.0,
     config: Config | None = None,
     faults: Faults | None = None,
@@ -63,8 +65,9 @@ def run_ranks(
 
     If ranks fail, raises an ExceptionGroup of all their errors: causes first, by time, then those
     that only say that another rank failed. ``grace`` seconds after the first failure, or after
-    ``timeout``, every rank blocked in ferrodist is woken; one stuck elsewhere is named with the
-    place it is stuck at.
+    ``timeout`` for the whole run, every rank blocked in ferrodist is woken; one stuck elsewhere is
+    named with the place it is stuck at. Ranks are threads: what they must not share (a model, a
+    random generator) has to be made inside ``fn``.
 
     Example:
         >>> from ferrodist.testing import run_ranks
@@ -86,7 +89,7 @@ def run_ranks(
     stuck = _wake(ranks, late) if late else []
     errors = _errors(ranks, stuck)
     if errors:
-        raise BaseExceptionGroup(f"{len(errors)} of {num_ranks} ranks failed", errors)
+        raise BaseExceptionGroup(_headline(errors, num_ranks), errors)
     return [rank.result for rank in ranks]  # type: ignore[misc]  # a rank without error has a result
 
 
@@ -95,7 +98,7 @@ def _wait(
 ) -> str | None:
     """Wait for all ranks, after the first failure only for a while; say what ran out, if so."""
     deadline = Deadline(check_timeout(timeout))
-    late = f"run_ranks gave up after {deadline}"
+    late = f"run_ranks gave up after {deadline}, its timeout="
     for _ in ranks:
         try:
             rank = ended.get(timeout=min(max(0.0, deadline.remaining()), threading.TIMEOUT_MAX))
@@ -130,6 +133,13 @@ def _errors(ranks: list[_Rank[Any]], stuck: list[_Rank[Any]]) -> list[BaseExcept
     return errors
 
 
+def _headline(errors: list[BaseException], num_ranks: int) -> str:
+    """Say in one line how many failed and why; that is what test reports show."""
+    first = words_of(errors[0]).splitlines()[0]
+    where = next((note for note in getattr(errors[0], "__notes__", []) if "rank" in note), "")
+    return f"{len(errors)} of {num_ranks} ranks failed; first, {where}: {first}"
+
+
 def _is_consequence(error: BaseException | None) -> bool:
     """Tell whether an error only says that another rank failed."""
     return (
@@ -140,10 +150,22 @@ def _is_consequence(error: BaseException | None) -> bool:
 
 
 def _stuck_error(rank: _Rank[Any]) -> CollectiveTimeout:
-    frame: FrameType | None = sys._current_frames().get(rank.ident or 0)
-    where = traceback.extract_stack(frame)[-1] if frame is not None else None
-    place = f"{where.filename}:{where.lineno} in {where.name}" if where else "an unknown place"
     number = rank.backend.rank
-    return CollectiveTimeout(
-        f"rank {number} is stuck outside ferrodist, at {place}", rank=number, missing=[number]
+    error = CollectiveTimeout(
+        f"rank {number} is stuck outside ferrodist, at {_place_of(rank)}",
+        rank=number,
+        missing=[number],
     )
+    error.add_note(f"on rank {number}")
+    return error
+
+
+def _place_of(rank: _Rank[Any]) -> str:
+    """Say where a thread is, in the innermost code that is not of the standard library."""
+    frame: FrameType | None = sys._current_frames().get(rank.ident or 0)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    library = sysconfig.get_path("stdlib")
+    own = [place for place in stack if not place.filename.startswith(library)]
+    for place in reversed(own or stack):
+        return f"{place.filename}:{place.lineno} in {place.name}"
+    return "an unknown place"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist import _native
+from ferrodist.errors import InvalidArgument, InvalidRank
 from ferrodist.transports.base import Watch
 from ferrodist.transports.framing import Frame, FrameError, decode, encode
 
@@ -64,6 +65,20 @@ class Faults:
     freeze: Mapping[int, int] = field(default_factory=dict)
     log: dict[tuple[int, int], list[str]] = field(default_factory=dict, compare=False)
 
+    def __post_init__(self) -> None:
+        for name in ("delay", "duplicate", "reorder", "drop", "corrupt"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidArgument(f"{name}={getattr(self, name)!r}: expected a probability")
+        for name in ("kill", "freeze"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise InvalidArgument(f"{name} must map a rank to one of its messages, as {{1: 5}}")
+
+    def check_world(self, size: int) -> None:
+        """Refuse to kill or freeze a rank that does not exist."""
+        for rank in (*self.kill, *self.freeze):
+            if rank not in range(size):
+                raise InvalidRank(f"faults: rank {rank} is not in a world of {size}", rank=rank)
+
     def fate(self, sender: int, receiver: int, number: int) -> Fate:
         """Decide what happens to a message; pure."""
 
@@ -93,6 +108,7 @@ class FaultyLinks:
     """Carries items between mailboxes as the faults say, and puts each link back in order."""
 
     def __init__(self, faults: Faults, switch: Switch) -> None:
+        faults.check_world(switch.size)
         self._faults = faults
         self._switch = switch
         self._sent_by: defaultdict[int, int] = defaultdict(int)

@@ -108,6 +108,12 @@ class Switch:
         if self.links is not None:
             self.links.close()
 
+    def waiting_tags(self, source: int, target: int, group: int) -> list[int]:
+        """List the tags of messages that nobody has received. The lock is held by the caller."""
+        letters = self.mailboxes[target].letters
+        found = [key[2] for key, queue in letters.items() if key[:2] == (source, group) and queue]
+        return sorted(found)
+
     def is_pending(self, source: int, target: int) -> bool:
         """Tell whether something sent on a link will still arrive."""
         return self.links is not None and self.links.is_pending(source, target)
