@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TypeVar, cast
 
 from ferrodist import _native
@@ -119,12 +120,9 @@ class ScheduledBackend(Backend):
                 "not know how large they are; name another",
                 this_rank=self.rank,
             )
-        return schedule.name if isinstance(algorithm, str) else self._signed_name(schedule, root)
-
-    def _signed_name(self, schedule: Schedule, root: int) -> str:
-        """Name a user's own schedule so that two different ones of one name do not match."""
-        table = compile_table(schedule, self.world_size, 0, root)
-        return f"{schedule.name}@{_native.fingerprint(list(table.to_ints())) & 0xFFFFFFFF:08x}"
+        if isinstance(algorithm, str):
+            return schedule.name
+        return _signed_name(schedule, self.world_size, root)
 
     def pick(
         self, kind: Kind, nbytes: int, dtype: DType, algorithm: Algorithm, in_order: bool
@@ -214,6 +212,13 @@ class ScheduledBackend(Backend):
         for thread in self._messages:
             if thread is not threading.current_thread():
                 thread.join()
+
+
+@lru_cache(maxsize=256)
+def _signed_name(schedule: Schedule, world: int, root: int) -> str:
+    """Name a user's own schedule so that two different ones of one name do not match."""
+    steps = list(compile_table(schedule, world, 0, root).to_ints())
+    return f"{schedule.name}@{_native.fingerprint(steps) & 0xFFFFFFFF:08x}"
 
 
 class _Talk:
