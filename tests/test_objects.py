@@ -229,6 +229,14 @@ def test_deep_nesting_comes_through_or_is_refused_and_never_crashes(kind):
         encode(value, False, "x")
 
 
+@pytest.mark.parametrize("place", ["alone", "second", "value"])
+def test_a_mark_out_of_place_is_a_protocol_error(place):
+    mark = msgpack.ExtType(3, b"t")
+    value = {"alone": mark, "second": [1, mark], "value": {"a": mark}}[place]
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(value), False)
+
+
 def test_bytes_nested_without_end_are_a_protocol_error():
     data = b""
     for _ in range(5000):

@@ -1,5 +1,6 @@
 """Faults once found by reading and stressing, each kept from coming back."""
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -94,6 +95,34 @@ def test_whatever_the_verifier_proves_the_walker_does(steps, count, in_place):
 
     for result in run_ranks(2, body, config=config):
         np.testing.assert_array_equal(result, 2 * np.arange(count) + 1.0)
+
+
+def test_schedules_that_differ_on_other_ranks_than_the_first_are_a_mismatch():
+    def hub_folds(order):
+        def steps(rank, world, root):
+            if rank != 0:
+                yield Step(send=Send(0, (mine(0),)))
+                yield Step(recv=Recv(0, (out(0),)))
+                if rank == order:  # a difference that only this rank's steps show
+                    yield Step(then=())
+                return
+            for peer in range(1, world):
+                yield Step(recv=Recv(peer, (scratch(0, peer),)))
+            raw = (mine(0), *(scratch(0, peer) for peer in range(1, world)))
+            yield Step(then=(Fold(out(0), raw),))
+            for peer in range(1, world):
+                yield Step(send=Send(peer, (out(0),)))
+
+        return Schedule("hub", Kind.ALLREDUCE, steps, chunks=lambda world: 1)
+
+    first, second = hub_folds(1), hub_folds(2)
+
+    def body(backend):
+        with pytest.raises(ferrodist.CollectiveMismatch, match="hub@"):
+            ferrodist.allreduce(1.0, backend, algorithm=second if backend.rank == 1 else first)
+        return ferrodist.allreduce(1.0, backend, algorithm=first)
+
+    assert run_ranks(3, body) == [3.0] * 3
 
 
 def test_two_schedules_of_one_name_are_a_mismatch():
@@ -327,16 +356,107 @@ def _rebuild():
     return ferrodist.allreduce(1, backend, timeout=5)
 
 
-def test_a_sendrecv_that_fails_takes_its_message_back():
+@pytest.mark.parametrize("faults", [None, Faults(delay=1.0, max_delay=0.2)])
+def test_a_sendrecv_that_fails_takes_its_large_message_back(faults):
+    large = np.ones(100_000)
+
     def body(backend):
         if backend.rank == 0:
             with pytest.raises(CollectiveTimeout):
-                ferrodist.sendrecv(1.0, 1, 0.0, 1, backend, timeout=0.1)
-            ferrodist.send(2.0, 1, backend)
+                ferrodist.sendrecv(large, 1, large, 1, backend, timeout=0.05)
+            work = ferrodist.send(2 * large, 1, backend, async_op=True)
         ferrodist.barrier(backend)
-        return ferrodist.recv(0.0, 0, backend) if backend.rank == 1 else None
+        return ferrodist.recv(large, 0, backend)[0] if backend.rank == 1 else work.wait(10)
 
-    assert run_ranks(2, body)[1] == 2.0
+    assert run_ranks(2, body, faults=faults)[1] == 2.0
+
+
+def test_a_sendrecv_that_got_the_wrong_shape_still_sends():
+    def body(backend):
+        other = 1 - backend.rank
+        like = np.ones(2 + backend.rank)
+        return ferrodist.sendrecv(np.ones(2), other, like, other, backend, timeout=5)
+
+    first, second = errors_by_rank(2, body)
+    assert first is None
+    assert isinstance(second, SizeMismatch)
+
+
+def test_ranks_that_close_while_each_waits_for_the_other_do_not_hang():
+    def body(backend):
+        backend.timeout = None
+        other = 1 - backend.rank
+        works = [
+            ferrodist.recv(0, other, backend, async_op=True),
+            ferrodist.send(np.ones(100_000), other, backend, tag=1, async_op=True),
+        ]
+        ferrodist.barrier(backend)
+        with contextlib.suppress(RankLost):
+            backend.close()
+        return [type(work.exception(5)) for work in works]
+
+    assert run_ranks(2, body, timeout=20) == [[RankLost, RankLost]] * 2
+
+
+def test_an_interrupt_inside_close_is_told_to_the_others(monkeypatch):
+    def body(backend):
+        if backend.rank == 0:
+            monkeypatch.setattr(backend, "_await_works", interrupt)
+            backend.close()
+        ferrodist.barrier(backend)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_ranks(2, body, timeout=20)
+    first, second = caught.value.exceptions
+    assert isinstance(first, KeyboardInterrupt)
+    assert isinstance(second, RankLost)
+    assert "rank 0 raised KeyboardInterrupt" in str(second)
+
+
+def test_a_group_outlives_the_variable_of_its_parent():
+    def body(backend):
+        group = backend.split([0, 1]).split([1, 0])
+        gc.collect()
+        return ferrodist.allreduce(1, group)
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_closing_in_the_middle_of_a_call_does_not_wait_for_what_is_in_flight():
+    """As a finalizer or a signal handler would, in a thread that holds the lock of the world."""
+    one, other = SimulatedBackend.create_group(2)
+    work = ferrodist.allreduce(1, one, async_op=True)
+    with one._world.switch.lock:
+        one.close()
+    assert ferrodist.allreduce(1, other) == 2
+    assert work.wait(20) == 2
+    with pytest.raises(RankLost, match="rank 0 left after #1"):
+        ferrodist.barrier(other)
+
+
+def test_a_callback_that_never_ends_is_named_on_every_rank():
+    release = threading.Event()
+
+    def body(backend):
+        work = ferrodist.allreduce(1, backend, async_op=True)
+        if backend.rank == 1:
+            work.wait(10)
+            ferrodist.barrier(backend, timeout=None)
+        work.add_done_callback(lambda work: release.wait(20))
+        works = [ferrodist.allreduce(1, backend, async_op=True, timeout=None) for _ in range(2)]
+        try:
+            ferrodist.barrier(backend, timeout=0.3)
+        finally:
+            release.set()
+            for other in works:
+                other.exception(10)
+
+    # Rank 0's callback may run before or after it is added; both must end in an error for all.
+    errors = errors_by_rank(2, body, timeout=20)
+    assert all(error is not None for error in errors)
 
 
 def test_numbers_of_numpy_are_numbers():

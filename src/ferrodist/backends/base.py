@@ -187,6 +187,14 @@ class Backend(abc.ABC):
         """Refuse an algorithm that is unknown or, with ``reproducible``, out of order; name it."""
 
     @abc.abstractmethod
+    def _announce_closing(self) -> None:
+        """Tell the others that nothing new comes from this rank."""
+
+    @abc.abstractmethod
+    def _holds_lock(self) -> bool:
+        """Tell whether this thread is inside a critical section of the provider."""
+
+    @abc.abstractmethod
     def _leave(self, departure: Departure) -> None:
         """Tell the others that this rank makes no further calls."""
 
@@ -248,7 +256,8 @@ class Backend(abc.ABC):
             # Of calls that its own rank cut short by leaving nobody needs to hear.
             is_asked = work.is_asked or isinstance(error, BackendClosed)
             if not is_asked:
-                self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
+                with self._lock:
+                    self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
             work.set_exception(error)
             if not is_asked:
                 logger.error("rank %d: %s failed: %s", self.rank, work.describe, error)
@@ -310,17 +319,33 @@ class Backend(abc.ABC):
 
     def fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; the others are told its words."""
-        if self._shut():
+        if not self.is_forked:
+            self._shut()
             self._leave(verdict.raised(error))
 
     def _finish_and_leave(self, departure_after: Callable[[int], Departure]) -> None:
         if not self._shut():
             return
-        self._await_works()
-        self._leave(departure_after(self._turns.last_ended))
+        if self._holds_lock():
+            # A finalizer or signal handler closes us in the middle of a call: to wait for what is
+            # in flight would be to wait for ourselves.
+            threading.Thread(
+                target=self._leave_after_works, args=(departure_after,), daemon=True
+            ).start()
+            return
+        self._leave_after_works(departure_after)
         for work in self._unasked:
             if not work.is_asked and (error := work.exception()) is not None:
                 raise error
+
+    def _leave_after_works(self, departure_after: Callable[[int], Departure]) -> None:
+        self._announce_closing()
+        try:
+            self._await_works()
+        except BaseException as error:
+            self._leave(verdict.raised(error))
+            raise
+        self._leave(departure_after(self._turns.last_ended))
 
     def _shut(self) -> bool:
         """Take no further calls; tell whether this was the first time."""

@@ -36,8 +36,10 @@ class Desk:
         "call",
         "departure",
         "fingerprint",
+        "is_closing",
         "is_inside",
         "lateness",
+        "receives",
         "sequence",
         "since",
         "waiting_for",
@@ -51,7 +53,17 @@ class Desk:
         self.waiting_for: int | None = None
         self.since = 0.0
         self.departure: Departure | None = None
+        self.is_closing = False  # makes no new calls, but waits for those in flight
+        self.receives = 0  # point-to-point receives in flight
         self.lateness = 0.0
+
+    def sends_no_more(self) -> Departure | None:
+        """Tell how a rank left, or is leaving, that sends nothing it has not sent by now."""
+        return self.departure or (verdict.closing() if self.is_closing else None)
+
+    def takes_no_more(self) -> Departure | None:
+        """Tell how a rank left, or is leaving, that takes no message any more."""
+        return self.departure if self.receives else self.sends_no_more()
 
     def last_seen(self) -> str:
         """Say what the rank was last doing, as a clause."""
@@ -78,7 +90,6 @@ class Control:
     ) -> None:
         self.switch = switch
         self.groups = groups
-        groups[group] = self
         self.members = members
         self.group = group
         self.notice = notice
@@ -92,6 +103,7 @@ class Control:
         self._mismatch: Verdict | None = None
         self._objection: tuple[type[CollectiveMismatch], str] | None = None
         self._arrivals: list[float] = []
+        groups[group] = self  # last: a finalizer may look at it from now on
 
     def join(self, rank: int) -> None:
         """Write down that a member of a group being split off has come. Lock held."""
@@ -210,7 +222,7 @@ class Control:
         if desk.sequence > sequence or (desk.sequence == sequence and not desk.is_inside):
             return "has sent its messages, but not all of them arrived"
         if not desk.is_inside:
-            for other in self.groups.values():
+            for other in list(self.groups.values()):
                 if world_rank in other.members and other is not self:
                     elsewhere = other.desks[other.rank_of(world_rank)]
                     if elsewhere.is_inside:

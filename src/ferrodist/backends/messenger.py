@@ -12,7 +12,7 @@ from ferrodist.backends.watches import MessageWatch, SendWatch
 from ferrodist.buffer import Buffer
 from ferrodist.call import Leaf
 from ferrodist.deadline import Deadline
-from ferrodist.errors import SizeMismatch
+from ferrodist.errors import ProtocolError, SizeMismatch
 from ferrodist.transports.base import Letter, Transport
 from ferrodist.transports.framing import FrameError, pack_array_header, unpack_array_header
 
@@ -26,6 +26,7 @@ class Messenger:
         self._transport = transport
         self._control = control
         self._rank = rank
+        self._desk = control.desks[rank]
         self._lock = threading.RLock()
         self._lanes: dict[tuple[int, int], Turns] = {}
 
@@ -62,16 +63,23 @@ class Messenger:
     def sendrecv(
         self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
     ) -> None:
-        """Send and receive at once; if the receive fails the message is taken back."""
+        """Send and receive at once; if nothing is received the message is taken back.
+
+        A message that came but does not fit is this rank's own affair: its own goes out.
+        """
         what = f"sendrecv(dst={to}, src={peer}, tag={tag})"
-        watch = MessageWatch(self._control, self._rank, what, deadline)
-        letter = self._post(source, to, tag, watch)
+        sending = MessageWatch(self._control, self._rank, what, deadline)
+        receiving = MessageWatch(self._control, self._rank, what, deadline)
+        letter = self._post(source, to, tag, sending)
         try:
-            self._receive(*self._draw(peer, tag), target, peer, tag, watch)
+            self._receive(*self._draw(peer, tag), target, peer, tag, receiving)
+        except (SizeMismatch, ProtocolError):
+            self._transport.settle(letter, sending)
+            raise
         except BaseException:
             self._transport.take_back(letter)
             raise
-        self._transport.settle(letter, watch)
+        self._transport.settle(letter, sending)
 
     def _post(self, source: Buffer, peer: int, tag: int, watch: MessageWatch) -> Letter:
         header = pack_array_header(source.dtype, source.shape)
@@ -80,6 +88,7 @@ class Messenger:
 
     def _draw(self, peer: int, tag: int) -> tuple[Turns, int]:
         with self._lock:
+            self._count_receive(1)
             lane = self._lanes.setdefault((peer, tag), Turns())
             return lane, lane.take()
 
@@ -87,15 +96,23 @@ class Messenger:
         self, lane: Turns, number: int, target: Buffer, peer: int, tag: int, watch: MessageWatch
     ) -> None:
         source = self._control.members[peer]
+        watch.is_receiving = True
         try:
             lane.wait(number, lambda: min(self._look(watch, source), _QUEUE_LOOK))
             payload = self._transport.collect(source, self._control.group, tag, watch)
         finally:
             with self._lock:
+                self._count_receive(-1)
                 lane.end(number)
                 if lane.is_idle:  # tags may be many: a lane nobody uses is not kept
                     self._lanes.pop((peer, tag), None)
         _unpack(memoryview(payload), target, peer, watch)
+
+    def _count_receive(self, change: int) -> None:
+        with self._control.switch.lock:
+            self._desk.receives += change
+            if self._desk.is_closing:  # senders may wait for a receive that never comes
+                self._control.switch.wake_all()
 
     def _look(self, watch: MessageWatch, source: int) -> float:
         with self._control.switch.lock:

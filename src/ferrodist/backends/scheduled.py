@@ -79,19 +79,20 @@ class ScheduledBackend(Backend):
         control = self._control
         with control.switch.lock:
             if deadline.remaining() <= 0 and control.final is None:
-                self._expire_in_queue(sequence, call, deadline)
+                self._expire_in_queue(call, deadline)
                 assert control.final is not None
                 raise control.final.now(self.rank)
             control.refuse_if_final(self.rank)
         return min(deadline.remaining(), _QUEUE_LOOK)
 
-    def _expire_in_queue(self, sequence: int, call: Call, deadline: Deadline) -> None:
+    def _expire_in_queue(self, call: Call, deadline: Deadline) -> None:
         running = self._control.desks[self.rank]
         if running.is_inside:
             self._control.expire(running.sequence, running.call, deadline)
             return
         why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
-        self._control.give(verdict.timeout(call, sequence, [self.rank], deadline, why))
+        held_up = self._turns.last_ended + 1  # where the other ranks wait for this one
+        self._control.give(verdict.timeout(call, held_up, [self.rank], deadline, why))
 
     def is_settled(self, sequence: int) -> bool:
         """Tell whether there is a verdict on the call, or this rank has left."""
@@ -207,6 +208,14 @@ class ScheduledBackend(Backend):
             thread.start()
         return work
 
+    def _announce_closing(self) -> None:
+        with self._control.switch.lock:
+            self._control.desks[self.rank].is_closing = True
+            self._control.switch.wake_all()
+
+    def _holds_lock(self) -> bool:
+        return self._control.switch.is_locked_here()
+
     def _await_works(self) -> None:
         super()._await_works()
         for thread in self._messages:
@@ -217,7 +226,8 @@ class ScheduledBackend(Backend):
 @lru_cache(maxsize=256)
 def _signed_name(schedule: Schedule, world: int, root: int) -> str:
     """Name a user's own schedule so that two different ones of one name do not match."""
-    steps = list(compile_table(schedule, world, 0, root).to_ints())
+    tables = [compile_table(schedule, world, rank, root) for rank in range(world)]
+    steps = [number for table in tables for number in table.to_ints()]
     return f"{schedule.name}@{_native.fingerprint(steps) & 0xFFFFFFFF:08x}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 from ferrodist import _native
@@ -51,20 +51,19 @@ class _World:
 
     def leave(self, control: Control, rank: int, departure: Departure) -> None:
         """Let a rank leave a group and every group split off it; forget what all have left."""
+        world_rank = control.members[rank]
         with self.switch.lock:
-            self._leave_locked(control, control.members[rank], departure)
-
-    def _leave_locked(self, control: Control, world_rank: int, departure: Departure) -> None:
-        for child in [child for child in control.children if world_rank in child.members]:
-            self._leave_locked(child, world_rank, departure)
-        control.leave(control.rank_of(world_rank), departure)
-        if all(desk.departure is not None for desk in control.desks):
-            self._forget(control)
+            left = list(_with_descendants(control, world_rank))
+            for one in left:
+                one.leave(one.rank_of(world_rank), departure)
+            for one in left:
+                if all(desk.departure is not None for desk in one.desks):
+                    self._forget(one)
 
     def _forget(self, control: Control) -> None:
         self.switch.forget(control.group)
         self._groups.pop(control.group, None)
-        for other in self._groups.values():
+        for other in list(self._groups.values()):
             if control in other.children:
                 other.children.remove(control)
         if control is self.root:
@@ -75,6 +74,14 @@ class _World:
         raise RankLost(
             f"rank {world_rank} was {how}", rank=world_rank, this_rank=world_rank, how=how
         )
+
+
+def _with_descendants(control: Control, world_rank: int) -> Iterator[Control]:
+    """Yield a group and all groups split off it that a rank is in."""
+    yield control
+    for child in control.children:
+        if world_rank in child.members:
+            yield from _with_descendants(child, world_rank)
 
 
 class SimulatedBackend(ScheduledBackend):
@@ -99,6 +106,7 @@ class SimulatedBackend(ScheduledBackend):
         super().__init__(transport, control, rank, config, world.model)
         self._world = world
         self._splits: dict[tuple[int, ...], int] = {}
+        self._parent: SimulatedBackend | None = None
         # A backend that is dropped without close() leaves its group all the same.
         dropped = verdict.died("dropped its backend without close()")
         weakref.finalize(self, world.leave, control, rank, dropped).atexit = False
@@ -130,6 +138,7 @@ class SimulatedBackend(ScheduledBackend):
             control = self._join(members, deadline)
         backend = type(self)(self._world, control, members.index(self.rank), self.config)
         backend.timeout, backend.reproducible = self.timeout, self.reproducible
+        backend._parent = self  # a parent that is dropped would take its groups along
         return backend
 
     def _join(self, members: tuple[int, ...], deadline: Deadline) -> Control:

@@ -52,6 +52,11 @@ def closed(after: int, site: Site) -> Departure:
     return Departure(f"left after #{after} (closed at {site})", _SAME_NUMBER)
 
 
+def closing() -> Departure:
+    """Describe a rank that has called close() and waits for what it has in flight."""
+    return Departure("is closing its backend", _SAME_NUMBER)
+
+
 def ended(after: int) -> Departure:
     """Describe a rank whose program came to its end."""
     return Departure(f"left after #{after} (its program ended)", _SAME_NUMBER)

@@ -94,6 +94,7 @@ class MessageWatch:
         self.rank = rank
         self.call = call
         self.deadline = deadline
+        self.is_receiving = False
         self._site = caller_site()
 
     @property
@@ -108,7 +109,8 @@ class MessageWatch:
         if self.deadline.remaining() <= 0:
             raise self.timed_out(group_peer)
         source, target = peer, control.members[self.rank]
-        departure = control.desks[group_peer].departure
+        desk = control.desks[group_peer]
+        departure = desk.sends_no_more() if self.is_receiving else desk.takes_no_more()
         if departure is not None and not control.switch.is_pending(source, target):
             text = f"{self.what}: rank {group_peer} {departure.how}{self._other_tags(group_peer)}"
             raise RankLost(text, rank=group_peer, this_rank=self.rank, how=departure.how)
@@ -152,7 +154,7 @@ class SendWatch(MessageWatch):
         """Raise as a message does; whoever finds a ring first tells the others in it."""
         if not self.ring and self.deadline.remaining() <= 0:
             self._find_ring()
-        departure = self.control.desks[self.peer].departure
+        departure = self.control.desks[self.peer].takes_no_more()
         if self.ring and (departure is not None or self.deadline.remaining() <= 0):
             path = " -> ".join(map(str, [*self.ring, self.ring[0]]))
             text = f"{self.what}: ranks {path} all send and none receives; use sendrecv"
@@ -213,9 +215,9 @@ class SplitWatch:
     def _due(self) -> Verdict | None:
         self.parent.refuse_if_aborted(self.rank)
         absent = self.absent()
-        gone = next((rank for rank in absent if self.parent.desks[rank].departure), None)
+        gone = next((rank for rank in absent if self.parent.desks[rank].sends_no_more()), None)
         if gone is not None:
-            departure = self.parent.desks[gone].departure
+            departure = self.parent.desks[gone].sends_no_more()
             assert departure is not None
             text = f"{self.what}: rank {gone} {departure.how}"
             return Verdict(RankLost, 0, text, {"rank": gone, "how": departure.how})

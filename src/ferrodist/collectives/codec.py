@@ -49,8 +49,14 @@ def decode(data: bytes | memoryview, use_pickle: bool) -> Any:
     import msgpack
 
     try:
-        return msgpack.unpackb(
-            data, ext_hook=_decode_special, list_hook=_decode_list, strict_map_key=False
+        return _unmarked(
+            msgpack.unpackb(
+                data,
+                ext_hook=_decode_special,
+                list_hook=_decode_list,
+                object_pairs_hook=_decode_pairs,
+                strict_map_key=False,
+            )
         )
     except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
         raise ProtocolError(f"an object could not be read: {error}") from error
@@ -135,8 +141,19 @@ def _decode_special(code: int, data: bytes) -> Any:
 
 def _decode_list(items: list[Any]) -> Any:
     if items and type(items[0]) is _Mark:
-        return items[0].make(items[1:])
+        return items[0].make([_unmarked(item) for item in items[1:]])
     return items
+
+
+def _decode_pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    return {_unmarked(key): _unmarked(value) for key, value in pairs}
+
+
+def _unmarked(value: Any) -> Any:
+    """Refuse a mark anywhere but at the head of a list."""
+    if type(value) is _Mark or (type(value) is list and any(type(v) is _Mark for v in value)):
+        raise ValueError("a mark stands where there is no list")
+    return value
 
 
 # -- arrays ----------------------------------------------------------------------------------------

@@ -100,14 +100,21 @@ def _wait(
     deadline = Deadline(check_timeout(timeout))
     late = f"run_ranks gave up after {deadline}, its timeout="
     for _ in ranks:
-        try:
-            rank = ended.get(timeout=min(max(0.0, deadline.remaining()), threading.TIMEOUT_MAX))
-        except queue.Empty:
-            return late
+        while (rank := _next_ended(ended)) is None:
+            if deadline.remaining() <= 0:
+                return late
         if ranks[rank].error is not None and deadline.remaining() > grace:
             deadline = Deadline(grace)
             late = f"run_ranks gave up {deadline} after rank {rank} had failed"
     return None
+
+
+def _next_ended(ended: queue.SimpleQueue[int]) -> int | None:
+    """Wait a little for a rank to end; often enough that Ctrl-C is noticed at once."""
+    try:
+        return ended.get(timeout=0.2)
+    except queue.Empty:
+        return None
 
 
 def _wake(ranks: list[_Rank[Any]], reason: str) -> list[_Rank[Any]]:

@@ -25,6 +25,7 @@ from ferrodist.transports.framing import Frame, FrameError, decode, encode
 if TYPE_CHECKING:
     from ferrodist.transports.threads import Letter, Switch
 
+_LONGEST_SLEEP = 0.2  # so that Ctrl-C is noticed in a frozen rank too
 _REORDER_SECONDS = 0.005  # long enough for the messages behind it to overtake
 
 
@@ -146,7 +147,7 @@ class FaultyLinks:
             changed = self._switch.mailboxes[source].changed
             with self._switch.lock:
                 while True:  # left only by the error that look() raises
-                    changed.wait(min(watch.look(source), threading.TIMEOUT_MAX))
+                    changed.wait(min(watch.look(source), _LONGEST_SLEEP))
 
     def _dispatch(self, parcel: _Parcel, fate: Fate) -> None:
         if fate.corrupt:

@@ -19,16 +19,21 @@ from ferrodist.transports.framing import POINT_TO_POINT, Frame
 
 EAGER_NBYTES = 64 * 1024
 
+# A signal that comes just before a thread blocks is noticed only when the thread wakes: Ctrl-C must
+# not have to wait for a message.
+_LONGEST_SLEEP = 0.2
+
 
 class Letter:
     """A point-to-point message on its way; ``is_taken`` when the receiver has copied it."""
 
-    __slots__ = ("frame", "is_taken", "peer")
+    __slots__ = ("frame", "is_taken", "is_withdrawn", "peer")
 
     def __init__(self, peer: int, frame: Frame, is_taken: bool) -> None:
         self.peer = peer
         self.frame = frame
         self.is_taken = is_taken
+        self.is_withdrawn = False
 
 
 class _Mailbox:
@@ -57,6 +62,10 @@ class Switch:
         self.on_kill: Callable[[int, str], NoReturn] = _no_kill
         self.links = FaultyLinks(faults, self) if faults is not None else None
 
+    def is_locked_here(self) -> bool:
+        """Tell whether this very thread holds the lock."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # Condition uses it too
+
     def wake_all(self) -> None:
         """Make every wait look again. The lock is held by the caller."""
         for mailbox in self.mailboxes:
@@ -78,6 +87,8 @@ class Switch:
         self.received[source][target] += 1
         self.sent_nbytes[source] += len(frame.payload)
         self.received_nbytes[target] += len(frame.payload)
+        if isinstance(item, Letter) and item.is_withdrawn:
+            return
         if isinstance(item, Letter):
             mailbox.letters[source, frame.group, frame.tag].append(item)
         else:
@@ -192,18 +203,21 @@ class ThreadTransport:
         seconds = watch.look(peer)
         self._mailbox.awaited.append(peer)
         try:
-            self._mailbox.changed.wait(seconds if seconds < threading.TIMEOUT_MAX else None)
+            self._mailbox.changed.wait(min(seconds, _LONGEST_SLEEP))
         finally:
             self._mailbox.awaited.remove(peer)
 
     def take_back(self, letter: Letter) -> None:
         """Remove a message that its receiver has not looked at yet."""
-        frame = letter.frame
+        key = self.rank, letter.frame.group, letter.frame.tag
         with self.switch.lock:
+            letter.is_withdrawn = not letter.is_taken  # it may still be on its way
             letters = self.switch.mailboxes[letter.peer].letters
-            queue = letters.get((self.rank, frame.group, frame.tag))
-            if queue is not None and letter in queue:
+            queue = letters.get(key)
+            if letter.is_withdrawn and queue is not None and letter in queue:
                 queue.remove(letter)
+            if queue is not None and not queue:
+                del letters[key]
 
 
 def _no_kill(rank: int, how: str) -> NoReturn:
