@@ -1,4 +1,4 @@
-"""Faults once found by reading and stressing, each kept from coming back."""
+"""Faults that were once there, each kept from coming back."""
 
 import contextlib
 import gc
