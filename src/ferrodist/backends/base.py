@@ -13,7 +13,6 @@ import abc
 import logging
 import operator
 import os
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from ferrodist.backends import verdict
+from ferrodist.backends.progress import Progress, ProgressThread
 from ferrodist.backends.turns import Turns
 from ferrodist.backends.verdict import Departure
 from ferrodist.buffer import Buffer
@@ -113,7 +113,7 @@ class Backend(abc.ABC):
         self.reproducible = config.reproducible
         self._timeout = config.timeout
         self._turns = Turns()
-        self._progress: _Progress | None = None
+        self._progress: Progress | None = None
         self._unasked: list[Work[Any]] = []
         self._lock = threading.RLock()
         self._is_closed = False
@@ -226,7 +226,7 @@ class Backend(abc.ABC):
         with self._lock:  # so that nothing is queued behind the end of the thread
             self.check_usable()
             if self._progress is None:
-                self._progress = _Progress(f"ferrodist-progress-{self.rank}")
+                self._progress = Progress(f"ferrodist-progress-{self.rank}")
                 weakref.finalize(self, self._progress.stop).atexit = False
             number = self._turns.take()
             work: Work[T] = Work(f"{call.kind.label} #{number}", self._progress.thread)
@@ -379,41 +379,6 @@ class Backend(abc.ABC):
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
-
-
-class ProgressThread(threading.Thread):
-    """A thread that finishes Works, and so runs their callbacks."""
-
-
-class _Progress:
-    """The one thread that runs calls in flight; it sleeps while there are none."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = ProgressThread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True)
-        self.thread.start()
-
-    def put(self, job: Callable[[], None]) -> None:
-        """Queue a job."""
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        """Let the thread end after the jobs queued so far."""
-        self._jobs.put(None)
-
-    def join(self) -> None:
-        """Wait for the thread to end."""
-        if threading.current_thread() is not self.thread:
-            self.thread.join()
-
-
-def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        try:
-            job()
-        except BaseException:
-            logger.exception("a callback of a Work failed")
-        del job  # a finished job must not keep the user's arrays alive while the thread sleeps
 
 
 # Children of fork() must not use these; a flag set at fork costs nothing per call.

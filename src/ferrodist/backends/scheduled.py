@@ -11,9 +11,10 @@ from typing import TypeVar, cast
 
 from ferrodist import _native
 from ferrodist.backends import verdict
-from ferrodist.backends.base import Algorithm, Backend, Body, Counts, ProgressThread
+from ferrodist.backends.base import Algorithm, Backend, Body, Counts
 from ferrodist.backends.control import Control
 from ferrodist.backends.messenger import Messenger
+from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.walker import Task, walk
 from ferrodist.backends.watches import CallWatch
 from ferrodist.buffer import Buffer, DType
