@@ -68,3 +68,13 @@ def test_example_is_short_and_says_how_to_run_it(name: str) -> None:
         ast.get_docstring(ast.parse(text), clean=False) or ""
     )
     assert len(text.splitlines()) < 60
+
+
+def test_the_first_example_of_the_readme_prints_what_it_says() -> None:
+    text = (EXAMPLES.parent / "README.md").read_text()
+    program = text.split("```python\n", 1)[1].split("```", 1)[0]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() in program.splitlines()[-1]
+    assert done.stdout.strip()
