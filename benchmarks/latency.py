@@ -52,10 +52,10 @@ def slowest_rank(call: Callable[..., object], world: int, count: int, repeats: i
 
 def calls_table(worlds: list[int], repeats: int) -> Table:
     table = Table(title="simulated ranks, median microseconds a call, slowest rank")
-    table.add_column("call")
+    table.add_column("call", no_wrap=True)
     for world in worlds:
-        table.add_column(f"{world} ranks, 64 B", justify="right")
-        table.add_column(f"{world} ranks, 1 MiB", justify="right")
+        table.add_column(f"{world} x 64 B", justify="right", no_wrap=True)
+        table.add_column(f"{world} x 1 MiB", justify="right", no_wrap=True)
     for name, call in CALLS.items():
         row = []
         for world in worlds:
@@ -80,7 +80,7 @@ def import_seconds(module: str) -> float:
 @click.command(help=__doc__)
 @click.option("--repeats", default=200, show_default=True, help="calls per sample")
 def main(repeats: int) -> None:
-    console = Console()
+    console = Console(width=110)  # a log is no narrower than the table
     console.print(calls_table([2, 4, 8], repeats))
     numpy_seconds, ferrodist_seconds = import_seconds("numpy"), import_seconds("ferrodist")
     console.print(

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ferrodist import _native
 from ferrodist.backends import verdict
@@ -15,6 +15,7 @@ from ferrodist.backends.base import Algorithm, Backend, Body, Counts
 from ferrodist.backends.control import Control
 from ferrodist.backends.messenger import Messenger
 from ferrodist.backends.progress import ProgressThread
+from ferrodist.backends.walk_plan import WalkPlan, lengths_of, make_plan
 from ferrodist.backends.walker import Task, walk
 from ferrodist.backends.watches import CallWatch
 from ferrodist.buffer import Buffer, DType
@@ -35,7 +36,6 @@ from ferrodist.schedules import (
     choose,
     compile_table,
     find,
-    layouts,
     traits,
 )
 from ferrodist.transports.base import Expected, Transport
@@ -46,6 +46,9 @@ T = TypeVar("T")
 
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its turn
 _SCHEDULED_AS = {Kind.ALL_GATHER_UNEVEN: Kind.ALL_GATHER, Kind.ALL_TO_ALL_UNEVEN: Kind.ALL_TO_ALL}
+
+
+_MOST_PLANS = 256
 
 
 class ScheduledBackend(Backend):
@@ -62,6 +65,7 @@ class ScheduledBackend(Backend):
         self._control = control
         self._model = model
         self._messenger = Messenger(transport, control, rank)
+        self._plans: dict[tuple[Any, ...], WalkPlan] = {}
         self._messages: list[threading.Thread] = []  # those in flight
 
     # -- collectives ----------------------------------------------------------------------------
@@ -136,6 +140,29 @@ class ScheduledBackend(Backend):
         return choose(
             kind, self.world_size, nbytes, half=dtype.is_half, in_order=in_order, model=self._model
         )
+
+    def plan_walk(
+        self,
+        kind: Kind,
+        op: ReduceOp | None,
+        root: int,
+        dtype: DType,
+        lengths: Lengths,
+        algorithm: Algorithm,
+        in_order: bool,
+    ) -> WalkPlan:
+        """Work out what a collective needs besides its buffers; kept, for it will come again."""
+        key = (kind, op, root, dtype, lengths, algorithm, in_order)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            schedule = self.pick(kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order)
+            table = compile_table(schedule, self.world_size, self.rank, root)
+            found = traits(schedule, self.world_size, root)
+            plan = make_plan(table, found, op, dtype, lengths, self.config.segment_nbytes)
+            self._plans[key] = plan
+        return plan
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up, and every group split off it."""
@@ -261,33 +288,29 @@ class _Talk:
         in_place: bool = False,
     ) -> None:
         """Do one whole collective: pick the schedule, walk its table over every segment."""
-        backend, config = self._backend, self._backend.config
+        backend = self._backend
         sample = source or target
         dtype = sample.dtype if sample else DType.UINT8
-        lengths = _lengths(kind, backend.rank, backend.world_size, source, target, counts)
-        schedule = backend.pick(kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order)
-        found = traits(schedule, backend.world_size, root)
-        if in_place and not found.alias_safe and source is not None:
+        lengths = lengths_of(kind, backend.rank, backend.world_size, source, target, counts)
+        plan = backend.plan_walk(kind, op, root, dtype, lengths, algorithm, in_order)
+        if in_place and not plan.alias_safe and source is not None:
             in_place = False
             source = Buffer(memoryview(bytes(source.memory)), source.dtype, source.shape)
-        is_mean = op is ReduceOp.MEAN
         task = Task(
-            compile_table(schedule, backend.world_size, backend.rank, root),
+            plan.table,
             source,
             target,
             dtype,
-            # Unfinished sums that travel are plain sums; the division comes at the end.
-            ReduceOp.SUM if op is None or (is_mean and found.partials) else op,
-            backend.world_size if is_mean else 1,
-            dtype.is_half and found.partials,
+            plan.op,
+            plan.divisor,
+            plan.is_wide,
             in_place,
-            config.piece_nbytes,
+            backend.config.piece_nbytes,
         )
-        itemsize = 4 if task.is_wide else dtype.itemsize
-        for layout in layouts(task.table, lengths, itemsize, segment_nbytes=config.segment_nbytes):
+        for layout in plan.layouts:
             walk(task, layout, self._exchange)
-        if is_mean and found.partials and not task.is_wide and target is not None:
-            _native.fold(dtype, ReduceOp.MEAN, target.memory, [target.memory], backend.world_size)
+        if plan.divides_at_end and target is not None:
+            _native.fold(dtype, ReduceOp.MEAN, target.memory, [target.memory], plan.divisor)
 
     def disagree(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
         """Report the difference, then wait for the verdict that all ranks get."""
@@ -314,36 +337,3 @@ class _Talk:
             )
         transport.send(self._members[to], frame, watch)
         return None
-
-
-def _lengths(
-    kind: Kind,
-    rank: int,
-    world: int,
-    source: Buffer | None,
-    target: Buffer | None,
-    counts: Counts | None,
-) -> Lengths:
-    """Say how long the arrays of a call are; the same on every rank but for its own blocks."""
-    if kind is Kind.BARRIER:
-        return Lengths(0)
-    if counts is not None:
-        return _uneven_lengths(kind, rank, counts)
-    if kind in (Kind.ALL_GATHER, Kind.GATHER):
-        assert source is not None
-        return Lengths(source.count * world)
-    if kind is Kind.SCATTER:
-        assert target is not None
-        return Lengths(target.count * world)
-    array = source if source is not None else target
-    assert array is not None
-    return Lengths(array.count)
-
-
-def _uneven_lengths(kind: Kind, rank: int, counts: Counts) -> Lengths:
-    if kind is not Kind.ALL_TO_ALL:
-        blocks = tuple(int(count) for count in counts)  # type: ignore[arg-type]  # one row
-        return Lengths(sum(blocks), blocks)
-    rows = [tuple(row) for row in counts]  # type: ignore[arg-type]  # one row per sender
-    total = sum(map(sum, rows)) // len(rows)
-    return Lengths(total, rows[rank], tuple(row[rank] for row in rows))

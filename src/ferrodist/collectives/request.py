@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar
 
 from ferrodist.arrays import Taken, check_number
-from ferrodist.backends.base import Algorithm, Backend, Body, Conversation
+from ferrodist.backends.base import Algorithm, Backend, Body, Conversation, Counts
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.config import DEFAULT, Timeout, check_timeout
@@ -101,18 +101,26 @@ class Request:
         return run(call, body, self.deadline, finish)
 
     def run(
-        self, talk: Conversation, source: Buffer | None, target: Buffer | None, **options: Any
+        self,
+        talk: Conversation,
+        source: Buffer | None,
+        target: Buffer | None,
+        *,
+        kind: Kind | None = None,
+        counts: Counts | None = None,
+        in_place: bool = False,
     ) -> None:
-        """Do the collective the call is named after."""
+        """Do the collective the call is named after, or ``kind`` with the same options."""
         talk.run(
-            options.pop("kind", self.kind),
+            self.kind if kind is None else kind,
             source,
             target,
             op=self.op,
             root=self.root or 0,
+            counts=counts,
             algorithm=self.algorithm,
             in_order=self.reproducible,
-            **options,
+            in_place=in_place,
         )
 
     def check_op(self, taken: Taken, where: str) -> None:

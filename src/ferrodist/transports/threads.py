@@ -141,7 +141,7 @@ class ThreadTransport:
 
     def send(self, peer: int, frame: Frame, watch: Watch) -> None:
         """Copy the payload and hand it over; never waits for the receiver."""
-        copied = frame._replace(payload=bytes(frame.payload))
+        copied = Frame(frame.group, frame.sequence, frame.fingerprint, bytes(frame.payload))
         self.switch.carry(self.rank, peer, copied, watch)
 
     def recv(self, peer: int, expected: Expected, watch: Watch) -> memoryview:

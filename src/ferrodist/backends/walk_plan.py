@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""WalkPlan: what a collective needs besides its buffers, worked out once for like calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ferrodist.backends.base import Counts
+from ferrodist.buffer import Buffer, DType
+from ferrodist.call import Kind
+from ferrodist.reduce_op import ReduceOp
+from ferrodist.schedules import Layout, Lengths, Table, Traits, layouts
+
+
+class WalkPlan(NamedTuple):
+    """The steps of one rank, where its cells lie, and how to fold."""
+
+    table: Table
+    layouts: tuple[Layout, ...]
+    op: ReduceOp
+    divisor: int
+    is_wide: bool
+    divides_at_end: bool
+    alias_safe: bool
+
+
+def make_plan(
+    table: Table,
+    traits: Traits,
+    op: ReduceOp | None,
+    dtype: DType,
+    lengths: Lengths,
+    segment_nbytes: int,
+) -> WalkPlan:
+    """Decide how a table is walked over arrays of these lengths."""
+    is_mean, is_wide = op is ReduceOp.MEAN, dtype.is_half and traits.partials
+    itemsize = 4 if is_wide else dtype.itemsize
+    return WalkPlan(
+        table=table,
+        layouts=tuple(layouts(table, lengths, itemsize, segment_nbytes=segment_nbytes)),
+        # Unfinished sums that travel are plain sums; the division comes at the end.
+        op=ReduceOp.SUM if op is None or (is_mean and traits.partials) else op,
+        divisor=table.world if is_mean else 1,
+        is_wide=is_wide,
+        divides_at_end=is_mean and traits.partials and not is_wide,
+        alias_safe=traits.alias_safe,
+    )
+
+
+def lengths_of(
+    kind: Kind,
+    rank: int,
+    world: int,
+    source: Buffer | None,
+    target: Buffer | None,
+    counts: Counts | None,
+) -> Lengths:
+    """Say how long the arrays of a call are; the same on every rank but for its own blocks."""
+    if kind is Kind.BARRIER:
+        return Lengths(0)
+    if counts is not None:
+        return _uneven_lengths(kind, rank, counts)
+    if kind in (Kind.ALL_GATHER, Kind.GATHER):
+        assert source is not None
+        return Lengths(source.count * world)
+    if kind is Kind.SCATTER:
+        assert target is not None
+        return Lengths(target.count * world)
+    array = source if source is not None else target
+    assert array is not None
+    return Lengths(array.count)
+
+
+def _uneven_lengths(kind: Kind, rank: int, counts: Counts) -> Lengths:
+    if kind is not Kind.ALL_TO_ALL:
+        blocks = tuple(int(count) for count in counts)  # type: ignore[arg-type]  # one row
+        return Lengths(sum(blocks), blocks)
+    rows = [tuple(row) for row in counts]  # type: ignore[arg-type]  # one row per sender
+    total = sum(map(sum, rows)) // len(rows)
+    return Lengths(total, rows[rank], tuple(row[rank] for row in rows))
