@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import itertools
 import threading
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ from ferrodist import (
     SizeMismatch,
 )
 from ferrodist.call import Kind
-from ferrodist.schedules import Fold, Recv, Schedule, Send, Step, mine, out, scratch, verify
+from ferrodist.schedules import Copy, Fold, Recv, Schedule, Send, Step, mine, out, scratch, verify
 from ferrodist.testing import Faults, run_ranks
 from helpers import Gate, errors_by_rank
 
@@ -49,17 +48,6 @@ def test_a_rank_behind_a_final_verdict_still_gets_one_of_its_own():
     assert all(error is not None for error in errors)
 
 
-def test_an_abort_reaches_a_rank_behind_an_earlier_verdict():
-    def body(backend):
-        if backend.rank == 1:
-            return
-        ferrodist.allreduce(1, backend)
-
-    for _ in range(20):
-        errors = errors_by_rank(4, body)
-        assert [type(error) for error in errors] == [RankLost, type(None), RankLost, RankLost]
-
-
 def receives_one_chunk_and_folds_another(rank, world, root):
     other = 1 - rank
     yield Step(Send(other, (mine(1),)), Recv(other, (scratch(1),)))
@@ -72,11 +60,18 @@ def receives_one_chunk_and_folds_another(rank, world, root):
 
 
 def sends_two_chunks_while_folding_one(rank, world, root):
-    other = 1 - rank
-    yield Step(Send(other, (mine(0), mine(1))), Recv(other, (scratch(0), scratch(1))))
+    """Rank 1 must have sent all of chunk 1 before it folds what arrives into it."""
+    if rank == 1:
+        yield Step(then=(Copy(out(0), mine(0)),))
+        yield Step(then=(Copy(out(1), mine(1)),))
+        fold = Fold(out(1), (scratch(1), out(1)))
+        yield Step(Send(0, (out(0), out(1))), Recv(0, (scratch(1),)), (fold,))
+        yield Step(recv=Recv(0, (out(0),)))
+        return
+    yield Step(Send(1, (mine(1),)), Recv(1, (scratch(0), scratch(1))))
     for chunk in (0, 1):
-        pair = (mine(chunk), scratch(chunk)) if rank == 0 else (scratch(chunk), mine(chunk))
-        yield Step(then=(Fold(out(chunk), pair),))
+        yield Step(then=(Fold(out(chunk), (mine(chunk), scratch(chunk))),))
+    yield Step(send=Send(1, (out(0),)))
 
 
 @pytest.mark.parametrize("count", [1, 5, 7, 4099])
@@ -196,17 +191,18 @@ def test_a_callback_that_fails_or_waits_does_not_stop_the_calls_behind_it(caplog
     assert run_ranks(2, body) == [8, 8]
 
 
-def test_a_send_in_flight_makes_no_ring_of_a_healthy_exchange():
+def test_a_send_in_flight_that_expires_does_not_fail_the_others():
     def body(backend):
         large, other = np.ones(100_000), 1 - backend.rank
-        work = ferrodist.send(large, other, backend, async_op=True, timeout=10)
-        ferrodist.send(large, other, backend, tag=1) if backend.rank == 0 else ferrodist.recv(
-            large, other, backend, tag=1
-        )
-        ferrodist.recv(large, other, backend)
+        timeout = 0.2 if backend.rank == 0 else 20
+        work = ferrodist.send(large, other, backend, async_op=True, timeout=timeout)
+        ferrodist.barrier(backend)
+        if backend.rank == 0:
+            assert isinstance(work.exception(10), CollectiveTimeout)
+            return ferrodist.recv(large, other, backend).sum()
         return work.wait(10)
 
-    assert run_ranks(2, body) == [None, None]
+    assert run_ranks(2, body) == [100_000, None]
 
 
 def test_an_abort_after_a_mismatch_leaves_the_mismatch_to_all():
@@ -523,17 +519,6 @@ def test_counts_out_of_all_proportion_are_refused():
     (backend,) = SimulatedBackend.create_group(1)
     with pytest.raises(InvalidArgument, match="recv_counts"):
         ferrodist.all_to_all_uneven(np.ones(1), [1], backend, recv_counts=[2**70])
-
-
-def test_pieces_are_whole_elements_for_every_allowed_size():
-    for nbytes, dtype in itertools.product((4096, 4112), (np.complex128, np.float32)):
-        config = Config(piece_nbytes=nbytes, segment_nbytes=1 << 20)
-        results = run_ranks(
-            2,
-            lambda b, dtype=dtype: ferrodist.allreduce(np.ones(3000, dtype), b, algorithm="ring"),
-            config=config,
-        )
-        assert (results[0] == 2).all()
 
 
 def test_errors_of_a_group_say_which_group():
