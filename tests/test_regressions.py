@@ -433,26 +433,29 @@ def test_closing_in_the_middle_of_a_call_does_not_wait_for_what_is_in_flight():
         ferrodist.barrier(other)
 
 
-def test_a_callback_that_never_ends_is_named_on_every_rank():
-    release = threading.Event()
+def test_a_callback_that_holds_up_a_queue_is_named_on_the_ranks_that_wait_too():
+    gate, told = Gate(), threading.Event()
 
     def body(backend):
-        work = ferrodist.allreduce(1, backend, async_op=True)
         if backend.rank == 1:
-            work.wait(10)
-            ferrodist.barrier(backend, timeout=None)
-        work.add_done_callback(lambda work: release.wait(20))
-        works = [ferrodist.allreduce(1, backend, async_op=True, timeout=None) for _ in range(2)]
+            gate.pass_through(1)
+            ferrodist.allreduce(1, backend)
+            try:
+                ferrodist.allreduce(1, backend, timeout=None)
+            finally:
+                told.set()
+        work = ferrodist.allreduce(1, backend, async_op=True)
+        work.add_done_callback(lambda work: told.wait(5))
+        gate.pass_through(0)
+        queued = [ferrodist.allreduce(1, backend, async_op=True, timeout=None) for _ in range(2)]
         try:
             ferrodist.barrier(backend, timeout=0.3)
         finally:
-            release.set()
-            for other in works:
-                other.exception(10)
+            assert all(one.exception(10) is not None for one in queued)
 
-    # Rank 0's callback may run before or after it is added; both must end in an error for all.
     errors = errors_by_rank(2, body, timeout=20)
-    assert all(error is not None for error in errors)
+    assert [type(error) for error in errors] == [CollectiveTimeout, CollectiveTimeout]
+    assert [error.missing for error in errors] == [[0], [0]]
 
 
 def test_numbers_of_numpy_are_numbers():

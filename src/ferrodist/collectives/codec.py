@@ -2,7 +2,8 @@
 """Objects to bytes and back, by msgpack with a few types of our own. Reading never runs code.
 
 Tuples and sets are lists that begin with a mark, so that nesting stays msgpack's own and bounded.
-Pickle is used only where the caller asked for it by name, on both sides.
+Pickle is used only where the caller asked for it by name, on both sides. Today those are threads of
+one process; a backend that reaches further must authenticate its peers before it allows this.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def encode(value: Any, use_pickle: bool, where: str) -> bytes:
 def decode(data: bytes | memoryview, use_pickle: bool) -> Any:
     """Read an object back. Bytes that were not made by ``encode`` raise ProtocolError."""
     if use_pickle:
-        return pickle.loads(data)  # asked for by name on this rank; the group is authenticated
+        return pickle.loads(data)  # asked for by name, on this rank too: see the module docstring
     import msgpack
 
     try:
