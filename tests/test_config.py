@@ -16,6 +16,9 @@ GOOD = {
     "segment_nbytes": ("65536", 65536),
     "fuse_nbytes": ("4096", 4096),
     "threads_link": ("1e-6, 1e-9, 1e-10, 1e-6", (1e-6, 1e-9, 1e-10, 1e-6)),
+    "join_timeout": ("5", 5.0),
+    "heartbeat": ("0.2", 0.2),
+    "silence": ("1", 1.0),
 }
 
 

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Job and Member: what a rank knows before the ranks have met, and what it has afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ferrodist.config import SECRET_NBYTES
+from ferrodist.errors import InvalidArgument, InvalidRank, InvalidWorldSize
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank's place in a job. All its ranks have the same name, world size and secret."""
+
+    name: str
+    rank: int
+    world_size: int
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise InvalidWorldSize(f"world size {self.world_size} is not above zero")
+        if not 0 <= self.rank < self.world_size:
+            raise InvalidRank(
+                f"rank {self.rank} is not one of a world of {self.world_size}",
+                rank=self.rank,
+                world_size=self.world_size,
+            )
+        if len(self.secret) != SECRET_NBYTES:
+            raise InvalidArgument(
+                f"the secret of a job is {SECRET_NBYTES} bytes, got {len(self.secret)}"
+            )
+
+
+class Member(NamedTuple):
+    """A rank that has joined; whoever gets it closes both files.
+
+    ``arena`` is the memory it shows to the others, ``watch`` becomes readable when it is gone.
+    """
+
+    rank: int
+    pid: int
+    arena: int
+    watch: int

@@ -1,0 +1,655 @@
+"""The ranks of a job find each other, prove themselves, and name whoever keeps them from it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ferrodist import AuthenticationError, InvalidArgument, ProtocolError, RendezvousError
+from ferrodist.deadline import Deadline
+from ferrodist.rendezvous import Job, Member, handshake, host, meet, roster, watch
+from ferrodist.rendezvous.guest import HELLO
+from ferrodist.rendezvous.handshake import greet_host
+from ferrodist.rendezvous.link import Kind, Link, drive
+from ferrodist.rendezvous.unix_socket import address_of, try_connect
+
+pytestmark = pytest.mark.timeout(60)
+
+is_root = os.geteuid() == 0
+
+
+def new_jobs(world_size: int) -> list[Job]:
+    name, secret = f"test-{secrets.token_hex(8)}", secrets.token_bytes(32)
+    return [Job(name, rank, world_size, secret) for rank in range(world_size)]
+
+
+class Rank(threading.Thread):
+    """One rank in a thread: meets the others and keeps the members, or the error."""
+
+    def __init__(self, job: Job, timeout: float = 20.0) -> None:
+        super().__init__(daemon=True)
+        self.job, self.timeout = job, timeout
+        self.members: list[Member] = []
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        self.start()
+
+    def run(self) -> None:
+        arena = os.memfd_create("test")
+        os.write(arena, f"arena {self.job.rank}".encode())
+        start = time.monotonic()
+        try:
+            self.members = meet(self.job, arena, self.timeout)
+        except Exception as error:  # noqa: BLE001 -- the test looks at it
+            self.error = error
+        self.seconds = time.monotonic() - start
+        os.close(arena)
+
+    def end(self) -> Rank:
+        self.join(40)
+        assert not self.is_alive()
+        return self
+
+
+def meet_all(jobs: list[Job], timeout: float = 20.0) -> list[Rank]:
+    ranks = [Rank(job, timeout) for job in jobs]
+    return [rank.end() for rank in ranks]
+
+
+def close_members(*ranks: Rank) -> None:
+    for rank in ranks:
+        for member in rank.members:
+            os.close(member.arena)
+            os.close(member.watch)
+
+
+def check_met(ranks: list[Rank]) -> None:
+    """Check that every rank has everybody's files, and close them."""
+    for rank in ranks:
+        assert rank.error is None, rank.error
+        assert [member.rank for member in rank.members] == list(range(len(ranks)))
+        for member in rank.members:
+            assert os.pread(member.arena, 20, 0) == f"arena {member.rank}".encode()
+            assert member.pid == os.getpid()
+            assert not is_readable(member.watch)
+            assert not os.get_inheritable(member.arena)
+            assert not os.get_inheritable(member.watch)
+    close_members(*ranks)
+
+
+def is_readable(file: int, seconds: float = 0.0) -> bool:
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_open() -> Iterator[None]:
+    def files() -> list[str]:
+        return sorted(os.listdir("/proc/self/fd"))
+
+    before = files()
+    yield
+    assert files() == before
+
+
+@contextlib.contextmanager
+def connected(job: Job) -> Iterator[Link]:
+    """Connect by hand, as a rank or a stranger would."""
+    deadline = Deadline(10)
+    while (connection := try_connect(job)) is None:
+        assert deadline.remaining() > 0
+    link = Link(connection)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def join_by_hand(link: Link, job: Job) -> None:
+    """Become a guest, and do nothing more."""
+    drive(greet_host(link, job), link, Deadline(10))
+    arena = os.memfd_create("test")
+    lifeline = watch.Lifeline()
+    link.send(Kind.HELLO, HELLO.pack(os.getpid(), 20.0), [arena, lifeline.watch])
+    lifeline.close()
+    os.close(arena)
+
+
+@pytest.fixture
+def admitted(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Count the guests that hosts in this process have admitted."""
+    count = threading.Semaphore(0)
+    admit = host.Host._admit
+
+    def admit_and_count(*args: object) -> None:
+        admit(*args)
+        count.release()
+
+    monkeypatch.setattr(host.Host, "_admit", admit_and_count)
+    return count
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 40])
+def test_every_rank_gets_the_files_of_all(world_size):
+    check_met(meet_all(new_jobs(world_size)))
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other():
+    ranks = [[Rank(job) for job in new_jobs(3)] for _ in range(2)]
+    for one in ranks:
+        check_met([rank.end() for rank in one])
+
+
+def test_the_address_is_free_again_afterwards():
+    jobs = new_jobs(2)
+    for _ in range(3):
+        check_met(meet_all(jobs))
+
+
+def test_a_repr_does_not_show_the_secret():
+    (job,) = new_jobs(1)
+    assert "secret" not in repr(job)
+    assert repr(job.secret) not in repr(job)
+
+
+@pytest.mark.parametrize("change", [{"secret": b"short"}, {"rank": 2}, {"world_size": 0}])
+def test_a_job_that_cannot_be_is_refused(change):
+    facts = {"name": "x", "rank": 0, "world_size": 2, "secret": bytes(32)} | change
+    with pytest.raises(InvalidArgument):
+        Job(**facts)
+
+
+# -- ranks that do not come, or come twice ----------------------------------------------------
+
+
+def test_missing_ranks_are_named_on_every_rank_that_came():
+    jobs = new_jobs(4)
+    ranks = meet_all([jobs[0], jobs[2]], timeout=0.5)
+    for rank in ranks:
+        assert isinstance(rank.error, RendezvousError)
+        assert rank.error.missing == [1, 3]
+        text = str(rank.error)
+        assert "rank 1, rank 3 of 4 did not join" in text
+        assert f"here: rank 0 (pid {os.getpid()}), rank 2 (pid {os.getpid()})" in text
+        assert rank.seconds < 1.0
+
+
+def test_a_guest_with_less_time_hears_the_reasons_too():
+    jobs = new_jobs(3)
+    ranks = [Rank(jobs[0], timeout=30.0), Rank(jobs[1], timeout=0.5)]
+    for rank in ranks:
+        assert rank.end().error.missing == [2]
+        assert rank.seconds < 1.0
+
+
+def test_rank_0_missing_is_said_by_the_others():
+    jobs = new_jobs(3)
+    for rank in meet_all(jobs[1:], timeout=0.3):
+        assert isinstance(rank.error, RendezvousError)
+        assert rank.error.missing == [0]
+        assert repr(jobs[0].name) in str(rank.error)
+        assert address_of(jobs[0].name) in str(rank.error)
+        assert rank.seconds < 1.0
+
+
+def test_a_second_process_of_one_rank_is_refused_and_the_job_goes_on(admitted):
+    jobs = new_jobs(3)
+    first = [Rank(jobs[0]), Rank(jobs[1])]
+    assert admitted.acquire(timeout=10)
+    second = Rank(jobs[1]).end()
+    assert isinstance(second.error, RendezvousError)
+    assert second.error.rank == 1
+    assert f"rank 1 has joined already, as pid {os.getpid()}; pid {os.getpid()} is a" in str(
+        second.error
+    )
+    check_met([rank.end() for rank in [*first, Rank(jobs[2])]])
+
+
+def test_another_world_size_is_refused_naming_both_and_the_job_goes_on():
+    jobs = new_jobs(2)
+    first = Rank(jobs[0])
+    odd = Rank(Job(jobs[1].name, 1, 5, jobs[1].secret)).end()
+    assert isinstance(odd.error, RendezvousError)
+    assert "rank 1 was started for a world of 5, rank 0 for a world of 2" in str(odd.error)
+    check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+
+
+def test_a_rank_that_was_refused_is_explained_when_it_is_missing():
+    jobs = new_jobs(2)
+    first = Rank(jobs[0], timeout=1.0)
+    Rank(Job(jobs[1].name, 1, 5, jobs[1].secret)).end()
+    assert "refused pid" in str(first.end().error)
+    assert "for a world of 5" in str(first.error)
+
+
+def test_a_rank_0_of_a_job_that_runs_already_is_told_so():
+    jobs = new_jobs(2)
+    first = Rank(jobs[0])
+    with connected(jobs[0]):  # so the first one listens
+        second = Rank(jobs[0]).end()
+    assert isinstance(second.error, RendezvousError)
+    assert f"a rank 0 of job {jobs[0].name!r} is there already" in str(second.error)
+    assert second.seconds < 1.0
+    check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+
+
+# -- ranks that die ------------------------------------------------------------------------------
+
+
+def test_a_guest_that_leaves_before_all_have_come_is_named_everywhere(admitted):
+    jobs = new_jobs(4)
+    ranks = [Rank(jobs[0]), Rank(jobs[1])]
+    assert admitted.acquire(timeout=10)
+    with connected(jobs[2]) as link:
+        join_by_hand(link, jobs[2])
+        assert admitted.acquire(timeout=10)
+    for rank in ranks:
+        assert isinstance(rank.end().error, RendezvousError)
+        assert rank.error.rank == 2
+        assert "rank 2 (pid" in str(rank.error)
+        assert rank.seconds < 5
+
+
+def test_a_guest_that_leaves_while_files_are_handed_out_is_named_everywhere():
+    jobs = new_jobs(3)
+    ranks = [Rank(jobs[0]), Rank(jobs[1])]
+    with connected(jobs[2]) as link:
+        join_by_hand(link, jobs[2])
+        message = drive(link.receive(Kind.ROSTER), link, Deadline(10))
+        for file in message.files:
+            os.close(file)
+    for rank in ranks:
+        assert isinstance(rank.end().error, RendezvousError)
+        assert rank.error.rank == 2
+
+
+RANK_0 = """
+import os, sys
+from ferrodist.rendezvous import Job, host, meet
+
+admit = host.Host._admit
+def admit_and_say_so(*args):
+    admit(*args)
+    print("joined", flush=True)
+host.Host._admit = admit_and_say_so
+name, secret = sys.stdin.readline().split()
+meet(Job(name, 0, 3, bytes.fromhex(secret)), os.memfd_create("test"), 30)
+"""
+
+
+def test_the_death_of_rank_0_is_noticed_at_once():
+    jobs = new_jobs(3)
+    command = [sys.executable, "-c", RANK_0]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(f"{jobs[0].name} {jobs[0].secret.hex()}\n".encode())
+        process.stdin.flush()
+        rank = Rank(jobs[1], timeout=30.0)
+        assert process.stdout.readline() == b"joined\n"
+        process.kill()
+        killed = time.monotonic()
+        rank.end()
+        assert time.monotonic() - killed < 1.0
+    assert isinstance(rank.error, RendezvousError)
+    assert rank.error.rank == 0
+    assert f"(pid {process.pid}) is gone" in str(rank.error)
+
+
+RANK_1 = """
+import os, sys
+from ferrodist.rendezvous import Job, meet, watch
+
+if sys.argv[1] == "lifeline":
+    watch.try_pidfd = lambda pid: None
+name, secret = sys.stdin.readline().split()
+meet(Job(name, 1, 2, bytes.fromhex(secret)), os.memfd_create("test"), 30)
+child = os.fork()
+if child == 0:
+    sys.stdin.read()  # outlives its parent
+    os._exit(0)
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", ["pidfd", "lifeline"])
+def test_a_watch_tells_when_a_process_is_gone_even_if_a_child_of_it_lives_on(kind, monkeypatch):
+    if kind == "lifeline":
+        monkeypatch.setattr(host, "try_peer_pidfd", lambda connection, pid: None)
+    jobs = new_jobs(2)
+    command = [sys.executable, "-c", RANK_1, kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(f"{jobs[0].name} {jobs[0].secret.hex()}\n".encode())
+        process.stdin.flush()
+        rank = Rank(jobs[0]).end()
+        assert rank.error is None
+        assert process.stdout.readline() == b"met\n"
+        assert rank.members[1].pid == process.pid
+        assert not is_readable(rank.members[1].watch)
+        process.kill()
+        assert is_readable(rank.members[1].watch, seconds=5)
+    close_members(rank)
+
+
+def test_where_there_are_no_pidfds_lifelines_do_and_nothing_else_stays_open(monkeypatch):
+    monkeypatch.setattr(watch, "try_pidfd", lambda pid: None)
+    monkeypatch.setattr(host, "try_peer_pidfd", lambda connection, pid: None)
+    held_before = set(watch._HELD)
+    check_met(meet_all(new_jobs(3)))
+    held = watch._HELD - held_before
+    assert len(held) == 3  # one of each rank, here all in one process
+    for file in held:
+        assert not os.get_inheritable(file)
+        watch._HELD.discard(file)
+        os.close(file)
+
+
+def test_peer_pidfds_fall_back_to_the_pid(monkeypatch):
+    monkeypatch.setattr(watch, "_SO_PEERPIDFD", 1 << 20)
+    check_met(meet_all(new_jobs(2)))
+
+
+# -- strangers -----------------------------------------------------------------------------------
+
+
+def test_a_wrong_secret_is_refused_at_once_and_the_job_goes_on():
+    jobs = new_jobs(2)
+    first = Rank(jobs[0])
+    stranger = Rank(Job(jobs[1].name, 1, 2, secrets.token_bytes(32))).end()
+    assert isinstance(stranger.error, AuthenticationError)
+    assert stranger.seconds < 1.0
+    assert stranger.job.secret.hex() not in str(stranger.error)
+    check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+
+
+def test_a_guest_without_proof_is_told_and_the_job_goes_on():
+    jobs = new_jobs(2)
+    first = Rank(jobs[0])
+    with connected(jobs[0]) as link:
+        link.send(Kind.GREETING, handshake._new_greeting(jobs[1]).pack())
+        drive(link.receive(Kind.GREETING), link, Deadline(10))
+        drive(link.receive(Kind.PROOF), link, Deadline(10))
+        link.send(Kind.PROOF, bytes(32))
+        message = drive(link.receive(Kind.FAILURE), link, Deadline(10))
+        assert b"AuthenticationError" in message.body
+    check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+
+
+def test_an_old_conversation_cannot_be_used_again():
+    jobs = new_jobs(2)
+    greeting = handshake._new_greeting(jobs[1]).pack()
+    first = Rank(jobs[0])
+    with connected(jobs[0]) as link:
+        link.send(Kind.GREETING, greeting)
+        theirs = drive(link.receive(Kind.GREETING), link, Deadline(10)).body
+        old_proof = handshake._prove(jobs[1], b"gues", greeting, theirs)
+    with connected(jobs[0]) as link:
+        link.send(Kind.GREETING, greeting)
+        drive(link.receive(Kind.GREETING), link, Deadline(10))
+        own = drive(link.receive(Kind.PROOF), link, Deadline(10)).body
+        assert own != old_proof
+        link.send(Kind.PROOF, old_proof)
+        assert drive(link.receive(Kind.FAILURE), link, Deadline(10))
+    check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+
+
+NONSENSE = [
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    b"frd1\x01\xff\xff\xff\xff",
+    b"frd1\x01\x00\x00\x00\x48" + b"\xff" * 72,
+    b"frd1\x07\x00\x00\x00\x00",
+    bytes(4096),
+]
+
+
+@pytest.mark.parametrize("data", NONSENSE, ids=range(len(NONSENSE)))
+def test_nonsense_is_turned_away_and_the_job_goes_on(data):
+    jobs = new_jobs(2)
+    first = Rank(jobs[0])
+    with connected(jobs[0]) as link, contextlib.suppress(BrokenPipeError):
+        link.socket.send(data)
+        link.socket.shutdown(socket.SHUT_WR)
+    check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+
+
+def test_strangers_that_say_nothing_or_little_hold_up_nobody():
+    jobs = new_jobs(3)
+    first = Rank(jobs[0])
+    with contextlib.ExitStack() as stack:
+        for number in range(200):  # more than may be there at once
+            link = stack.enter_context(connected(jobs[0]))
+            if number % 2:
+                link.socket.send(b"frd1")
+        rest = [Rank(job) for job in jobs[1:]]
+        ranks = [rank.end() for rank in [first, *rest]]
+    assert ranks[1].seconds < 3.0
+    check_met(ranks)
+
+
+def test_a_thousand_strangers_cost_nothing_and_one_line_a_second(caplog):
+    jobs = new_jobs(2)
+    with caplog.at_level(logging.WARNING, "ferrodist"):
+        first = Rank(jobs[0])
+        for _ in range(1000):
+            with connected(jobs[0]) as link, contextlib.suppress(BrokenPipeError):
+                link.socket.send(secrets.token_bytes(64))
+        check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+    assert 1 <= len(caplog.records) <= first.seconds + 1
+    assert jobs[0].secret.hex() not in caplog.text
+
+
+def test_ranks_that_are_asked_to_come_again_do(monkeypatch):
+    monkeypatch.setattr(host, "_MOST_STRANGERS", -3)  # of four ranks one is served at a time
+    check_met(meet_all(new_jobs(4)))
+
+
+def test_a_visitor_that_takes_too_long_is_sent_away(monkeypatch):
+    monkeypatch.setattr(host, "_VISIT_SECONDS", 0.1)
+    jobs = new_jobs(2)
+    first = Rank(jobs[0])
+    with connected(jobs[0]) as link:
+        drive(link.receive(Kind.BUSY), link, Deadline(10))
+    check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+
+
+FOREIGN_GUEST = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as s:
+    s.connect("\\0" + sys.argv[1][1:])
+    try:
+        s.send(b"frd1")
+        print(s.recv(1))
+    except ConnectionError:
+        print(b"")
+"""
+
+FOREIGN_HOST = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as s:
+    s.bind("\\0" + sys.argv[1][1:])
+    s.listen()
+    print("listening", flush=True)
+    s.accept()[0].recv(1)
+"""
+
+
+@pytest.mark.skipif(not is_root, reason="needs a second user")
+def test_a_guest_of_another_user_is_refused():
+    jobs = new_jobs(2)
+    first = Rank(jobs[0])
+    with connected(jobs[0]):
+        pass
+    command = [sys.executable, "-c", FOREIGN_GUEST, address_of(jobs[0].name)]
+    assert subprocess.check_output(command) == b"b''\n"
+    check_met([rank.end() for rank in [first, Rank(jobs[1])]])
+
+
+@pytest.mark.skipif(not is_root, reason="needs a second user")
+def test_a_host_of_another_user_is_refused():
+    jobs = new_jobs(2)
+    command = [sys.executable, "-c", FOREIGN_HOST, address_of(jobs[0].name)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"listening\n"
+        rank = Rank(jobs[1]).end()
+    assert isinstance(rank.error, AuthenticationError)
+    assert "user 65534" in str(rank.error)
+
+
+# -- what arrives is checked ------------------------------------------------------------------
+
+
+OTHER_VERSION = """
+import os, sys
+from ferrodist import ProtocolError
+from ferrodist.rendezvous import Job, handshake, meet
+
+handshake.__version__ = "9.9.9"
+name, secret = sys.stdin.readline().split()
+try:
+    meet(Job(name, 1, 3, bytes.fromhex(secret)), os.memfd_create("test"), 30)
+except ProtocolError as error:
+    print(error)
+"""
+
+
+def test_different_versions_are_named_on_every_rank(admitted):
+    jobs = new_jobs(3)
+    ranks = [Rank(jobs[0]), Rank(jobs[2])]
+    assert admitted.acquire(timeout=10)
+    secret = f"{jobs[0].name} {jobs[0].secret.hex()}\n"
+    other = subprocess.run(
+        [sys.executable, "-c", OTHER_VERSION], input=secret, capture_output=True, text=True
+    )
+    texts = [str(rank.end().error) for rank in ranks] + [other.stdout]
+    assert all(isinstance(rank.error, ProtocolError) for rank in ranks)
+    for text in texts:
+        assert "9.9.9" in text
+        assert handshake.__version__ in text
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, Link]]:
+    left, right = (Link(end) for end in socket.socketpair())
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.mark.parametrize(
+    "data", [b"frd1\x09\xff\xff\xff\xff", b"frd1\x09\x00\x01\x00\x01", b"frd2\x09" + bytes(4)]
+)
+def test_a_length_that_cannot_be_is_refused_before_anything_is_read(pair, data):
+    left, right = pair
+    left.socket.send(data)
+    with pytest.raises(ProtocolError, match="FAILURE"):
+        drive(right.receive(Kind.FAILURE), right, Deadline(5))
+
+
+def test_files_that_nobody_expects_are_closed(pair):
+    left, right = pair
+    left.send(Kind.WELCOME, files=[0, 0, 0])
+    assert drive(right.receive(Kind.WELCOME), right, Deadline(5)).files == []
+    left.send(Kind.HELLO, bytes(16), files=[0, 0, 0])
+    with contextlib.suppress(ProtocolError):
+        message = drive(right.receive(Kind.HELLO), right, Deadline(5))
+        assert len(message.files) <= 2
+        for file in message.files:
+            os.close(file)
+
+
+def test_a_message_that_stops_in_the_middle_is_an_end_of_file(pair):
+    left, right = pair
+    left.socket.send(b"frd1\x01\x00\x00\x00\x48" + bytes(10))
+    left.close()
+    with pytest.raises(EOFError):
+        drive(right.receive(Kind.GREETING), right, Deadline(5))
+
+
+def test_waiting_ends_at_the_deadline(pair):
+    with pytest.raises(TimeoutError):
+        drive(pair[0].receive(Kind.GO), pair[0], Deadline(0.05))
+
+
+def test_a_large_roster_is_cut_into_messages_that_the_kernel_takes(pair):
+    left, right = pair
+    entries = [roster.Entry(Member(rank, 1000 + rank, 0, 1), rank % 2 == 0) for rank in range(300)]
+    received = []
+    for body, files in roster.pack(entries):
+        assert len(files) <= 253
+        left.send(Kind.ROSTER, body, files)
+        received += roster.unpack(drive(right.receive(Kind.ROSTER), right, Deadline(5)))
+    assert [(e.member.rank, e.member.pid, e.is_lifeline) for e in received] == [
+        (rank, 1000 + rank, rank % 2 == 0) for rank in range(300)
+    ]
+    roster.close_entries(received)
+
+
+MANY = """
+import os, resource, secrets, sys
+from ferrodist.rendezvous import Job, meet
+
+size, limit = map(int, sys.argv[1:])
+secret = secrets.token_bytes(32)
+name = secrets.token_hex(8)
+for rank in range(1, size):
+    if os.fork() == 0:
+        break
+else:
+    rank = 0
+if rank == size - 1 and limit:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+try:
+    members = meet(Job(name, rank, size, secret), os.memfd_create("test"), 60)
+    assert len({os.fstat(member.arena).st_ino for member in members}) == size
+    text = "met"
+except Exception as error:
+    text = str(error)
+if rank:
+    os._exit(text != "met")
+codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(size - 1)]
+print(text, sum(codes))
+"""
+
+
+@pytest.mark.slow
+def test_more_ranks_than_fit_one_message_meet():
+    output = subprocess.check_output([sys.executable, "-c", MANY, "140", "0"], text=True)
+    assert output == "met 0\n"
+
+
+def test_a_rank_that_may_not_open_enough_files_says_so_and_is_named():
+    output = subprocess.check_output([sys.executable, "-c", MANY, "20", "30"], text=True)
+    assert "rank 19 (pid" in output
+    assert output.endswith(" 19\n")
+
+
+def test_ctrl_c_on_rank_0_reaches_the_guests(admitted):
+    jobs = new_jobs(3)
+    guest = Rank(jobs[1], timeout=30.0)
+    arena = os.memfd_create("test")
+
+    def interrupt() -> None:
+        assert admitted.acquire(timeout=10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        meet(jobs[0], arena, 30.0)
+    os.close(arena)
+    assert "rank 0 gave up: KeyboardInterrupt" in str(guest.end().error)
+    assert guest.seconds < 5
