@@ -7,6 +7,7 @@ import ast
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,20 +102,44 @@ def describe(function: ast.FunctionDef) -> Signature:
     return names, len(function.args.defaults), ast.get_docstring(function)
 
 
-def signatures_in_stub() -> dict[str, Signature]:
-    nodes = ast.parse(STUB.read_text()).body
-    return {node.name: describe(node) for node in nodes if isinstance(node, ast.FunctionDef)}
+def functions_of(nodes: list[ast.stmt], prefix: str = "") -> dict[str, Signature]:
+    """Describe functions, and those of classes; of properties only that they can be read."""
+    found = {}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            found |= functions_of(node.body, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            is_setter = any(isinstance(mark, ast.Attribute) for mark in node.decorator_list)
+            if not is_setter:
+                found[prefix + node.name] = describe(node)
+    return found
 
 
-def signature_in_module(name: str) -> Signature:
+def signature_of(record: Any, name: str) -> Signature:
     """Read nanobind's own record; it writes a default as a backslash and a number."""
-    ((text, docstring, *_),) = getattr(_native, name).__nb_signature__
-    (function,) = ast.parse(text.replace("\\", "") + ": ...").body
+    text, docstring, *_ = record
+    named = text.replace("\\", "").replace("def (", f"def {name}(")
+    (function,) = ast.parse(named + ": ...").body
     assert isinstance(function, ast.FunctionDef)
     names, num_defaults, _ = describe(function)
     return names, num_defaults, docstring
 
 
+def functions_of_module() -> dict[str, Signature]:
+    found = {}
+    for name, value in vars(_native).items():
+        if name.startswith("_"):
+            continue
+        if not isinstance(value, type):
+            found[name] = signature_of(value.__nb_signature__[0], name)
+            continue
+        for member, function in vars(value).items():
+            function = getattr(function, "fget", function)
+            records = getattr(function, "__nb_signature__", None)
+            if records and (member == "__init__" or not member.startswith("__")):
+                found[f"{name}.{member}"] = signature_of(records[0], member)
+    return found
+
+
 def test_stub_says_what_the_module_has() -> None:
-    public = [name for name in vars(_native) if not name.startswith("_")]
-    assert signatures_in_stub() == {name: signature_in_module(name) for name in public}
+    assert functions_of(ast.parse(STUB.read_text()).body) == functions_of_module()

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // ferrodist._native: what Python sees of native/. Only this folder knows Python; its functions
 // check arguments, release the GIL where that pays, and call.
+#include "bind/arrays.hpp"
 #include "bind/rooms.hpp"
 
 NB_MODULE(_native, module) {
-    module.doc() = "The native part of ferrodist: fold kernels and hashes.";
+    module.doc() = "The native part of ferrodist: fold kernels, hashes, and shared memory.";
+    // What init() made lives as long as the process; at its end that is no leak.
+    nanobind::set_leak_warnings(false);
+    ferrodist::bind::load_numpy();
     ferrodist::bind::add_hash(module);
     ferrodist::bind::add_fold(module);
+    ferrodist::bind::add_shm(module);
 }

@@ -8,5 +8,6 @@ namespace ferrodist::bind {
 
 void add_hash(nanobind::module_& module);
 void add_fold(nanobind::module_& module);
+void add_shm(nanobind::module_& module);
 
 }  // namespace ferrodist::bind

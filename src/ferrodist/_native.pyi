@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The native part of ferrodist: fold kernels and hashes.
+"""The native part of ferrodist: fold kernels, hashes, and shared memory.
 
 Codes are those of DType and ReduceOp. Buffers are C-contiguous, of any alignment, and taken as
 bytes. A test holds names, parameters and docstrings against the module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 from _typeshed import ReadableBuffer, WriteableBuffer
+from numpy.typing import NDArray
 
 def hash_text(text: str) -> int:
     """Hash text to 64 bits."""
@@ -38,3 +41,230 @@ def cpu_level() -> str:
 
 def use_cpu_level(name: str) -> None:
     """Use another variant of the kernels; all give the same bits."""
+
+Ending = tuple[int, int, BaseException | None]  # outcome, culprit, the error that ended a wait
+
+class Arena:
+    """Memory that this process shows to the other ranks of its host."""
+
+    def __init__(self, rank: int, world_size: int, nbytes: int = 0) -> None: ...
+    @property
+    def fd(self) -> int:
+        """The file descriptor to hand to the other ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """How large it may become."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks are in use."""
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """How much memory is in use."""
+
+    def empty(self, nbytes: int) -> NDArray[np.uint8]:
+        """Make a flat array of bytes in this arena."""
+
+    def holds(self, buffer: ReadableBuffer) -> bool:
+        """Tell whether memory lies in this arena."""
+
+class World:
+    """The processes of a host that share their arenas."""
+
+    def __init__(
+        self,
+        rank: int,
+        arena: Arena,
+        fds: Sequence[tuple[int, int]],
+        heartbeat: float,
+        silence: float,
+    ) -> None: ...
+    def first_group(self) -> SharedGroup:
+        """Make the group of all."""
+
+    def report(self, text: str) -> None:
+        """Show the others what this process waits in."""
+
+    def report_of(self, rank: int) -> str:
+        """Read what a process waits in; empty if it does not."""
+
+    def invitations_of(self, rank: int) -> list[list[int]]:
+        """List the groups, as world ranks, that a process waits to join."""
+
+    def sweep(self) -> None:
+        """Free what is left of groups that all have left."""
+
+    @property
+    def has_a_core_each(self) -> bool:
+        """Whether there is a core for every rank."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes this process has shown to others."""
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes this process has read from others."""
+
+class SharedGroup:
+    """Ranks that do collectives in shared memory."""
+
+    def post(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Letter | None:
+        """Send a message; return the letter of a large one, which has to be settled."""
+
+    def settle(
+        self,
+        letter: Letter,
+        deadline: float,
+        holds_caller: bool,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> Ending:
+        """Wait until the memory of a letter may change."""
+
+    def take_back(self, letter: Letter) -> bool:
+        """Withdraw a letter; False if the receiver has it, or is taking it."""
+
+    def abandon(self, letter: Letter) -> None:
+        """End a letter, whatever has become of it."""
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        header: bytes,
+        target: WriteableBuffer,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+        meanwhile: Letter | None,
+    ) -> tuple[int, int, BaseException | None, bytes]:
+        """Receive a message; also return the header of one that was not expected."""
+
+    def waiting_tags(self, peer: int) -> list[int]:
+        """List the tags of messages that have come and nobody received."""
+
+    def line_up(self, change: int) -> None:
+        """Count receives that wait for their turn, or have it."""
+
+    def find_ring(self, peer: int) -> list[int]:
+        """Return the ring of sends that a send is part of, or nothing."""
+
+    def run(
+        self,
+        kind: int,
+        dtype: int,
+        op: int,
+        root: int,
+        source: ReadableBuffer | None,
+        target: WriteableBuffer | None,
+        count: int,
+        counts: Sequence[int] | None,
+        in_place: bool,
+        sequence: int,
+        fingerprint: int,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> Ending:
+        """Do one whole collective; return outcome, culprit and the error that ended a wait."""
+
+    @property
+    def at_once(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
+        """The short way of a call: (backend, kind, x, out, op, root)."""
+
+    @property
+    def send_at_once(self) -> Callable[[Any, Any, Any, Any], Any]:
+        """The short way of a send: (backend, x, dst, tag)."""
+
+    @property
+    def recv_at_once(self) -> Callable[[Any, Any, Any, Any, Any], Any]:
+        """The short way of a receive: (backend, like, src, out, tag)."""
+
+    def take_turn(self) -> int:
+        """Draw the next number."""
+
+    def end_turn(self, number: int) -> None:
+        """End a turn, also one that never came."""
+
+    @property
+    def last_turn(self) -> int:
+        """The last number drawn."""
+
+    @property
+    def ended_turns(self) -> int:
+        """The number of the last turn that ended with all before it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls may be made without asking Python."""
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None: ...
+    @property
+    def reproducible(self) -> bool:
+        """What calls are fingerprinted with."""
+
+    @reproducible.setter
+    def reproducible(self, value: bool) -> None: ...
+    @property
+    def timeout_ns(self) -> int:
+        """How long a call may wait; 0 is for ever."""
+
+    @timeout_ns.setter
+    def timeout_ns(self, value: int) -> None: ...
+    def missing(self) -> list[int]:
+        """List the ranks that have not come to the current round."""
+
+    def last_call(self, rank: int) -> tuple[int, int]:
+        """Return sequence and kind of a rank's last call."""
+
+    def waited(self, rank: int, for_rank: int) -> float:
+        """Return how long a rank has slept for another, in seconds."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Tell whether a rank has left or died."""
+
+    def departure_of(self, rank: int) -> bytes | None:
+        """Return how a rank left, None if it did not say."""
+
+    def verdict(self, sequence: int | None) -> bytes | None:
+        """Return the verdict that concerns a call, or any."""
+
+    def give_verdict(self, sequence: int, text: bytes) -> bool:
+        """Give the verdict; False if there is one."""
+
+    def announce_closing(self) -> None:
+        """Say that no new calls come from this rank."""
+
+    def leave(self, departure: bytes) -> None:
+        """Say that nothing more comes from this rank, and how it left."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has left."""
+
+    @property
+    def num_rounds(self) -> int:
+        """How often this rank has synchronised with the others."""
+
+class Letter:
+    """A large message on its way."""
+
+class Split:
+    """Some ranks of a group on their way to be a group."""
+
+    def __init__(self, parent: SharedGroup, members: Sequence[int], identity: int) -> None: ...
+    def wait(self, deadline: float, look: Callable[[], None]) -> Ending:
+        """Wait for all members; return outcome, culprit and the error that ended the wait."""
+
+    def absent(self) -> list[int]:
+        """List the members that have not come."""
+
+    def group(self) -> SharedGroup:
+        """Return the group, when all members have come."""
+
+def mark_progress_thread() -> None:
+    """Say that the calling thread runs callbacks, which must not communicate."""

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "bind/arrays.hpp"
+
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include <numpy/arrayobject.h>
+
+#include <cstring>
+
+#include "warm_memory.hpp"
+
+namespace nb = nanobind;
+
+namespace ferrodist::bind {
+namespace {
+
+std::optional<DType> integer_of(char kind, std::size_t size) {
+    const int step = size == 1 ? 0 : size == 2 ? 1 : size == 4 ? 2 : size == 8 ? 3 : -1;
+    const auto first = static_cast<int>(kind == 'i' ? DType::int8 : DType::uint8);
+    return step < 0 ? std::nullopt : std::optional(static_cast<DType>(first + step));
+}
+
+// NumPy learns of bfloat16 from the package ml_dtypes, which gives it a number of its own.
+bool is_bfloat16(const PyArrayObject* array) {
+    static int known = -1;  // with the GIL held
+    const int number = PyArray_TYPE(array);
+    if (number < NPY_USERDEF || number == known) {
+        return number == known;
+    }
+    const char* name = PyArray_DESCR(array)->typeobj->tp_name;
+    if (std::strcmp(name, "ml_dtypes.bfloat16") != 0 && std::strcmp(name, "bfloat16") != 0) {
+        return false;
+    }
+    known = number;
+    return true;
+}
+
+std::optional<DType> dtype_of(int number, std::size_t size) {
+    switch (number) {
+        case NPY_BOOL: return DType::boolean;
+        case NPY_HALF: return DType::float16;
+        case NPY_FLOAT: return DType::float32;
+        case NPY_DOUBLE: return DType::float64;
+        case NPY_CFLOAT: return DType::complex64;
+        case NPY_CDOUBLE: return DType::complex128;
+        default: break;
+    }
+    if (PyTypeNum_ISSIGNED(number)) {
+        return integer_of('i', size);
+    }
+    return PyTypeNum_ISUNSIGNED(number) ? integer_of('u', size) : std::nullopt;
+}
+
+PyObject* as_base(PyObject* array, PyObject* capsule) {
+    if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array), capsule) != 0) {
+        Py_DECREF(array);
+        throw nb::python_error();
+    }
+    return array;
+}
+
+// Takes large arrays from warm memory and gives them back to it.
+PyObject* new_warm_array(PyArray_Descr* descr, int num_axes, const npy_intp* shape, std::size_t nbytes) {
+    void* memory = take_warm(nbytes);
+    nb::capsule owner(memory, [](void* block) noexcept { release_warm(block); });
+    Py_INCREF(descr);
+    PyObject* array = PyArray_NewFromDescr(&PyArray_Type, descr, num_axes, shape, nullptr, memory,
+                                           NPY_ARRAY_CARRAY, nullptr);
+    if (array == nullptr) {
+        throw nb::python_error();
+    }
+    return as_base(array, owner.release().ptr());
+}
+
+// A fresh array; its pages are warm if it is large. Borrows the descriptor.
+PyObject* new_array(PyArray_Descr* descr, int num_axes, const npy_intp* shape) {
+    std::size_t nbytes = static_cast<std::size_t>(PyDataType_ELSIZE(descr));
+    for (int axis = 0; axis < num_axes; ++axis) {
+        nbytes *= static_cast<std::size_t>(shape[axis]);
+    }
+    if (nbytes >= smallest_warm) {
+        return new_warm_array(descr, num_axes, shape, nbytes);
+    }
+    Py_INCREF(descr);
+    PyObject* array = PyArray_NewFromDescr(&PyArray_Type, descr, num_axes, shape, nullptr, nullptr, 0, nullptr);
+    if (array == nullptr) {
+        throw nb::python_error();
+    }
+    return array;
+}
+
+struct SharedBlock {
+    std::shared_ptr<shm::Arena> arena;
+    std::size_t offset;
+
+    ~SharedBlock() { arena->free(offset); }
+};
+
+}  // namespace
+
+void load_numpy() {
+    if (PyArray_ImportNumPyAPI() < 0) {
+        throw nb::python_error();
+    }
+}
+
+std::optional<PlainArray> try_plain_array(PyObject* object) {
+    if (!PyArray_CheckExact(object)) {
+        return std::nullopt;
+    }
+    auto* array = reinterpret_cast<PyArrayObject*>(object);
+    constexpr int needed = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED;
+    if ((PyArray_FLAGS(array) & needed) != needed || !PyArray_ISNOTSWAPPED(array)) {
+        return std::nullopt;
+    }
+    const auto size = static_cast<std::size_t>(PyArray_ITEMSIZE(array));
+    const auto dtype = is_bfloat16(array) ? std::optional(DType::bfloat16) : dtype_of(PyArray_TYPE(array), size);
+    if (!dtype) {
+        return std::nullopt;
+    }
+    return PlainArray{static_cast<std::byte*>(PyArray_DATA(array)),
+                      *dtype,
+                      PyArray_NDIM(array),
+                      PyArray_DIMS(array),
+                      static_cast<std::size_t>(PyArray_SIZE(array)) * size,
+                      (PyArray_FLAGS(array) & NPY_ARRAY_WRITEABLE) != 0};
+}
+
+PyObject* new_array_like(PyObject* like, int num_axes, const std::ptrdiff_t* shape) {
+    return new_array(PyArray_DESCR(reinterpret_cast<PyArrayObject*>(like)), num_axes, shape);
+}
+
+nb::object new_array_of(DType dtype, int num_axes, const std::ptrdiff_t* shape) {
+    constexpr int numbers[num_dtypes] = {NPY_BOOL,   NPY_INT8,   NPY_INT16,  NPY_INT32, NPY_INT64,
+                                         NPY_UINT8,  NPY_UINT16, NPY_UINT32, NPY_UINT64, NPY_HALF,
+                                         NPY_NOTYPE, NPY_FLOAT,  NPY_DOUBLE, NPY_CFLOAT, NPY_CDOUBLE};
+    const int number = numbers[static_cast<std::size_t>(dtype)];
+    if (number == NPY_NOTYPE) {
+        return {};
+    }
+    const nb::object descr = nb::steal(reinterpret_cast<PyObject*>(PyArray_DescrFromType(number)));
+    return nb::steal(new_array(reinterpret_cast<PyArray_Descr*>(descr.ptr()), num_axes, shape));
+}
+
+nb::object new_shared_array(const std::shared_ptr<shm::Arena>& arena, std::size_t nbytes) {
+    auto* block = new SharedBlock{arena, arena->allocate(nbytes)};
+    nb::capsule owner(block, [](void* held) noexcept { delete static_cast<SharedBlock*>(held); });
+    npy_intp length = static_cast<npy_intp>(nbytes);
+    PyObject* array = PyArray_SimpleNewFromData(1, &length, NPY_UINT8, arena->base() + block->offset);
+    if (array == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(as_base(array, owner.release().ptr()));
+}
+
+}  // namespace ferrodist::bind

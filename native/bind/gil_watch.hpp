@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// A wait that lets go of the GIL, and takes it back now and then to hear of signals.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "shm/wait.hpp"
+
+namespace ferrodist::bind {
+
+class GilWatch final : public shm::Watch {
+public:
+    // `look` is asked now and then: a callable, or an object whose method `_look` is. Beside a thread
+    // that computes it is asked more rarely: the GIL may be hard to get, and signals come elsewhere.
+    explicit GilWatch(PyObject* look, bool is_callable = true, bool in_background = false)
+        : look_(look), is_callable_(is_callable), in_background_(in_background) {}
+    ~GilWatch() override { take_back(); }
+    GilWatch(const GilWatch&) = delete;
+    GilWatch& operator=(const GilWatch&) = delete;
+
+    void let_go() override {
+        if (saved_ == nullptr) {
+            saved_ = PyEval_SaveThread();
+        }
+    }
+
+    void take_back() {
+        if (saved_ != nullptr) {
+            PyEval_RestoreThread(saved_);
+            saved_ = nullptr;
+        }
+    }
+
+    bool look() override {
+        if (in_background_ && ++num_looks_ % looks_in_background != 0) {
+            return true;
+        }
+        has_looked_ = true;
+        take_back();
+        const bool goes_on = PyErr_CheckSignals() == 0 && ask();
+        if (!goes_on) {
+            keep_error();
+        }
+        let_go();
+        return goes_on;
+    }
+
+    // Takes the exception that is set.
+    void keep_error() { error_ = nanobind::steal(fetch()); }
+    bool has_looked() const { return has_looked_; }
+
+    // The exception that ended the wait; invalid if there was none.
+    nanobind::object error() const { return error_; }
+
+private:
+    bool ask() {
+        PyObject* answer = is_callable_ ? PyObject_CallNoArgs(look_)
+                                        : PyObject_CallMethod(look_, "_look", nullptr);
+        Py_XDECREF(answer);
+        return answer != nullptr;
+    }
+
+    // The exception that is set, as an object with its traceback.
+    static PyObject* fetch() {
+        PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+        PyErr_Fetch(&type, &value, &trace);
+        PyErr_NormalizeException(&type, &value, &trace);
+        if (trace != nullptr) {
+            PyException_SetTraceback(value, trace);
+        }
+        Py_XDECREF(type);
+        Py_XDECREF(trace);
+        return value;
+    }
+
+    static constexpr int looks_in_background = 10;
+
+    PyObject* look_;
+    bool is_callable_, in_background_, has_looked_ = false;
+    int num_looks_ = 0;
+    PyThreadState* saved_ = nullptr;
+    nanobind::object error_;
+};
+
+}  // namespace ferrodist::bind

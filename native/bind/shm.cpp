@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Arenas, worlds, groups and splits for Python.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bind/answer.hpp"
+#include "bind/arrays.hpp"
+#include "bind/at_once.hpp"
+#include "bind/buffers.hpp"
+#include "bind/gil_watch.hpp"
+#include "bind/items.hpp"
+#include "bind/letters.hpp"
+#include "bind/rooms.hpp"
+#include "bind/shared_group.hpp"
+#include "shm/collectives.hpp"
+#include "shm/split.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ferrodist::bind {
+namespace {
+
+using shm::Arena;
+using shm::Ending;
+using shm::Group;
+using shm::Split;
+using shm::World;
+
+constexpr std::uint64_t any_sequence = std::numeric_limits<std::uint64_t>::max();
+
+// -- arenas and worlds -------------------------------------------------------------------------------
+
+std::shared_ptr<Arena> new_arena(int rank, std::size_t world_size, std::size_t nbytes) {
+    return shm::make_arena(rank == 0 ? shm::GroupLayout::nbytes(world_size) : 0, nbytes);
+}
+
+shm::Peer map_peer(const Arena& own, bool is_own, int arena_fd, int watch_fd) {
+    if (is_own) {
+        return {own.base(), own.nbytes(), -1, nullptr};
+    }
+    auto mapping = std::make_shared<const shm::Mapping>(arena_fd);
+    return {mapping->base(), mapping->nbytes(), watch_fd, mapping};
+}
+
+std::shared_ptr<World> new_world(int rank, const std::shared_ptr<Arena>& arena,
+                                 const std::vector<std::pair<int, int>>& fds, double heartbeat,
+                                 double silence) {
+    std::vector<shm::Peer> peers;
+    for (std::size_t peer = 0; peer < fds.size(); ++peer) {
+        const bool is_own = peer == static_cast<std::size_t>(rank);
+        peers.push_back(map_peer(*arena, is_own, fds[peer].first, fds[peer].second));
+    }
+    return std::make_shared<World>(rank, arena, std::move(peers), to_ns(heartbeat), to_ns(silence));
+}
+
+SharedGroup* first_group(const std::shared_ptr<World>& world) {
+    std::vector<int> members(static_cast<std::size_t>(world->size()));
+    std::iota(members.begin(), members.end(), 0);
+    std::byte* block = world->peer(0).at(shm::first_block, shm::GroupLayout::nbytes(members.size()));
+    if (block == nullptr) {
+        throw std::runtime_error("the arena of rank 0 has no room for its group");
+    }
+    const auto own = world->rank() == 0 ? std::optional(shm::first_block) : std::nullopt;
+    return new SharedGroup(std::make_shared<Group>(world, members, world->rank(), block, own, nullptr));
+}
+
+// -- calls -----------------------------------------------------------------------------------------
+
+// The lengths of blocks in bytes, from counts of elements.
+std::vector<std::uint64_t> block_nbytes(nb::handle counts, std::size_t itemsize) {
+    std::vector<std::uint64_t> blocks;
+    for (PyObject* count : Items(nb::cast<nb::sequence>(counts))) {
+        blocks.push_back(nb::cast<std::uint64_t>(nb::handle(count)) * itemsize);
+    }
+    return blocks;
+}
+
+void require(bool is_right, const char* problem) {
+    if (!is_right) {
+        throw nb::value_error(problem);
+    }
+}
+
+Answer run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dtype, std::size_t op, int root,
+                      nb::handle source, nb::handle target, std::size_t count, nb::handle counts,
+                      bool in_place, std::uint64_t sequence, std::uint64_t fingerprint, double deadline,
+                      bool in_background, nb::handle look) {
+    require(kind <= static_cast<std::uint32_t>(shm::Kind::barrier), "unknown kind");
+    require(dtype < num_dtypes, "unknown dtype");
+    require(op < num_ops && can_fold(static_cast<DType>(dtype), static_cast<Op>(op)),
+            "this op makes no sense for this dtype");
+    require(root >= 0 && root < self.group->size(), "no such root");
+    std::optional<View> input, output;
+    shm::Task task{static_cast<shm::Kind>(kind)};
+    if (!source.is_none()) {
+        task.source = static_cast<const std::byte*>(input.emplace(readable(source)).data());
+    }
+    if (!target.is_none()) {
+        task.target = static_cast<std::byte*>(output.emplace(writable(target)).data());
+    }
+    std::vector<std::uint64_t> blocks;
+    task.dtype = static_cast<DType>(dtype);
+    if (!counts.is_none()) {
+        blocks = block_nbytes(counts, item_size(task.dtype));
+        task.blocks = blocks.data();
+    }
+    task.op = static_cast<Op>(op);
+    task.root = root;
+    task.nbytes = count * item_size(task.dtype);
+    task.in_place = in_place;
+    task.fingerprint = fingerprint;
+    GilWatch watch(look.ptr(), true, in_background);
+    const shm::Patience patience{&watch, deadline_ns(deadline),
+                                 in_background ? shm::no_spins : self.group->spins(), sequence};
+    watch.let_go();
+    const Ending ending = shm::run(*self.group, task, patience);
+    watch.take_back();
+    return answer(ending, watch);
+}
+
+// -- what errors tell ------------------------------------------------------------------------------
+
+std::vector<int> missing(const SharedGroup& self) {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < self.group->size(); ++rank) {
+        if (self.group->is_missing(rank)) {
+            ranks.push_back(rank);
+        }
+    }
+    return ranks;
+}
+
+// Sequence and kind of the last call a rank has entered; zero if none.
+std::pair<std::uint64_t, std::uint32_t> last_call(const SharedGroup& self, int rank) {
+    const auto& layout = self.group->layout();
+    const shm::Slot& even = layout.slot(static_cast<std::size_t>(rank), 0);
+    const shm::Slot& odd = layout.slot(static_cast<std::size_t>(rank), 1);
+    const shm::Slot& later = even.sequence > odd.sequence ? even : odd;
+    return {later.sequence, later.kind};
+}
+
+double waited(const SharedGroup& self, std::size_t rank, std::size_t for_rank) {
+    // Relaxed: a count that its rank adds to.
+    return static_cast<double>(
+               self.group->layout().waited(rank, for_rank).load(std::memory_order_relaxed)) * 1e-9;
+}
+
+std::optional<nb::bytes> verdict(const SharedGroup& self, std::optional<std::uint64_t> sequence) {
+    const auto found = self.group->verdict(sequence.value_or(any_sequence));
+    return found ? std::optional(nb::bytes(found->data(), found->size())) : std::nullopt;
+}
+
+std::optional<nb::bytes> departure_of(const SharedGroup& self, int rank) {
+    const auto found = self.group->departure_of(rank);
+    return found ? std::optional(nb::bytes(found->data(), found->size())) : std::nullopt;
+}
+
+// -- splitting -------------------------------------------------------------------------------------
+
+Answer wait_for_members(Split& self, double deadline, nb::handle look) {
+    GilWatch watch(look.ptr());
+    const shm::Patience patience{&watch, deadline_ns(deadline), shm::no_spins};
+    watch.let_go();
+    const Ending ending = self.wait(patience);
+    watch.take_back();
+    return answer(ending, watch);
+}
+
+void add_world(nb::module_& module) {
+    nb::class_<Arena>(module, "Arena", "Memory that this process shows to the other ranks of its host.")
+        .def(nb::new_(&new_arena), "rank"_a, "world_size"_a, "nbytes"_a = 0)
+        .def_prop_ro("fd", &Arena::fd, "The file descriptor to hand to the other ranks.")
+        .def_prop_ro("nbytes", &Arena::nbytes, "How large it may become.")
+        .def_prop_ro("num_blocks", &Arena::num_blocks, "How many blocks are in use.")
+        .def_prop_ro("allocated_nbytes", &Arena::allocated_nbytes, "How much memory is in use.")
+        .def("empty", [](const std::shared_ptr<Arena>& self, std::size_t nbytes) {
+            return new_shared_array(self, nbytes);
+        }, "nbytes"_a, "Make a flat array of bytes in this arena.")
+        .def("holds", [](const Arena& self, nb::handle buffer) {
+            const View view = readable(buffer);
+            return self.find(view.data(), view.nbytes()).has_value();
+        }, "buffer"_a, "Tell whether memory lies in this arena.");
+    nb::class_<World>(module, "World", "The processes of a host that share their arenas.")
+        .def(nb::new_(&new_world), "rank"_a, "arena"_a, "fds"_a, "heartbeat"_a, "silence"_a)
+        .def("first_group", &first_group, nb::rv_policy::take_ownership, "Make the group of all.")
+        .def("report", &World::report, "text"_a, "Show the others what this process waits in.")
+        .def("report_of", [](const World& self, int rank) { return self.peer(rank).header().report.read(); },
+             "rank"_a, "Read what a process waits in; empty if it does not.")
+        .def("invitations_of", &World::invitations_of, "rank"_a,
+             "List the groups, as world ranks, that a process waits to join.")
+        .def("sweep", [](World& self) { self.sweep(); }, "Free what is left of groups that all have left.")
+        .def_prop_ro("has_a_core_each", &World::has_a_core_each, "Whether there is a core for every rank.")
+        .def_prop_ro("sent_nbytes", [](const World& self) { return self.sent_nbytes.load(); },
+                     "Bytes this process has shown to others.")
+        .def_prop_ro("received_nbytes", [](const World& self) { return self.received_nbytes.load(); },
+                     "Bytes this process has read from others.");
+}
+
+void add_group(nb::module_& module) {
+    nb::class_<SharedGroup> shared_group(module, "SharedGroup", "Ranks that do collectives in shared memory.");
+    add_letters(module, shared_group);
+    shared_group
+        .def("run", &run_collective, "kind"_a, "dtype"_a, "op"_a, "root"_a, "source"_a.none(), "target"_a.none(),
+             "count"_a, "counts"_a.none(), "in_place"_a, "sequence"_a, "fingerprint"_a, "deadline"_a,
+             "in_background"_a, "look"_a,
+             "Do one whole collective; return outcome, culprit and the error that ended a wait.")
+        .def_prop_ro("at_once", [](nb::handle self) { return bind_at_once(self); },
+                     "The short way of a call: (backend, kind, x, out, op, root).")
+        .def_prop_ro("send_at_once", [](nb::handle self) { return bind_send_at_once(self); },
+                     "The short way of a send: (backend, x, dst, tag).")
+        .def_prop_ro("recv_at_once", [](nb::handle self) { return bind_recv_at_once(self); },
+                     "The short way of a receive: (backend, like, src, out, tag).")
+        .def("take_turn", [](SharedGroup& self) { return self.turns.take(); }, "Draw the next number.")
+        .def("end_turn", [](SharedGroup& self, std::uint64_t number) { self.turns.end(number); },
+             "number"_a, "End a turn, also one that never came.")
+        .def_prop_ro("last_turn", [](const SharedGroup& self) { return self.turns.last(); }, "The last number drawn.")
+        .def_prop_ro("ended_turns", [](const SharedGroup& self) { return self.turns.ended(); },
+                     "The number of the last turn that ended with all before it.")
+        .def_rw("is_open", &SharedGroup::is_open, "Whether calls may be made without asking Python.")
+        .def_rw("reproducible", &SharedGroup::reproducible, "What calls are fingerprinted with.")
+        .def_rw("timeout_ns", &SharedGroup::timeout_ns, "How long a call may wait; 0 is for ever.")
+        .def("missing", &missing, "List the ranks that have not come to the current round.")
+        .def("last_call", &last_call, "rank"_a, "Return sequence and kind of a rank's last call.")
+        .def("waited", &waited, "rank"_a, "for_rank"_a, "Return how long a rank has slept for another, in seconds.")
+        .def("is_gone", [](const SharedGroup& self, int rank) { return self.group->is_gone(rank); }, "rank"_a,
+             "Tell whether a rank has left or died.")
+        .def("departure_of", &departure_of, "rank"_a, "Return how a rank left, None if it did not say.")
+        .def("verdict", &verdict, "sequence"_a.none(), "Return the verdict that concerns a call, or any.")
+        .def("give_verdict", [](SharedGroup& self, std::uint64_t sequence, const nb::bytes& text) {
+            nb::gil_scoped_release unlocked;
+            return self.group->give_verdict(sequence, {text.c_str(), text.size()});
+        }, "sequence"_a, "text"_a, "Give the verdict; False if there is one.")
+        .def("announce_closing", [](SharedGroup& self) { self.group->announce_closing(); },
+             "Say that no new calls come from this rank.")
+        .def("leave", [](SharedGroup& self, const nb::bytes& departure) {
+            self.group->leave({departure.c_str(), departure.size()});
+        }, "departure"_a, "Say that nothing more comes from this rank, and how it left.")
+        .def_prop_ro("has_left", [](const SharedGroup& self) { return self.group->has_left(); },
+                     "Whether this rank has left.")
+        .def_prop_ro("num_rounds", [](const SharedGroup& self) { return self.group->num_rounds(); },
+                     "How often this rank has synchronised with the others.");
+}
+
+void add_split(nb::module_& module) {
+    nb::class_<Split>(module, "Split", "Some ranks of a group on their way to be a group.")
+        .def("__init__", [](Split* self, const SharedGroup& parent, std::vector<int> members, std::uint64_t identity) {
+            new (self) Split(parent.group, std::move(members), identity);
+        }, "parent"_a, "members"_a, "identity"_a)
+        .def("wait", &wait_for_members, "deadline"_a, "look"_a,
+             "Wait for all members; return outcome, culprit and the error that ended the wait.")
+        .def("absent", &Split::absent, "List the members that have not come.")
+        .def("group", [](const Split& self) { return new SharedGroup(self.group()); },
+             nb::rv_policy::take_ownership, "Return the group, when all members have come.");
+}
+
+}  // namespace
+
+void add_shm(nb::module_& module) {
+    nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+        try {
+            std::rethrow_exception(pointer);
+        } catch (const shm::OutOfMemory& error) {
+            PyErr_SetString(PyExc_MemoryError, error.what());
+        } catch (const std::system_error& error) {
+            PyErr_SetString(PyExc_OSError, error.what());
+        }
+    });
+    module.def("mark_progress_thread", &mark_progress_thread,
+               "Say that the calling thread runs callbacks, which must not communicate.");
+    add_world(module);
+    add_group(module);
+    add_split(module);
+}
+
+}  // namespace ferrodist::bind

@@ -1,0 +1,616 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Words used below: a *block* is what one rank has or gets; a *chunk* is the part of an array that
+// one rank folds; a *piece* is what a rank stages in one round for one reader. Memory in an arena is
+// *shared*: the others read and write it in place. All other memory is staged, piece by piece.
+#include "shm/collectives.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "copy.hpp"
+
+namespace ferrodist::shm {
+namespace {
+
+using Bytes = std::size_t;
+
+// Up to this size everybody folds everything: one round instead of two.
+constexpr Bytes largest_flat = Slot::capacity;
+// Folded at a time where the result goes to several places: still in the first-level cache then.
+constexpr Bytes hot_nbytes = 8 * 1024;
+constexpr Bytes everything = std::numeric_limits<Bytes>::max();
+
+constexpr Bytes round_up(Bytes nbytes, Bytes unit) { return (nbytes + unit - 1) / unit * unit; }
+
+struct Part {
+    Bytes start, nbytes;
+};
+
+// Part `index` when `nbytes` are cut into parts of `size`, of which the last may be short or empty.
+constexpr Part cut(Bytes nbytes, Bytes size, Bytes index) {
+    const Bytes start = index == 0 ? 0 : std::min(nbytes, size * index);
+    return {start, std::min(size, nbytes - start)};
+}
+
+constexpr Bytes count_cuts(Bytes nbytes, Bytes size) {
+    return nbytes / size + (nbytes % size != 0 || nbytes == 0 ? 1 : 0);
+}
+
+// One collective in progress.
+class Run {
+public:
+    Run(Group& group, const Task& task, const Patience& patience)
+        : group_(group), task_(task), patience_(patience), world_(static_cast<Bytes>(group.size())),
+          me_(static_cast<Bytes>(group.rank())), root_(static_cast<Bytes>(task.root)),
+          sources_(group.scratch().sources), targets_(group.scratch().targets),
+          operands_(group.scratch().operands), places_(group.scratch().places) {
+        sources_.clear();
+        targets_.clear();
+    }
+
+    Ending go() {
+        switch (task_.kind) {
+            case Kind::allreduce: return task_.nbytes <= largest_flat ? allreduce_flat() : allreduce_by_chunks();
+            case Kind::reduce: return reduce();
+            case Kind::reduce_scatter: return reduce_scatter();
+            case Kind::broadcast: return broadcast();
+            case Kind::all_gather: return gather(true);
+            case Kind::gather: return gather(me_ == root_);
+            case Kind::scatter: return scatter();
+            case Kind::all_to_all: return all_to_all();
+            case Kind::barrier: return rounds([](Bytes) {}, [] { return Bytes{1}; }, [](Bytes) {});
+        }
+        return {Outcome::corrupt, group_.rank()};
+    }
+
+    // After a call that failed others may still be reading and writing what was shown to them.
+    void keep_shown() {
+        for (const std::uint64_t posted : {posted_source_, posted_target_}) {
+            if (posted != 0) {
+                group_.world().arena().pin(posted - 1);
+            }
+        }
+    }
+
+    Bytes sent = 0, received = 0;
+
+private:
+    // -- the rounds -----------------------------------------------------------------------------
+
+    // `stage(k)` shows piece k, `count()` tells how many rounds there are, once it is known whose
+    // memory is shared, and `consume(k)` uses what the others have staged as piece k.
+    template <class Stage, class Count, class Consume>
+    Ending rounds(Stage stage, Count count, Consume consume) {
+        post();
+        stage(Bytes{0});
+        if (const Ending ending = enter(); ending.failed()) {
+            return ending;
+        }
+        const Bytes last = count();
+        for (Bytes k = 0; k < last; ++k) {
+            if (k > 0) {
+                group_.next_round();
+                stage(k);
+                if (const Ending ending = group_.meet(patience_); ending.failed()) {
+                    return ending;
+                }
+            }
+            consume(k);
+        }
+        group_.next_round();
+        return num_shared_ > 0 ? part() : Ending{};
+    }
+
+    // Says what is called, and where this rank's memory is if others can reach it.
+    void post() {
+        Slot& mine = group_.slot(group_.rank());
+        mine.kind = static_cast<std::uint32_t>(task_.kind);
+        mine.sequence = patience_.sequence;
+        mine.fingerprint = task_.fingerprint;
+        mine.source = posted_source_ = shows_source_ ? offset_of(task_.source, source_nbytes(me_)) : 0;
+        mine.target = posted_target_ = shows_target_ ? offset_of(task_.target, target_nbytes(me_)) : 0;
+        is_staged_ = mine.source == 0 && task_.source != nullptr;
+    }
+
+    std::uint64_t offset_of(const std::byte* memory, Bytes nbytes) const {
+        if (memory == nullptr || nbytes <= Slot::capacity) {
+            return 0;
+        }
+        const auto offset = group_.world().arena().find(memory, nbytes);
+        return offset ? *offset + 1 : 0;
+    }
+
+    // The first round: when everybody has posted, compare, and find the shared memory.
+    Ending enter() {
+        if (const Ending ending = group_.meet(patience_); ending.failed()) {
+            return ending;
+        }
+        bool finds_shared = false;
+        for (int rank = 0; rank < group_.size(); ++rank) {
+            const Slot& theirs = group_.slot(rank);
+            if (!is_small_ && group_.stage(rank, group_.round()) == nullptr) {
+                return {Outcome::corrupt, rank};
+            }
+            if (theirs.fingerprint != task_.fingerprint || theirs.sequence != patience_.sequence) {
+                group_.next_round();
+                return {Outcome::mismatch, rank};
+            }
+            finds_shared |= (theirs.source | theirs.target) != 0;
+        }
+        return finds_shared ? find_shared() : Ending{};
+    }
+
+    Ending find_shared() {
+        sources_.assign(world_, nullptr);
+        targets_.assign(world_, nullptr);
+        for (Bytes rank = 0; rank < world_; ++rank) {
+            const Slot& theirs = group_.slot(static_cast<int>(rank));
+            if (!resolve(rank, theirs.source, source_nbytes(rank), sources_[rank]) ||
+                !resolve(rank, theirs.target, target_nbytes(rank), targets_[rank])) {
+                return {Outcome::corrupt, static_cast<int>(rank)};
+            }
+        }
+        return {};
+    }
+
+    template <class Address>
+    bool resolve(Bytes rank, std::uint64_t posted, Bytes nbytes, Address& address) {
+        if (posted != 0) {
+            address = group_.peer(static_cast<int>(rank)).at(posted - 1, nbytes);
+            ++num_shared_;
+            return address != nullptr;
+        }
+        return true;
+    }
+
+    // Shared memory is its owner's again only when nobody uses it any more.
+    Ending part() {
+        const Ending ending = group_.meet(patience_);
+        group_.next_round();
+        return ending;
+    }
+
+    // -- sizes and places -----------------------------------------------------------------------
+
+    // Blocks are as long as the ranks have told each other, or all alike.
+    Bytes block(Bytes index) const { return task_.blocks == nullptr ? task_.nbytes : task_.blocks[index]; }
+    Bytes block_start(Bytes index) const {
+        if (task_.blocks == nullptr) {
+            return index * task_.nbytes;
+        }
+        Bytes start = 0;
+        for (Bytes i = 0; i < index; ++i) {
+            start += task_.blocks[i];
+        }
+        return start;
+    }
+    Bytes largest_block() const {
+        return task_.blocks == nullptr ? task_.nbytes
+                                       : *std::max_element(task_.blocks, task_.blocks + world_);
+    }
+    // all_to_all: what one rank sends to another, and where it stands.
+    Bytes pair(Bytes from, Bytes to) const {
+        return task_.blocks == nullptr ? task_.nbytes : task_.blocks[from * world_ + to];
+    }
+    Bytes start_in_source(Bytes from, Bytes to) const {
+        Bytes start = 0;
+        for (Bytes i = 0; i < to; ++i) {
+            start += pair(from, i);
+        }
+        return start;
+    }
+    Bytes start_in_target(Bytes from, Bytes to) const {
+        Bytes start = 0;
+        for (Bytes i = 0; i < from; ++i) {
+            start += pair(i, to);
+        }
+        return start;
+    }
+
+    Bytes source_nbytes(Bytes rank) const {
+        switch (task_.kind) {
+            case Kind::all_gather:
+            case Kind::gather: return block(rank);
+            case Kind::scatter: return rank == root_ ? block_start(world_) : 0;
+            case Kind::reduce_scatter: return task_.nbytes * world_;
+            case Kind::all_to_all: return start_in_source(rank, world_);
+            default: return task_.nbytes;
+        }
+    }
+    Bytes target_nbytes(Bytes rank) const {
+        switch (task_.kind) {
+            case Kind::all_gather:
+            case Kind::gather: return block_start(world_);
+            case Kind::scatter: return block(rank);
+            case Kind::all_to_all: return start_in_target(world_, rank);
+            default: return task_.nbytes;
+        }
+    }
+
+    // The input of a rank if it can be read in place.
+    const std::byte* shared_source(Bytes rank) const {
+        return rank == me_ ? task_.source : sources_.empty() ? nullptr : sources_[rank];
+    }
+    std::byte* shared_target(Bytes rank) const { return targets_.empty() ? nullptr : targets_[rank]; }
+
+    // Whether every rank's input, or the root's, is shared: then nothing goes through the stage.
+    bool all_sources_shared() const {
+        return std::all_of(sources_.begin(), sources_.end(), [](auto* source) { return source != nullptr; }) &&
+               !sources_.empty();
+    }
+
+    // Where this rank shows its piece of the current round, and where others show theirs.
+    std::byte* room() { return is_small_ ? group_.slot(group_.rank()).data : group_.my_stage(); }
+    const std::byte* shown(Bytes rank) const { return shown(rank, group_.round()); }
+    const std::byte* shown(Bytes rank, std::uint32_t round) const {
+        const int number = static_cast<int>(rank);
+        return is_small_ ? group_.slot(number).data : group_.stage(number, round);
+    }
+
+    void show(std::byte* into, const std::byte* from, Bytes nbytes) {
+        if (world_ > 1) {
+            copy_bytes(into, from, nbytes);
+            sent += nbytes;
+        }
+    }
+    void fetch(std::byte* into, const std::byte* from, Bytes nbytes) {
+        copy_bytes(into, from, nbytes);
+        received += nbytes;
+    }
+
+    // How much of every block a rank stages in one round when it stages one piece per rank.
+    Bytes piece_for(Bytes num_pieces, Bytes largest) {
+        is_small_ = largest * num_pieces <= Slot::capacity;
+        return is_small_ ? std::max<Bytes>(largest, 1)
+                         : Group::stage_nbytes / num_pieces / line * line;
+    }
+
+    // -- folding --------------------------------------------------------------------------------
+
+    void fold_into(std::byte* into, Bytes nbytes) const {
+        fold(task_.dtype, task_.op, into, operands_.data(), operands_.size(),
+             nbytes / item_size(task_.dtype), world_);
+    }
+
+    // Folds to the first place and copies to the others while the result is hot.
+    void fold_to_places(Bytes nbytes) {
+        for (Bytes done = 0; done < nbytes; done += hot_nbytes) {
+            const Bytes now = std::min(hot_nbytes, nbytes - done);
+            fold_into(places_[0] + done, now);
+            for (Bytes i = 1; i < places_.size(); ++i) {
+                copy_bytes(places_[i] + done, places_[0] + done, now);
+            }
+            for (const void*& operand : operands_) {
+                operand = static_cast<const std::byte*>(operand) + now;
+            }
+        }
+    }
+
+    // -- the collectives ------------------------------------------------------------------------
+
+    Ending allreduce_flat() {
+        is_small_ = true;
+        return rounds([&](Bytes) { show(room(), task_.source, task_.nbytes); },
+                      [] { return Bytes{1}; },
+                      [&](Bytes) {
+                          operands_.clear();
+                          for (Bytes rank = 0; rank < world_; ++rank) {
+                              operands_.push_back(rank == me_ ? task_.source : shown(rank));
+                          }
+                          fold_into(task_.target, task_.nbytes);
+                          received += task_.nbytes * (world_ - 1);
+                      });
+    }
+
+    // Segment by segment, each cut into one chunk per rank. In stage k a rank folds its chunk of
+    // segment k-1 and shows the chunks of segment k that others fold; then it fetches the results of
+    // segment k-1. Where all memory is shared there is one segment and nothing to stage.
+    Ending allreduce_by_chunks() {
+        segment_ = Group::stage_nbytes / (line * world_) * line * world_;
+        shows_source_ = shows_target_ = true;
+        return rounds([&](Bytes k) { fold_and_show(k); },
+                      [&] {
+                          if (all_sources_shared() && all_targets_shared()) {
+                              segment_ = everything;
+                              return Bytes{1};
+                          }
+                          return count_cuts(task_.nbytes, segment_) + 1;
+                      },
+                      [&](Bytes k) { segment_ == everything ? fold_chunk(0) : fetch_results(k); });
+    }
+
+    bool all_targets_shared() const {
+        return std::all_of(targets_.begin(), targets_.end(), [](auto* target) { return target != nullptr; });
+    }
+
+    // Chunk `owner` of segment k, as a part of the array.
+    Part chunk(Bytes k, Bytes owner) const {
+        const Part whole = cut(task_.nbytes, segment_, k);
+        const Part mine = cut(whole.nbytes, round_up((whole.nbytes + world_ - 1) / world_, line), owner);
+        return {whole.start + mine.start, mine.nbytes};
+    }
+
+    void fold_and_show(Bytes k) {
+        if (k > 0) {
+            fold_chunk(k - 1);
+        }
+        if (!is_staged_ || k * segment_ >= task_.nbytes) {
+            return;
+        }
+        const Bytes start = k * segment_;
+        for (Bytes owner = 0; owner < world_; ++owner) {
+            if (const Part part = chunk(k, owner); owner != me_ && part.nbytes > 0) {
+                show(group_.my_stage() + (part.start - start), task_.source + part.start, part.nbytes);
+            }
+        }
+    }
+
+    // Folds this rank's chunk of segment k: straight into all memory that is shared, and into the
+    // stage for those whose memory is not.
+    void fold_chunk(Bytes k) {
+        const Part part = chunk(k, me_);
+        if (part.nbytes == 0) {
+            return;
+        }
+        const Bytes start = cut(task_.nbytes, segment_, k).start;
+        operands_.clear();
+        places_.clear();
+        bool is_fetched = false;
+        for (Bytes rank = 0; rank < world_; ++rank) {
+            const std::byte* source = shared_source(rank);
+            operands_.push_back(source != nullptr ? source + part.start
+                                                  : shown(rank, group_.round() - 1) + (part.start - start));
+            is_fetched |= rank != me_ && shared_target(rank) == nullptr;
+        }
+        if (is_fetched) {
+            places_.push_back(group_.my_stage() + Group::stage_nbytes);
+        }
+        places_.push_back(task_.target + part.start);
+        for (Bytes rank = 0; rank < world_; ++rank) {
+            if (rank != me_ && shared_target(rank) != nullptr) {
+                places_.push_back(shared_target(rank) + part.start);
+            }
+        }
+        fold_to_places(part.nbytes);
+        sent += part.nbytes;
+        received += part.nbytes * (world_ - 1);
+    }
+
+    void fetch_results(Bytes k) {
+        if (k == 0 || shared_target(me_) != nullptr) {
+            return;
+        }
+        for (Bytes owner = 0; owner < world_; ++owner) {
+            if (const Part part = chunk(k - 1, owner); owner != me_ && part.nbytes > 0) {
+                fetch(task_.target + part.start, shown(owner) + Group::stage_nbytes, part.nbytes);
+            }
+        }
+    }
+
+    Ending reduce() {
+        piece_ = piece_for(1, task_.nbytes);
+        shows_source_ = true;
+        return rounds(
+            [&](Bytes k) {
+                const Part part = cut(task_.nbytes, piece_, k);
+                if (is_staged_ && me_ != root_ && part.nbytes > 0) {
+                    show(room(), task_.source + part.start, part.nbytes);
+                }
+            },
+            [&] { return count_pieces(task_.nbytes, others_shared(root_)); },
+            [&](Bytes k) {
+                if (const Part part = cut(task_.nbytes, piece_, k); me_ == root_ && part.nbytes > 0) {
+                    fold_from_all(task_.target + part.start, part.start, part.start, part.nbytes);
+                }
+            });
+    }
+
+    Ending reduce_scatter() {
+        piece_ = piece_for(world_, task_.nbytes);
+        shows_source_ = true;
+        return rounds(
+            [&](Bytes k) {
+                const Part part = cut(task_.nbytes, piece_, k);
+                for (Bytes owner = 0; is_staged_ && owner < world_; ++owner) {
+                    if (owner != me_ && part.nbytes > 0) {
+                        show(room() + owner * piece_, task_.source + owner * task_.nbytes + part.start,
+                             part.nbytes);
+                    }
+                }
+            },
+            [&] { return count_pieces(task_.nbytes, all_sources_shared()); },
+            [&](Bytes k) {
+                if (const Part part = cut(task_.nbytes, piece_, k); part.nbytes > 0) {
+                    const Bytes start = me_ * task_.nbytes + part.start;
+                    const Bytes staged_at = piece_ == everything ? 0 : start - me_ * piece_;
+                    fold_from_all(task_.target + part.start, start, staged_at, part.nbytes);
+                }
+            });
+    }
+
+    // Folds everybody's bytes from `start` on; those that are staged begin at `staged_start`.
+    void fold_from_all(std::byte* into, Bytes start, Bytes staged_start, Bytes nbytes) {
+        operands_.clear();
+        for (Bytes rank = 0; rank < world_; ++rank) {
+            const std::byte* source = shared_source(rank);
+            operands_.push_back(source != nullptr ? source + start : shown(rank) + (start - staged_start));
+        }
+        fold_into(into, nbytes);
+        received += nbytes * (world_ - 1);
+    }
+
+    // The number of rounds; with nothing staged one is enough for everything.
+    Bytes count_pieces(Bytes largest, bool is_all_shared) {
+        if (is_all_shared) {
+            piece_ = everything;
+            return 1;
+        }
+        return count_cuts(largest, piece_);
+    }
+
+    // Whether all inputs but this one are shared.
+    bool others_shared(Bytes reader) const {
+        for (Bytes rank = 0; rank < world_; ++rank) {
+            if (rank != reader && (sources_.empty() || sources_[rank] == nullptr)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    Ending broadcast() {
+        piece_ = piece_for(1, task_.nbytes);
+        shows_source_ = me_ == root_;
+        return rounds(
+            [&](Bytes k) {
+                const Part part = cut(task_.nbytes, piece_, k);
+                if (me_ == root_ && is_staged_ && part.nbytes > 0) {
+                    show(room(), task_.source + part.start, part.nbytes);
+                }
+            },
+            [&] { return count_pieces(task_.nbytes, !sources_.empty() && sources_[root_] != nullptr); },
+            [&](Bytes k) {
+                const Part part = cut(task_.nbytes, piece_, k);
+                if (me_ != root_) {
+                    take(root_, task_.target + part.start, part.start, 0, part.nbytes);
+                } else if (task_.target != task_.source && part.nbytes > 0) {
+                    copy_bytes(task_.target + part.start, task_.source + part.start, part.nbytes);
+                }
+            });
+    }
+
+    // Fetches bytes of a rank's input that begin at `start` there and at `staged_at` in its stage.
+    void take(Bytes rank, std::byte* into, Bytes start, Bytes staged_at, Bytes nbytes) {
+        if (nbytes > 0) {
+            const std::byte* source = shared_source(rank);
+            fetch(into, source != nullptr ? source + start : shown(rank) + staged_at, nbytes);
+        }
+    }
+
+    // all_gather, and gather where only the root is a receiver.
+    Ending gather(bool is_receiver) {
+        piece_ = piece_for(1, largest_block());
+        shows_source_ = true;
+        return rounds(
+            [&](Bytes k) {
+                const Part part = cut(block(me_), piece_, k);
+                const bool is_fetched = task_.kind == Kind::all_gather ? world_ > 1 : me_ != root_;
+                if (is_staged_ && is_fetched && part.nbytes > 0) {
+                    show(room(), task_.source + part.start, part.nbytes);
+                }
+            },
+            [&] {
+                const bool is_shared = task_.kind == Kind::all_gather ? all_sources_shared() : others_shared(root_);
+                return count_pieces(largest_block(), is_shared);
+            },
+            [&](Bytes k) {
+                Bytes start = 0;
+                for (Bytes rank = 0; is_receiver && rank < world_; start += block(rank++)) {
+                    const Part part = cut(block(rank), piece_, k);
+                    if (rank != me_) {
+                        take(rank, task_.target + start + part.start, part.start, 0, part.nbytes);
+                    } else {
+                        keep(task_.target + start + part.start, task_.source + part.start, part.nbytes);
+                    }
+                }
+            });
+    }
+
+    // Moves this rank's own part to its place, unless it is there.
+    void keep(std::byte* into, const std::byte* from, Bytes nbytes) {
+        if (into != from && nbytes > 0) {
+            copy_bytes(into, from, nbytes);
+        }
+    }
+
+    Ending scatter() {
+        piece_ = piece_for(world_, largest_block());
+        shows_source_ = me_ == root_;
+        return rounds(
+            [&](Bytes k) {
+                Bytes start = 0;
+                for (Bytes rank = 0; me_ == root_ && is_staged_ && rank < world_; start += block(rank++)) {
+                    if (const Part part = cut(block(rank), piece_, k); rank != me_ && part.nbytes > 0) {
+                        show(room() + rank * piece_, task_.source + start + part.start, part.nbytes);
+                    }
+                }
+            },
+            [&] { return count_pieces(largest_block(), !sources_.empty() && sources_[root_] != nullptr); },
+            [&](Bytes k) {
+                const Part part = cut(block(me_), piece_, k);
+                const Bytes start = block_start(me_) + part.start;
+                if (me_ == root_) {
+                    keep(task_.target + part.start, task_.source + start, part.nbytes);
+                } else {
+                    take(root_, task_.target + part.start, start, me_ * (piece_ == everything ? 0 : piece_),
+                         part.nbytes);
+                }
+            });
+    }
+
+    Ending all_to_all() {
+        const Bytes largest = task_.blocks == nullptr
+                                  ? task_.nbytes
+                                  : *std::max_element(task_.blocks, task_.blocks + world_ * world_);
+        piece_ = piece_for(world_, largest);
+        // In place, what others read here would be overwritten by what comes from them.
+        shows_source_ = !task_.in_place;
+        return rounds(
+            [&](Bytes k) {
+                Bytes start = 0;
+                for (Bytes to = 0; is_staged_ && to < world_; start += pair(me_, to++)) {
+                    if (const Part part = cut(pair(me_, to), piece_, k); to != me_ && part.nbytes > 0) {
+                        show(room() + to * piece_, task_.source + start + part.start, part.nbytes);
+                    }
+                }
+            },
+            [&] { return count_pieces(largest, all_sources_shared()); },
+            [&](Bytes k) {
+                Bytes start = 0;
+                for (Bytes from = 0; from < world_; start += pair(from++, me_)) {
+                    const Part part = cut(pair(from, me_), piece_, k);
+                    const Bytes theirs = start_in_source(from, me_) + part.start;
+                    if (from == me_) {
+                        keep(task_.target + start + part.start, task_.source + theirs, part.nbytes);
+                    } else {
+                        take(from, task_.target + start + part.start, theirs,
+                             piece_ == everything ? 0 : me_ * piece_, part.nbytes);
+                    }
+                }
+            });
+    }
+
+    Group& group_;
+    const Task& task_;
+    const Patience& patience_;
+    const Bytes world_, me_, root_;
+    bool shows_source_ = false, shows_target_ = false;  // whether others may use it in place
+    bool is_staged_ = false;                            // whether this rank's input is staged
+    bool is_small_ = false;                             // whether pieces are staged in the slots
+    std::uint64_t posted_source_ = 0, posted_target_ = 0;  // offset + 1; 0: not shown
+    Bytes piece_ = 0, segment_ = 0, num_shared_ = 0;
+    std::vector<const std::byte*>& sources_;  // empty unless somebody has shared memory
+    std::vector<std::byte*>& targets_;
+    std::vector<const void*>& operands_;
+    std::vector<std::byte*>& places_;
+};
+
+}  // namespace
+
+Ending run(Group& group, const Task& task, const Patience& patience) {
+    if (group.has_verdict(patience.sequence)) {
+        return {Outcome::given_up};
+    }
+    Run run(group, task, patience);
+    const Ending ending = run.go();
+    if (ending.failed() && ending.outcome != Outcome::mismatch) {
+        run.keep_shown();
+    }
+    // Relaxed: counts for statistics.
+    group.world().sent_nbytes.fetch_add(run.sent, std::memory_order_relaxed);
+    group.world().received_nbytes.fetch_add(run.received, std::memory_order_relaxed);
+    return ending;
+}
+
+}  // namespace ferrodist::shm

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "shm/group.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "shm/silence.hpp"
+
+namespace ferrodist::shm {
+namespace {
+
+// What a rank's staging area is: two halves, each with room for inputs and for results.
+constexpr std::size_t half_nbytes = Group::stage_nbytes + Group::result_nbytes;
+
+}  // namespace
+
+Group::Group(std::shared_ptr<World> world, std::vector<int> members, int rank, std::byte* block,
+             std::optional<std::size_t> own_block, std::shared_ptr<Group> parent)
+    : world_(std::move(world)),
+      members_(std::move(members)),
+      rank_(rank),
+      layout_(block, members_.size()),
+      parent_(std::move(parent)),
+      has_group_block_(own_block.has_value()),
+      stages_(members_.size()) {
+    if (own_block) {
+        blocks_.push_back(*own_block);
+    }
+}
+
+Group::~Group() {
+    if (world_->is_of_ancestor()) {
+        return;
+    }
+    leave("");
+    World::Remains remains{{}, members_, static_cast<std::size_t>(rank_), blocks_, has_group_block_};
+    for (int rank = 0; rank < size(); ++rank) {
+        remains.presences.push_back(&words(rank).presence);
+    }
+    world_->leave_behind(std::move(remains));
+}
+
+// -- rounds ----------------------------------------------------------------------------------------
+
+void Group::publish() {
+    Slot& mine = slot(rank_);
+    // Pairs with has_come, and, being seq_cst, with the sleeper's look at the tick in wait_until.
+    mine.tick.store(round_ + 1, std::memory_order_seq_cst);
+    // Pairs with the sleeper's fetch_add in wait_until.
+    if (words(rank_).sleepers.load(std::memory_order_seq_cst) != 0) {
+        wake_all(mine.tick);
+    }
+}
+
+// What a wait for a round looks at, now and then.
+class Group::Lookout {
+public:
+    Lookout(Group& group, const Patience& patience)
+        : group_(group), patience_(patience) {}
+
+    void begin() {
+        started_ns_ = looked_ns_ = now_ns();
+        patience_.begin();
+    }
+    bool has_begun() const { return started_ns_ != 0; }
+
+    // A rank that left long ago, or a verdict, need not be slept for.
+    Ending glance() const {
+        if (group_.has_verdict(patience_.sequence)) {
+            return {Outcome::verdict};
+        }
+        for (int rank = 0; rank < group_.size(); ++rank) {
+            // Looked at again: it may have done its part before it went.
+            if (!group_.has_come(rank) && group_.has_left(rank) && !group_.has_come(rank)) {
+                return {Outcome::lost, rank};
+            }
+        }
+        return {};
+    }
+
+    Ending look() {
+        if (group_.has_verdict(patience_.sequence)) {
+            return {Outcome::verdict};
+        }
+        const std::int64_t now = now_ns(), passed = now - looked_ns_;
+        looked_ns_ = now;
+        silences_.resize(group_.members_.size());
+        for (int rank = 0; rank < group_.size(); ++rank) {
+            if (const Ending ending = look_at(rank, passed); ending.failed()) {
+                return ending;
+            }
+        }
+        if (patience_.is_late()) {
+            return {Outcome::late};
+        }
+        return {patience_.watch->look() ? Outcome::done : Outcome::interrupted};
+    }
+
+    std::int64_t waited_ns() const { return now_ns() - started_ns_; }
+
+private:
+    Ending look_at(int rank, std::int64_t passed) {
+        if (rank == group_.rank_ || group_.has_come(rank)) {
+            return {};
+        }
+        // Looked at again: it may have done its part before it went.
+        if (group_.is_gone(rank) && !group_.has_come(rank)) {
+            return {Outcome::lost, rank};
+        }
+        Silence& silence = silences_[static_cast<std::size_t>(rank)];
+        const bool is_silent = silence.is_too_long(group_.peer(rank), group_.world_->silence_ns(), passed);
+        return {is_silent ? Outcome::silent : Outcome::done, rank};
+    }
+
+    Group& group_;
+    const Patience& patience_;
+    std::int64_t started_ns_ = 0, looked_ns_ = 0;
+    std::vector<Silence> silences_;
+};
+
+Ending Group::await(int peer, const Patience& patience) {
+    Lookout lookout(*this, patience);
+    const Ending ending = wait_until(
+        slot(peer).tick, words(peer).sleepers, patience, [&] { return has_come(peer); }, lookout);
+    if (lookout.has_begun() && !ending.failed()) {
+        // Relaxed: only this rank writes it, and statistics read it whenever.
+        layout_.waited(static_cast<std::size_t>(rank_), static_cast<std::size_t>(peer))
+            .fetch_add(static_cast<std::uint64_t>(lookout.waited_ns()), std::memory_order_relaxed);
+    }
+    return ending;
+}
+
+Ending Group::meet(const Patience& patience) {
+    publish();
+    ++num_rounds_;
+    for (int step = 1; step < size(); ++step) {
+        const int peer = (rank_ + step) % size();
+        if (const Ending ending = await(peer, patience); ending.failed()) {
+            return ending;
+        }
+    }
+    return {};
+}
+
+std::byte* Group::my_stage() {
+    if (my_stage_ == nullptr) {
+        const std::size_t offset = world_->arena().allocate(2 * half_nbytes);
+        keep_block(offset);
+        my_stage_ = world_->arena().base() + offset;
+        // Relaxed: read by others only after a tick that is published later.
+        words(rank_).stage.store(offset, std::memory_order_relaxed);
+    }
+    return my_stage_ + (round_ & 1) * half_nbytes;
+}
+
+const std::byte* Group::stage(int rank, std::uint32_t round) const {
+    const std::byte*& start = stages_[static_cast<std::size_t>(rank)];
+    if (start == nullptr) {
+        // Relaxed: see my_stage.
+        const std::uint64_t offset = words(rank).stage.load(std::memory_order_relaxed);
+        if (offset == 0) {
+            return peer(rank).base;  // has staged nothing yet: nobody is going to read it
+        }
+        start = peer(rank).at(offset, 2 * half_nbytes);  // beyond the arena it could only be garbage
+    }
+    return start == nullptr ? nullptr : start + (round & 1) * half_nbytes;
+}
+
+// -- what every wait looks at ----------------------------------------------------------------------
+
+bool Group::has_verdict(std::uint64_t sequence) const {
+    const VerdictBlock& block = layout_.header().verdict;
+    // Pairs with the release in give_verdict.
+    if (block.ready.load(std::memory_order_acquire) != 0 && block.sequence <= sequence) {
+        return true;
+    }
+    return parent_ != nullptr && parent_->has_verdict(0);
+}
+
+bool Group::is_gone(int rank) const {
+    return has_left(rank) || world_->is_dead(world_rank(rank));
+}
+
+// -- how it ends -----------------------------------------------------------------------------------
+
+bool Group::give_verdict(std::uint64_t sequence, std::string_view bytes) {
+    const std::lock_guard lock(ending_);  // between the threads of this process
+    VerdictBlock& block = layout_.header().verdict;
+    const std::uint32_t me = static_cast<std::uint32_t>(rank_) + 1;
+    std::uint32_t writer = 0;
+    // Relaxed: the claim guards nothing but itself; `ready` is what readers go by.
+    while (!block.claim.compare_exchange_strong(writer, me, std::memory_order_relaxed)) {
+        const bool is_rank = writer <= members_.size();
+        const bool is_abandoned = writer == me || !is_rank || is_gone(static_cast<int>(writer) - 1);
+        // Looked at after that: who has gone may have written before. Pairs with the release below.
+        if (block.ready.load(std::memory_order_acquire) != 0) {
+            return false;
+        }
+        if (!is_abandoned) {
+            std::this_thread::yield();
+            writer = 0;
+        }  // else: its writer died in the middle, take it over
+    }
+    block.sequence = sequence;
+    block.nbytes = std::min(bytes.size(), VerdictBlock::capacity);
+    std::memcpy(block.bytes, bytes.data(), block.nbytes);
+    block.ready.store(1, std::memory_order_seq_cst);  // pairs with has_verdict and verdict
+    wake_everybody();
+    return true;
+}
+
+std::optional<std::string> Group::verdict(std::uint64_t sequence) const {
+    const VerdictBlock& block = layout_.header().verdict;
+    // Pairs with the release in give_verdict.
+    if (block.ready.load(std::memory_order_acquire) != 0 && block.sequence <= sequence) {
+        return std::string(reinterpret_cast<const char*>(block.bytes),
+                           std::min<std::size_t>(block.nbytes, VerdictBlock::capacity));
+    }
+    return parent_ == nullptr ? std::nullopt : parent_->verdict(0);
+}
+
+// Lets every wait in this group look round.
+void Group::wake_everybody() {
+    for (std::size_t rank = 0; rank < members_.size(); ++rank) {
+        wake_all(layout_.slot(rank, 0).tick);
+        wake_all(layout_.slot(rank, 1).tick);
+        for (std::size_t peer = 0; peer < members_.size(); ++peer) {
+            layout_.bell(rank, peer).ring();
+        }
+    }
+}
+
+void Group::announce_closing() {
+    std::uint32_t inside = Presence::inside;
+    // Pairs with the looks of Messages: who sees it sees what this rank has sent and claimed before.
+    words(rank_).presence.compare_exchange_strong(inside, Presence::closing, std::memory_order_seq_cst);
+    wake_everybody();
+}
+
+void Group::leave(std::string_view departure) {
+    const std::lock_guard lock(ending_);
+    if (has_left()) {
+        return;
+    }
+    RankWords& mine = words(rank_);
+    mine.departure_nbytes =
+        static_cast<std::uint32_t>(std::min(departure.size(), RankWords::departure_capacity));
+    std::memcpy(mine.departure, departure.data(), mine.departure_nbytes);
+    mine.presence.store(Presence::left, std::memory_order_release);  // pairs with is_gone
+    wake_everybody();
+}
+
+std::optional<std::string> Group::departure_of(int rank) const {
+    const RankWords& theirs = words(rank);
+    // Pairs with the release in leave.
+    if (theirs.presence.load(std::memory_order_acquire) < Presence::left) {
+        return std::nullopt;
+    }
+    const std::size_t nbytes = std::min<std::size_t>(theirs.departure_nbytes, RankWords::departure_capacity);
+    return std::string(reinterpret_cast<const char*>(theirs.departure), nbytes);
+}
+
+}  // namespace ferrodist::shm

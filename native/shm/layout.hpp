@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// How a group's block lies in memory. Everything the members share is in it, except what each keeps
+// in its own arena: staging for large data, queues of messages, arrays of users.
+//
+//     GroupHeader | RankWords x W | queues W x W | waited W x W | bells W x W | Slot x 2 x W
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "shm/bell.hpp"
+#include "shm/futex.hpp"
+
+namespace ferrodist::shm {
+
+constexpr std::size_t line = 64;
+
+// What is said once, to all: why the group, or a call of it, is at its end.
+struct alignas(2 * line) VerdictBlock {  // as RankWords, which follow it
+    static constexpr std::size_t capacity = 16 * 1024;
+
+    Word claim;  // rank + 1 of who writes it; 0: nobody
+    Word ready;  // 1 when written, released; pairs with the acquire in Group::verdict
+    std::uint64_t sequence;
+    std::uint64_t nbytes;
+    std::byte bytes[capacity];
+};
+
+struct alignas(2 * line) GroupHeader {
+    VerdictBlock verdict;
+};
+
+// The words of one rank. Each group of words that one process writes has lines of its own.
+struct RankWords {
+    static constexpr std::size_t departure_capacity = 2048;
+
+    alignas(2 * line) Word sleepers;  // how many sleep on this rank's ticks; written by the others
+    alignas(2 * line) Word presence;
+    Word num_receives;  // point-to-point receives in flight
+    Word sending_to;    // rank + 1 whom a blocked large send is for; 0: none
+    Word ring_next;     // rank + 1 of the next in a ring of sends; written by whoever found it
+    std::atomic<std::uint64_t> stage;  // where its staging is in its arena; 0: not yet
+    std::uint32_t departure_nbytes;
+    std::byte departure[departure_capacity];
+};
+
+// What a rank says in one round. Two are used in turn: see Group.
+//
+// Tick, call and the first bytes of small data share one line: a peer has them in one transfer.
+struct alignas(line) Slot {
+    static constexpr std::size_t nbytes = 4096;
+
+    Word tick;  // number of the round + 1, stored last
+    std::uint32_t kind;
+    std::uint64_t sequence;
+    std::uint64_t fingerprint;
+    std::uint64_t source;  // offset + 1 of the input in this rank's arena; 0: staged
+    std::uint64_t target;  // offset + 1 of the output in this rank's arena; 0: private
+    std::byte data[nbytes - 40];
+
+    static constexpr std::size_t capacity = nbytes - 40;
+};
+static_assert(sizeof(Slot) == Slot::nbytes && offsetof(Slot, data) == 40);
+
+using Offset = std::atomic<std::uint64_t>;
+
+// Finds the parts of a group's block.
+class GroupLayout {
+public:
+    GroupLayout(std::byte* base, std::size_t world) : base_(base), world_(world) {}
+
+    static std::size_t nbytes(std::size_t world) { return slots_start(world) + world * 2 * sizeof(Slot); }
+
+    GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
+    RankWords& words(std::size_t rank) const {
+        return reinterpret_cast<RankWords*>(base_ + sizeof(GroupHeader))[rank];
+    }
+    // Where the queue of messages from one rank to another is in the sender's arena.
+    Offset& queue(std::size_t from, std::size_t to) const {
+        return tables()[from * world_ + to];
+    }
+    // How long, in ns, one rank has slept for another that was the last to come.
+    Offset& waited(std::size_t rank, std::size_t for_rank) const {
+        return tables()[(world_ + rank) * world_ + for_rank];
+    }
+    // What a rank sleeps on while it waits for a message of `peer`, or for `peer` to take one.
+    Bell& bell(std::size_t rank, std::size_t peer) const {
+        return reinterpret_cast<Bell*>(tables() + 2 * world_ * world_)[rank * world_ + peer];
+    }
+    Slot& slot(std::size_t rank, std::size_t parity) const {
+        return reinterpret_cast<Slot*>(base_ + slots_start(world_))[2 * rank + parity];
+    }
+
+private:
+    static std::size_t tables_start(std::size_t world) {
+        return sizeof(GroupHeader) + world * sizeof(RankWords);
+    }
+    static std::size_t slots_start(std::size_t world) {
+        const std::size_t end = tables_start(world) + world * world * (2 * sizeof(Offset) + sizeof(Bell));
+        return (end + Slot::nbytes - 1) / Slot::nbytes * Slot::nbytes;
+    }
+    Offset* tables() const { return reinterpret_cast<Offset*>(base_ + tables_start(world_)); }
+
+    std::byte* base_;
+    std::size_t world_;
+};
+
+}  // namespace ferrodist::shm

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "shm/split.hpp"
+
+#include <algorithm>
+
+namespace ferrodist::shm {
+
+Split::Split(std::shared_ptr<Group> parent, std::vector<int> members, std::uint64_t id)
+    : parent_(std::move(parent)), members_(std::move(members)), id_(id),
+      is_first_(members_.front() == parent_->rank()) {
+    World& world = parent_->world();
+    world.sweep();
+    if (is_first_) {
+        block_ = world.arena().allocate(GroupLayout::nbytes(members_.size()));
+    }
+    try {
+        invitation_ = world.invite(id_, block_, world_ranks());
+    } catch (...) {
+        if (is_first_) {
+            world.arena().free(block_);
+        }
+        throw;
+    }
+}
+
+Split::~Split() {
+    World& world = parent_->world();
+    if (world.is_of_ancestor()) {
+        return;
+    }
+    world.withdraw(invitation_);
+    if (is_first_ && group_ == nullptr) {
+        // Others may be in the block already: it is freed when they have left it, as any group's.
+        Group(parent_->shared_world(), world_ranks(), rank(), world.arena().base() + block_, block_, nullptr);
+    }
+}
+
+std::vector<int> Split::world_ranks() const {
+    std::vector<int> ranks;
+    for (const int member : members_) {
+        ranks.push_back(parent_->world_rank(member));
+    }
+    return ranks;
+}
+
+int Split::rank() const {
+    return static_cast<int>(std::find(members_.begin(), members_.end(), parent_->rank()) - members_.begin());
+}
+
+bool Split::has_come(int member) const {
+    return parent_->world().find_invitation(parent_->world_rank(member), id_) != nullptr;
+}
+
+std::vector<int> Split::absent() const {
+    std::vector<int> found;
+    std::copy_if(members_.begin(), members_.end(), std::back_inserter(found),
+                 [&](int member) { return !has_come(member); });
+    return found;
+}
+
+class Split::Lookout {
+public:
+    Lookout(Split& split, const Patience& patience) : split_(split), patience_(patience) {}
+
+    void begin() { patience_.begin(); }
+    Ending glance() const {
+        if (split_.parent_->has_verdict(0)) {
+            return {Outcome::verdict};
+        }
+        for (const int member : split_.members_) {
+            const bool is_out = split_.parent_->is_gone(member) && !split_.has_come(member);
+            if (is_out && member != split_.parent_->rank()) {
+                return {Outcome::lost, member};
+            }
+        }
+        return {};
+    }
+    Ending look() const {
+        if (const Ending ending = glance(); ending.failed()) {
+            return ending;
+        }
+        if (patience_.is_late()) {
+            return {Outcome::late};
+        }
+        return {patience_.watch->look() ? Outcome::done : Outcome::interrupted};
+    }
+
+private:
+    Split& split_;
+    const Patience& patience_;
+};
+
+Ending Split::await(int member, const Patience& patience) {
+    ArenaHeader& header = parent_->peer(member).header();
+    Lookout lookout(*this, patience);
+    return wait_until(header.invitations_changed, header.sleepers, patience,
+                      [&] { return has_come(member); }, lookout);
+}
+
+Ending Split::wait(const Patience& patience) {
+    for (const int member : members_) {
+        if (const Ending ending = await(member, patience); ending.failed()) {
+            return ending;
+        }
+    }
+    World& world = parent_->world();
+    const int first = parent_->world_rank(members_.front());
+    const Invitation* invitation = world.find_invitation(first, id_);
+    if (invitation == nullptr) {  // the first member gave up meanwhile
+        return {Outcome::late};
+    }
+    // Relaxed: written before the id that was just acquired; and the entry was not used again since.
+    const std::uint64_t offset = invitation->block.load(std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (invitation->id.load(std::memory_order_relaxed) != id_) {
+        return {Outcome::late};
+    }
+    std::byte* block = world.peer(first).at(offset, GroupLayout::nbytes(members_.size()));
+    if (block == nullptr) {
+        return {Outcome::corrupt, members_.front()};
+    }
+    group_ = std::make_shared<Group>(parent_->shared_world(), world_ranks(), rank(), block,
+                                     is_first_ ? std::optional(block_) : std::nullopt, parent_);
+    // When all have met in the block, nobody needs the invitations any more.
+    const Ending ending = group_->meet(patience);
+    group_->next_round();
+    return {ending.outcome, ending.culprit < 0 ? -1 : members_[static_cast<std::size_t>(ending.culprit)]};
+}
+
+}  // namespace ferrodist::shm

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Waiting for a word that another process will write: spin, yield, then sleep and look round.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "shm/futex.hpp"
+
+namespace ferrodist::shm {
+
+enum class Outcome : int {
+    done,
+    mismatch,     // the ranks called different things
+    verdict,      // somebody gave a verdict that concerns this call
+    late,         // the deadline has passed
+    lost,         // the culprit has left or died without doing its part
+    silent,       // the culprit shows no sign of life
+    interrupted,  // the caller's watch asked to stop
+    corrupt,      // the culprit posted what cannot be right
+    unexpected,   // a message is not what its receiver expects
+    given_up,     // there was a verdict before the call began
+};
+
+// How a call ended, and because of whom.
+struct Ending {
+    Outcome outcome = Outcome::done;
+    int culprit = -1;
+
+    bool failed() const { return outcome != Outcome::done; }
+};
+
+// What a wait tells its caller, who may have locks to let go of and signals to hear of.
+class Watch {
+public:
+    virtual ~Watch() = default;
+    // The wait is going to take a while.
+    virtual void let_go() {}
+    // Called about every 50 ms of a wait; false ends it.
+    virtual bool look() { return true; }
+};
+
+// How long a wait spins before it sleeps. Waking a process takes up to 100 us, and whoever is woken
+// late makes the others wait: unless they spin for longer than that, all of them sleep in every round
+// from then on. Now and then a wait offers its core to others, of whom one may be who is waited for.
+struct Spins {
+    int first = 0;               // before letting go of anything
+    std::int64_t second_ns = 0;  // after that
+    int between_yields = 0;
+};
+
+constexpr Spins spins_with_a_core{48, 300'000, 16};
+constexpr Spins spins_without_a_core{8, 60'000, 2};
+constexpr Spins no_spins{};
+
+// How one call waits.
+struct Patience {
+    Watch* watch;
+    mutable std::int64_t deadline_ns = 0;  // on the clock of now_ns; 0: none
+    Spins spins;
+    std::uint64_t sequence = 0;
+    std::int64_t timeout_ns = 0;  // sets the deadline when a wait first takes a while; 0: given
+
+    // A wait begins to take a while: reading the clock earlier would cost every call.
+    void begin() const {
+        if (timeout_ns != 0 && deadline_ns == 0) {
+            deadline_ns = now_ns() + timeout_ns;
+        }
+        watch->let_go();
+    }
+    bool is_late() const { return deadline_ns != 0 && now_ns() >= deadline_ns; }
+};
+
+constexpr std::int64_t longest_sleep_ns = 50'000'000;
+
+inline std::int64_t sleep_limit(const Patience& patience) {
+    return patience.deadline_ns == 0
+               ? longest_sleep_ns
+               : std::clamp<std::int64_t>(patience.deadline_ns - now_ns(), 1'000, longest_sleep_ns);
+}
+
+// Waits until `is_ready()`, which depends on `word`. Whoever changes the word wakes its sleepers if
+// `sleepers` is not zero. `lookout.begin()` hears that this takes a while; `lookout.glance()`, which
+// must be quick, is asked before the first sleep, `lookout.look()` about every 50 ms; both may end it.
+template <class IsReady, class Lookout>
+Ending wait_until(const Word& word, Word& sleepers, const Patience& patience, IsReady is_ready,
+                  Lookout& lookout) {
+    const auto spin = [&](int times) {
+        for (int i = 0; i < times; ++i) {
+            if (is_ready()) {
+                return true;
+            }
+            pause();
+        }
+        return is_ready();
+    };
+    if (spin(patience.spins.first)) {
+        return {};
+    }
+    lookout.begin();
+    if (patience.spins.second_ns > 0) {
+        for (const std::int64_t end = now_ns() + patience.spins.second_ns; now_ns() < end; sched_yield()) {
+            if (spin(patience.spins.between_yields)) {
+                return {};
+            }
+        }
+    }
+    if (const Ending ending = lookout.glance(); ending.failed()) {
+        return ending;
+    }
+    while (true) {
+        // Both seq_cst, as are the writer's store and its look at `sleepers`: either this sees the
+        // new word, or the writer sees the sleeper. Pairs with Group::publish and Queue's wakes.
+        sleepers.fetch_add(1, std::memory_order_seq_cst);
+        const std::uint32_t value = word.load(std::memory_order_seq_cst);
+        if (!is_ready()) {
+            sleep_on(word, value, sleep_limit(patience));
+        }
+        sleepers.fetch_sub(1, std::memory_order_relaxed);
+        if (is_ready()) {
+            return {};
+        }
+        if (const Ending ending = lookout.look(); ending.failed()) {
+            return ending;
+        }
+    }
+}
+
+}  // namespace ferrodist::shm

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "shm/world.hpp"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace ferrodist::shm {
+
+std::shared_ptr<Arena> make_arena(std::size_t first_block_nbytes, std::size_t nbytes) {
+    auto arena = std::make_shared<Arena>(sizeof(ArenaHeader), nbytes);
+    if (first_block_nbytes > 0) {
+        arena->allocate(first_block_nbytes);  // the lowest gap: begins at first_block
+    }
+    auto* header = new (arena->base()) ArenaHeader{};
+    header->cpus = allowed_cpus();
+    return arena;
+}
+
+World::World(int rank, std::shared_ptr<Arena> arena, std::vector<Peer> peers,
+             std::int64_t heartbeat_ns, std::int64_t silence_ns)
+    : rank_(rank), arena_(std::move(arena)), peers_(std::move(peers)), silence_ns_(silence_ns) {
+    std::vector<CpuMask> masks;
+    for (const Peer& peer : peers_) {
+        if (peer.nbytes < sizeof(ArenaHeader)) {
+            throw std::runtime_error("an arena is too small to be one");
+        }
+        masks.push_back(peer.header().cpus);
+    }
+    has_a_core_each_ = std::min(count_union(masks), container_cpus()) >= peers_.size();
+    if (peers_.size() > 1) {
+        start_beating(peer(rank_).header().beat, heartbeat_ns);
+    }
+}
+
+World::~World() {
+    if (peers_.size() > 1 && !is_of_ancestor()) {
+        stop_beating(peer(rank_).header().beat);
+    }
+    for (const Remains& one : remains_) {
+        if (!is_of_ancestor()) {
+            // Pairs with the acquire in is_needed: this process never looks at the block again.
+            one.presences[one.mine]->store(Presence::swept, std::memory_order_release);
+        }
+    }
+    for (const Peer& peer : peers_) {
+        if (peer.watch >= 0) {
+            close(peer.watch);
+        }
+    }
+}
+
+bool World::is_dead(int world_rank) const {
+    pollfd watched{peer(world_rank).watch, POLLIN, 0};
+    return watched.fd >= 0 && poll(&watched, 1, 0) == 1;
+}
+
+void World::report(std::string_view text) {
+    const std::lock_guard lock(mutex_);
+    peer(rank_).header().report.write(text);
+}
+
+Invitation* World::invite(std::uint64_t id, std::uint64_t block, const std::vector<int>& members) {
+    const std::size_t list = arena_->allocate(members.size() * sizeof(std::uint32_t));
+    auto* ranks = reinterpret_cast<std::uint32_t*>(arena_->base() + list);
+    std::copy(members.begin(), members.end(), ranks);
+    const std::lock_guard lock(mutex_);
+    ArenaHeader& header = peer(rank_).header();
+    for (Invitation& entry : header.invitations) {
+        if (entry.id.load(std::memory_order_relaxed) == 0) {
+            entry.block.store(block, std::memory_order_relaxed);
+            entry.members.store(list, std::memory_order_relaxed);
+            entry.num_members.store(members.size(), std::memory_order_relaxed);
+            // Pairs with the acquire in find_invitation and invitations_of.
+            entry.id.store(id, std::memory_order_release);
+            // Pairs with the look at invitations_changed before a member sleeps.
+            header.invitations_changed.fetch_add(1, std::memory_order_seq_cst);
+            wake_all(header.invitations_changed);
+            return &entry;
+        }
+    }
+    arena_->free(list);
+    throw std::runtime_error("too many groups are being split off at once");
+}
+
+void World::withdraw(Invitation* invitation) {
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t list = invitation->members.load(std::memory_order_relaxed);
+    invitation->id.store(0, std::memory_order_release);  // pairs with find_invitation
+    arena_->free(list);
+}
+
+const Invitation* World::find_invitation(int world_rank, std::uint64_t id) const {
+    for (const Invitation& entry : peer(world_rank).header().invitations) {
+        if (entry.id.load(std::memory_order_acquire) == id) {  // pairs with the release in invite
+            return &entry;
+        }
+    }
+    return nullptr;
+}
+
+std::vector<std::vector<int>> World::invitations_of(int world_rank) const {
+    std::vector<std::vector<int>> found;
+    const Peer& owner = peer(world_rank);
+    for (const Invitation& entry : owner.header().invitations) {
+        if (entry.id.load(std::memory_order_acquire) == 0) {  // pairs with the release in invite
+            continue;
+        }
+        const std::uint64_t count = entry.num_members.load(std::memory_order_relaxed);
+        const std::byte* list = owner.at(entry.members.load(std::memory_order_relaxed),
+                                         count <= peers_.size() ? count * sizeof(std::uint32_t) : ~0ull);
+        if (list != nullptr) {
+            const auto* ranks = reinterpret_cast<const std::uint32_t*>(list);
+            found.emplace_back(ranks, ranks + count);
+        }
+    }
+    return found;
+}
+
+void World::leave_behind(Remains remains) {
+    {
+        const std::lock_guard lock(mutex_);
+        remains_.push_back(std::move(remains));
+    }
+    sweep();
+}
+
+// The group's own block must outlast every look at it, other blocks only every use of them.
+bool World::is_needed(const Remains& remains) const {
+    const std::uint32_t enough = remains.has_group_block ? Presence::swept : Presence::left;
+    for (std::size_t rank = 0; rank < remains.presences.size(); ++rank) {
+        // Pairs with the releases in Group::leave and sweep: who has left touches nothing more.
+        const bool is_out = remains.presences[rank]->load(std::memory_order_acquire) >= enough;
+        if (rank != remains.mine && !is_out && !is_dead(remains.members[rank])) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void World::sweep() {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(remains_, [this](const Remains& one) {
+        if (is_needed(one)) {
+            return false;
+        }
+        // Pairs with the acquire in is_needed of whoever has the group's block.
+        one.presences[one.mine]->store(Presence::swept, std::memory_order_release);
+        for (const std::size_t block : one.blocks) {
+            arena_->free(block);
+        }
+        return true;
+    });
+}
+
+}  // namespace ferrodist::shm

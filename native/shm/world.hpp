@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// World: the processes of a host that share their arenas, seen from one of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shm/arena.hpp"
+#include "shm/cpus.hpp"
+#include "shm/futex.hpp"
+#include "shm/heartbeat.hpp"
+#include "shm/shared_text.hpp"
+
+namespace ferrodist::shm {
+
+// Where a member of a group stands. Only `swept` members never look at the group's block again.
+enum Presence : std::uint32_t { inside = 0, closing = 1, left = 2, swept = 3 };
+
+// A group that a process is about to join, shown to the other members. `id` 0 is a free entry.
+struct Invitation {
+    std::atomic<std::uint64_t> id;       // written last, released; pairs with find_invitation
+    std::atomic<std::uint64_t> block;    // where the group's block is in this arena; 0: not here
+    std::atomic<std::uint64_t> members;  // where the list of world ranks is in this arena
+    std::atomic<std::uint64_t> num_members;
+};
+
+// What every arena begins with. Written by its owner only, except `sleepers`.
+struct ArenaHeader {
+    static constexpr std::size_t num_invitations = 256;
+
+    CpuMask cpus;
+    Beat beat;
+    SharedText<1024> report;  // what the process is waiting in, while it is
+    Word invitations_changed;
+    Word sleepers;
+    Invitation invitations[num_invitations];
+};
+
+// Another process, or this one: its arena as mapped here, and an fd that shows when it is gone.
+struct Peer {
+    std::byte* base = nullptr;
+    std::size_t nbytes = 0;
+    int watch = -1;
+    std::shared_ptr<const Mapping> mapping;
+
+    ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(base); }
+    // Memory in the peer's arena; null if it reaches beyond.
+    std::byte* at(std::uint64_t offset, std::uint64_t size) const {
+        return offset <= nbytes && size <= nbytes - offset ? base + offset : nullptr;
+    }
+};
+
+// A fresh arena, to be shown to the others: its header is in place and, right behind it, zeroed room
+// for the block of the first group if that is this process's to give.
+std::shared_ptr<Arena> make_arena(std::size_t first_block_nbytes = 0, std::size_t nbytes = 0);
+constexpr std::size_t first_block = (sizeof(ArenaHeader) + 4095) / 4096 * 4096;
+
+class World {
+public:
+    // `peers` in the order of world ranks, this process included. Takes the watch fds over.
+    World(int rank, std::shared_ptr<Arena> arena, std::vector<Peer> peers, std::int64_t heartbeat_ns,
+          std::int64_t silence_ns);
+    ~World();
+    World(const World&) = delete;
+    World& operator=(const World&) = delete;
+
+    int rank() const { return rank_; }
+    int size() const { return static_cast<int>(peers_.size()); }
+    const Peer& peer(int world_rank) const { return peers_[static_cast<std::size_t>(world_rank)]; }
+    Arena& arena() const { return *arena_; }
+    const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
+    // Whether this is a forked child's copy of its parent's.
+    bool is_of_ancestor() const { return birth_.is_of_ancestor(); }
+    bool has_a_core_each() const { return has_a_core_each_; }
+    std::int64_t silence_ns() const { return silence_ns_; }
+
+    // Tells whether a process is gone, without waiting.
+    bool is_dead(int world_rank) const;
+
+    // Shows what this process waits in; empty when it does not.
+    void report(std::string_view text);
+
+    Invitation* invite(std::uint64_t id, std::uint64_t block, const std::vector<int>& members);
+    void withdraw(Invitation* invitation);
+    const Invitation* find_invitation(int world_rank, std::uint64_t id) const;
+    std::vector<std::vector<int>> invitations_of(int world_rank) const;
+
+    // What this process has left of a group that it is out of: blocks others may still look at.
+    struct Remains {
+        std::vector<Word*> presences;  // of every member, in the group's block
+        std::vector<int> members;      // their world ranks
+        std::size_t mine;              // which of them is this process
+        std::vector<std::size_t> blocks;
+        bool has_group_block;  // whether one of the blocks is the group's own
+    };
+    void leave_behind(Remains remains);
+    // Frees the remains that nobody needs any more.
+    void sweep();
+
+    // What tests count.
+    std::atomic<std::uint64_t> sent_nbytes{0}, received_nbytes{0};
+
+private:
+    bool is_needed(const Remains& remains) const;
+
+    Birth birth_;
+    int rank_;
+    std::shared_ptr<Arena> arena_;
+    std::vector<Peer> peers_;
+    std::int64_t silence_ns_;
+    bool has_a_core_each_;
+    std::mutex mutex_;
+    std::vector<Remains> remains_;
+};
+
+}  // namespace ferrodist::shm
