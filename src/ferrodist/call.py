@@ -113,7 +113,8 @@ class Leaf(NamedTuple):
 class Call(NamedTuple):
     """What one rank asked for. Ranks must agree on all of it but ``site``.
 
-    ``compared`` stands in for ``leaves`` in the fingerprint where sizes may differ by rank.
+    ``site`` is text where the call is another process's. ``compared`` stands in for ``leaves`` in
+    the fingerprint where sizes may differ by rank.
     """
 
     kind: Kind
@@ -122,7 +123,7 @@ class Call(NamedTuple):
     root: int | None = None
     algorithm: str | None = None
     reproducible: bool = False
-    site: Site | None = None
+    site: Site | str | None = None
     compared: tuple[Leaf, ...] | None = None
     pickle: bool = False
 

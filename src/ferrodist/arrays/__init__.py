@@ -8,6 +8,7 @@ array comes from it. Nothing here communicates.
 from ferrodist.arrays.door import new_result, numpy_result, take, take_out
 from ferrodist.arrays.library import Library, Result, Span, Taken
 from ferrodist.arrays.memory_overlap import Overlap, OverlapKind, find_crossing, overlap
+from ferrodist.arrays.new_arrays import Form, array_over, form_like, parse_form
 from ferrodist.arrays.python_numbers import check_number
 from ferrodist.arrays.trees import flatten, is_tree
 
@@ -21,6 +22,10 @@ __all__ = [
     "check_number",
     "flatten",
     "is_tree",
+    "array_over",
+    "form_like",
+    "parse_form",
+    "Form",
     "Library",
     "Overlap",
     "OverlapKind",

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 import operator
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
+import numpy as np
+
+from ferrodist.arrays import Form, array_over, form_like, parse_form
 from ferrodist.backends import verdict
 from ferrodist.backends.progress import Progress, ProgressThread
 from ferrodist.backends.turns import Turns
@@ -33,6 +38,7 @@ from ferrodist.errors import (
     CollectiveMismatch,
     InvalidArgument,
     InvalidRank,
+    InvalidWorldSize,
 )
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.work import Work
@@ -106,11 +112,17 @@ class Backend(abc.ABC):
     context manager, or call ``close()`` when this rank makes no further calls.
     """
 
+    # The short ways of calls on plain NumPy arrays, where a provider has them: they give the
+    # result, or NotImplemented for whatever has to go the general way.
+    _at_once: Callable[[Backend, int, Any, Any, Any, Any], Any] | None = None
+    _send_at_once: Callable[[Backend, Any, Any, Any], Any] | None = None
+    _recv_at_once: Callable[[Backend, Any, Any, Any, Any], Any] | None = None
+
     def __init__(self, rank: int, world_size: int, config: Config) -> None:
         self.rank = rank
         self.world_size = world_size
         self.config = config
-        self.reproducible = config.reproducible
+        self._reproducible = config.reproducible
         self._timeout = config.timeout
         self._turns = Turns()
         self._progress: Progress | None = None
@@ -208,6 +220,51 @@ class Backend(abc.ABC):
     @timeout.setter
     def timeout(self, value: float | timedelta | None) -> None:
         self._timeout = check_timeout(value)
+        self._note_change()
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether calls that do not say otherwise fold in rank order on every backend."""
+        return self._reproducible
+
+    @reproducible.setter
+    def reproducible(self, value: bool) -> None:
+        self._reproducible = bool(value)
+        self._note_change()
+
+    def _note_change(self) -> None:  # noqa: B027 -- most providers keep no copies
+        """Hear that timeout, reproducible or is_closed changed."""
+
+    def empty(self, shape: Any, dtype: Any, kind: str = "numpy") -> Any:
+        """Make an array that the other ranks reach in place, where ranks can share memory.
+
+        Local: each rank makes arrays of its own, when it likes. They are ordinary arrays of NumPy
+        or torch (``kind``); collectives find them, their views and slices by address, and move no
+        bytes through staging. Elsewhere than in shared memory it is ordinary memory. The content is
+        undefined. Raises MemoryError if there is not enough.
+        """
+        return self._new_array(parse_form(shape, dtype, kind))
+
+    def zeros(self, shape: Any, dtype: Any, kind: str = "numpy") -> Any:
+        """Make an array as ``empty`` does, filled with zeros."""
+        array = self.empty(shape, dtype, kind)
+        array[...] = 0
+        return array
+
+    def like(self, x: Any) -> Any:
+        """Make an array as ``empty`` does, of the dtype, shape and kind of ``x``."""
+        return self._new_array(form_like(x))
+
+    def _new_array(self, form: Form) -> Any:
+        self.check_usable()
+        nbytes = math.prod(form.shape) * form.dtype.itemsize
+        if nbytes > sys.maxsize:
+            raise MemoryError(f"an array of {nbytes >> 20} MiB is beyond all address space")
+        return array_over(self._new_memory(nbytes), form)
+
+    def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """Give flat memory for an array."""
+        return np.empty(nbytes, np.uint8)
 
     def perform(
         self, call: Call, body: Body[Any], deadline: Deadline, finish: Callable[[Any], T]
@@ -218,6 +275,17 @@ class Backend(abc.ABC):
         """
         self.check_usable()
         return finish(self._in_turn(self._turns.take(), call, body, deadline))
+
+    def resume(
+        self,
+        number: int,
+        call: Call,
+        body: Body[Any],
+        deadline: Deadline,
+        finish: Callable[[Any], T],
+    ) -> T:
+        """Go on with a call that began on the short way, has its turn, and did one collective."""
+        raise NotImplementedError  # where there is a short way
 
     def start(
         self, call: Call, body: Body[Any], deadline: Deadline, finish: Callable[[Any], T]
@@ -242,11 +310,15 @@ class Backend(abc.ABC):
             self._turns.wait(number, lambda: self.look_while_queued(number, call, deadline))
             return self.converse(number, call, body, deadline)
         except BaseException as error:
-            if not self.is_settled(number):  # nobody else knows yet that this call cannot succeed
-                self.abort(f"{verdict.words_of(error)} (in {call.kind.label} #{number})")
+            self._abort_unless_settled(number, call, error)
             raise
         finally:
             self._turns.end(number)
+
+    def _abort_unless_settled(self, number: int, call: Call, error: BaseException) -> None:
+        """Tell the others, if they do not know yet, that this call cannot succeed."""
+        if not self.is_settled(number):
+            self.abort(f"{verdict.words_of(error)} (in {call.kind.label} #{number})")
 
     def _finish(self, work: Work[T], run: Callable[[], T]) -> None:
         """Carry out a Work; an error that nobody asks for is logged now and raised by close()."""
@@ -278,6 +350,29 @@ class Backend(abc.ABC):
                 this_rank=self.rank,
             )
         return number
+
+    def check_members(self, ranks: Any) -> tuple[int, ...]:
+        """Refuse what is not a list of ranks that this one is in."""
+        if not isinstance(ranks, Iterable):
+            text = f"split({ranks!r}): expected a list of ranks"
+            raise InvalidArgument(text, got=ranks, this_rank=self.rank)
+        members = tuple(ranks)
+        if not members:
+            raise InvalidWorldSize(
+                "split([]): a group needs at least one rank", this_rank=self.rank
+            )
+        members = tuple(self.check_rank(rank, "split: member") for rank in members)
+        if len(set(members)) != len(members):
+            twice = next(rank for rank in members if members.count(rank) > 1)
+            raise InvalidRank(f"split({list(members)}): rank {twice} is named twice", rank=twice)
+        if self.rank not in members:
+            raise InvalidRank(
+                f"split({list(members)}): called by rank {self.rank}, which is not a member; "
+                "only members call split",
+                rank=self.rank,
+                this_rank=self.rank,
+            )
+        return members
 
     def check_usable(self) -> None:
         """Raise unless this rank may still make calls, from this thread."""
@@ -353,6 +448,7 @@ class Backend(abc.ABC):
             if self._is_closed or self.is_forked:
                 return False
             self._is_closed = True
+            self._note_change()
             if self._progress is not None:
                 self._progress.stop()
             return True

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
+from ferrodist.backends import message_errors
 from ferrodist.backends.control import Control
+from ferrodist.backends.messaging import Lanes
 from ferrodist.backends.turns import Turns
 from ferrodist.backends.watches import MessageWatch, SendWatch
 from ferrodist.buffer import Buffer
@@ -27,8 +28,7 @@ class Messenger:
         self._control = control
         self._rank = rank
         self._desk = control.desks[rank]
-        self._lock = threading.RLock()
-        self._lanes: dict[tuple[int, int], Turns] = {}
+        self._lanes = Lanes()
 
     def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
@@ -87,10 +87,8 @@ class Messenger:
         return self._transport.post(to, self._control.group, tag, header, source.memory, watch)
 
     def _draw(self, peer: int, tag: int) -> tuple[Turns, int]:
-        with self._lock:
-            self._count_receive(1)
-            lane = self._lanes.setdefault((peer, tag), Turns())
-            return lane, lane.take()
+        self._count_receive(1)
+        return self._lanes.draw(peer, tag)
 
     def _receive(
         self, lane: Turns, number: int, target: Buffer, peer: int, tag: int, watch: MessageWatch
@@ -101,11 +99,8 @@ class Messenger:
             lane.wait(number, lambda: min(self._look(watch, source), _QUEUE_LOOK))
             payload = self._transport.collect(source, self._control.group, tag, watch)
         finally:
-            with self._lock:
-                self._count_receive(-1)
-                lane.end(number)
-                if lane.is_idle:  # tags may be many: a lane nobody uses is not kept
-                    self._lanes.pop((peer, tag), None)
+            self._count_receive(-1)
+            self._lanes.leave(lane, number, peer, tag)
         _unpack(memoryview(payload), target, peer, watch)
 
     def _count_receive(self, change: int) -> None:
@@ -127,12 +122,5 @@ def _unpack(payload: memoryview, target: Buffer, peer: int, watch: MessageWatch)
         raise
     found, expected = Leaf("", dtype, shape), Leaf("", target.dtype, target.shape)
     if found != expected:
-        raise SizeMismatch(
-            f"{watch.what}: rank {peer} sent {found}, this rank expected {expected}; "
-            "the message was dropped",
-            rank=peer,
-            this_rank=watch.rank,
-            expected=str(expected),
-            got=str(found),
-        )
+        raise message_errors.unexpected(watch.what, peer, watch.rank, found, expected)
     target.memory[:] = content

@@ -8,11 +8,18 @@ import queue
 import threading
 from collections.abc import Callable
 
+from ferrodist import _native
+
 logger = logging.getLogger("ferrodist")
 
 
 class ProgressThread(threading.Thread):
     """A thread that finishes Works, and so runs their callbacks."""
+
+    def run(self) -> None:
+        """Run, known to native code as a thread on which nobody may communicate."""
+        _native.mark_progress_thread()
+        super().run()
 
 
 class Progress:

@@ -9,7 +9,12 @@ from importlib.metadata import EntryPoint, entry_points
 from ferrodist.backends.base import Backend
 from ferrodist.errors import BackendUnavailable, InvalidArgument
 
-_BUILT_IN = {"simulated": "ferrodist.backends.simulated:SimulatedBackend"}
+_SHARED_MEMORY = "ferrodist.backends.shared_memory:SharedMemoryBackend"
+_BUILT_IN = {
+    "simulated": "ferrodist.backends.simulated:SimulatedBackend",
+    "shared_memory": _SHARED_MEMORY,
+    "shm": _SHARED_MEMORY,
+}
 
 
 def backend_names() -> list[str]:

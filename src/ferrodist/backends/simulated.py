@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Iterator, Sequence
+from typing import NoReturn, Self
 
 from ferrodist import _native
 from ferrodist.backends import verdict
@@ -20,7 +20,7 @@ from ferrodist.backends.verdict import Departure
 from ferrodist.backends.watches import SplitWatch
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
-from ferrodist.errors import InvalidArgument, InvalidRank, InvalidWorldSize, RankLost
+from ferrodist.errors import InvalidWorldSize, RankLost
 from ferrodist.schedules.cost import LinkModel
 from ferrodist.transports.faulty import Faults
 from ferrodist.transports.threads import Switch, ThreadTransport
@@ -132,7 +132,7 @@ class SimulatedBackend(ScheduledBackend):
         order. Waits for all of them and names those missing.
         """
         self.check_usable()
-        members = self._check_members(ranks)
+        members = self.check_members(ranks)
         deadline = Deadline(self.timeout if timeout is DEFAULT else check_timeout(timeout))
         with self._aborting_on_interrupt("split"):
             control = self._join(members, deadline)
@@ -155,28 +155,6 @@ class SimulatedBackend(ScheduledBackend):
             while not control.is_complete:
                 self._transport.sleep(parent.members[self.rank], watch)
         return control
-
-    def _check_members(self, ranks: Any) -> tuple[int, ...]:
-        if not isinstance(ranks, Iterable):
-            text = f"split({ranks!r}): expected a list of ranks"
-            raise InvalidArgument(text, got=ranks, this_rank=self.rank)
-        members = tuple(ranks)
-        if not members:
-            raise InvalidWorldSize(
-                "split([]): a group needs at least one rank", this_rank=self.rank
-            )
-        members = tuple(self.check_rank(rank, "split: member") for rank in members)
-        if len(set(members)) != len(members):
-            twice = next(rank for rank in members if members.count(rank) > 1)
-            raise InvalidRank(f"split({list(members)}): rank {twice} is named twice", rank=twice)
-        if self.rank not in members:
-            raise InvalidRank(
-                f"split({list(members)}): called by rank {self.rank}, which is not a member; "
-                "only members call split",
-                rank=self.rank,
-                this_rank=self.rank,
-            )
-        return members
 
     def statistics(self) -> Statistics:
         """Count what this rank's world has exchanged and who came late to this group's calls."""

@@ -17,8 +17,9 @@ from ferrodist.errors import ProtocolError
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.schedules import NOBODY, Layout, Row, Space, Table, Work
 
-Move = Callable[[int, memoryview | None, int, bool], memoryview | None]
-"""``(to, payload, peer, is_receiving)``: send and receive one message at once; either may lack."""
+Move = Callable[[int, memoryview | None, int, int | None], memoryview | None]
+"""``(to, payload, peer, expected_nbytes)``: send and receive one message at once; either may lack
+(None)."""
 
 
 class Task(NamedTuple):
@@ -51,7 +52,8 @@ def _walk_row(segment: _Segment, row: Row, exchange: Move) -> None:
     incoming = list(segment.pieces(row.received)) if row.recv_from != NOBODY else []
     for index in range(max(len(outgoing), len(incoming))):
         payload = _join(outgoing[index]) if index < len(outgoing) else None
-        arrived = exchange(row.send_to, payload, row.recv_from, index < len(incoming))
+        expected = sum(map(len, incoming[index])) if index < len(incoming) else None
+        arrived = exchange(row.send_to, payload, row.recv_from, expected)
         if arrived is not None:
             _spread(arrived, incoming[index], row.recv_from)
             if row.is_piecewise:

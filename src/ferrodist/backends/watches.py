@@ -11,12 +11,12 @@ import logging
 import math
 import time
 
-from ferrodist.backends import verdict
+from ferrodist.backends import message_errors, verdict
 from ferrodist.backends.control import Control
 from ferrodist.backends.verdict import Verdict
 from ferrodist.call import Call, caller_site
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendClosed, CollectiveTimeout, ProtocolError, RankLost
+from ferrodist.errors import BackendClosed, CollectiveTimeout, RankLost
 
 logger = logging.getLogger("ferrodist")
 
@@ -112,8 +112,8 @@ class MessageWatch:
         desk = control.desks[group_peer]
         departure = desk.sends_no_more() if self.is_receiving else desk.takes_no_more()
         if departure is not None and not control.switch.is_pending(source, target):
-            text = f"{self.what}: rank {group_peer} {departure.how}{self._other_tags(group_peer)}"
-            raise RankLost(text, rank=group_peer, this_rank=self.rank, how=departure.how)
+            tags = control.waiting_tags(group_peer, self.rank)
+            raise message_errors.lost(self.what, group_peer, self.rank, departure, tags)
         return self.deadline.remaining()
 
     def arrived(self) -> None:
@@ -122,22 +122,12 @@ class MessageWatch:
     def damaged(self, peer: int, reason: str) -> None:
         """Refuse bytes that cannot be right."""
         rank = self.control.rank_of(peer)
-        text = f"{self.what}: bytes from rank {rank} cannot be right ({reason})"
-        raise ProtocolError(text, rank=rank, this_rank=self.rank, reason=reason)
+        raise message_errors.damaged(self.what, rank, self.rank, reason)
 
     def timed_out(self, peer: int) -> CollectiveTimeout:
         """Make the error of a wait that took too long."""
-        text = (
-            f"{self.what}: rank {peer} did not answer within {self.deadline}"
-            f"{self._other_tags(peer)}; look at that rank, or raise the limit with timeout=, "
-            "backend.timeout or FERRODIST_TIMEOUT"
-        )
-        return CollectiveTimeout(text, missing=[peer], rank=peer, this_rank=self.rank)
-
-    def _other_tags(self, peer: int) -> str:
-        """Mention what has come from a peer and is waiting to be received."""
         tags = self.control.waiting_tags(peer, self.rank)
-        return f" (what it sent has other tags: {tags})" if tags else ""
+        return message_errors.timed_out(self.what, peer, self.rank, self.deadline, tags)
 
 
 class SendWatch(MessageWatch):
@@ -156,9 +146,7 @@ class SendWatch(MessageWatch):
             self._find_ring()
         departure = self.control.desks[self.peer].takes_no_more()
         if self.ring and (departure is not None or self.deadline.remaining() <= 0):
-            path = " -> ".join(map(str, [*self.ring, self.ring[0]]))
-            text = f"{self.what}: ranks {path} all send and none receives; use sendrecv"
-            raise CollectiveTimeout(text, missing=[self.peer], rank=self.peer, this_rank=self.rank)
+            raise message_errors.ring(self.what, self.peer, self.rank, self.ring)
         return super().look(peer)
 
     def _find_ring(self) -> None:

@@ -8,7 +8,23 @@ from typing import Any, TypeVar, Unpack, overload
 from ferrodist.backends.base import Algorithm
 from ferrodist.call import Kind
 from ferrodist.collectives.plan import execute
-from ferrodist.collectives.request import Group, No, Op, Options, Request, Yes
+from ferrodist.collectives.request import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    Group,
+    No,
+    Op,
+    Options,
+    Request,
+    Yes,
+    at_once,
+)
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.work import Work
@@ -46,6 +62,10 @@ def allreduce(
         >>> run_ranks(3, lambda b: ferrodist.allreduce(np.full(2, b.rank), b))[0]
         array([3, 3])
     """
+    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
+        done = at_once(ALLREDUCE, backend, x, out, op, -1)
+        if done is not NotImplemented:
+            return done
     request = Request(
         Kind.ALLREDUCE,
         backend,
@@ -85,6 +105,10 @@ def broadcast(
         >>> run_ranks(3, lambda b: ferrodist.broadcast(np.full(2, b.rank), b, root=2))[0]
         array([2, 2])
     """
+    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
+        done = at_once(BROADCAST, backend, x, out, None, root)
+        if done is not NotImplemented:
+            return done
     request = Request(
         Kind.BROADCAST,
         backend,
@@ -137,6 +161,10 @@ def reduce(
         >>> run_ranks(3, lambda b: ferrodist.reduce(b.rank + 1, b, root=1, op="prod"))
         [None, 6, None]
     """
+    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
+        done = at_once(REDUCE, backend, x, out, op, root)
+        if done is not NotImplemented:
+            return done
     request = Request(
         Kind.REDUCE,
         backend,
@@ -179,6 +207,10 @@ def all_gather(
         >>> run_ranks(3, lambda b: ferrodist.all_gather(np.array([b.rank]), b))[0]
         array([0, 1, 2])
     """
+    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
+        done = at_once(ALL_GATHER, backend, x, out, None, -1)
+        if done is not NotImplemented:
+            return done
     request = Request(
         Kind.ALL_GATHER,
         backend,
@@ -217,6 +249,10 @@ def gather(
         >>> run_ranks(2, lambda b: ferrodist.gather(b.rank, b))
         [array([0, 1]), None]
     """
+    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
+        done = at_once(GATHER, backend, x, out, None, root)
+        if done is not NotImplemented:
+            return done
     request = Request(
         Kind.GATHER,
         backend,
@@ -258,6 +294,10 @@ def reduce_scatter(
         >>> run_ranks(2, lambda b: ferrodist.reduce_scatter(np.arange(4), b))
         [array([0, 2]), array([4, 6])]
     """
+    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
+        done = at_once(REDUCE_SCATTER, backend, x, out, op, -1)
+        if done is not NotImplemented:
+            return done
     request = Request(
         Kind.REDUCE_SCATTER,
         backend,
@@ -296,6 +336,10 @@ def all_to_all(
         >>> run_ranks(2, lambda b: ferrodist.all_to_all(np.arange(2) + 10 * b.rank, b))
         [array([ 0, 10]), array([ 1, 11])]
     """
+    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
+        done = at_once(ALL_TO_ALL, backend, x, out, None, -1)
+        if done is not NotImplemented:
+            return done
     request = Request(
         Kind.ALL_TO_ALL,
         backend,
@@ -316,5 +360,7 @@ def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT) -> None:
         >>> run_ranks(2, ferrodist.barrier)
         [None, None]
     """
+    if timeout is DEFAULT and at_once(BARRIER, backend, None, None, None, -1) is None:
+        return
     request = Request(Kind.BARRIER, backend, timeout=timeout)
     request.execute(lambda talk: request.run(talk, None, None), lambda _: None)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from ferrodist.arrays import Taken, check_number
 from ferrodist.backends.base import Algorithm, Backend, Body, Conversation, Counts
+from ferrodist.backends.default import current_backend
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.config import DEFAULT, Timeout, check_timeout
@@ -26,6 +27,11 @@ Group = Backend | None
 Op = ReduceOp | str
 Yes = Literal[True]
 No = Literal[False]
+
+
+# The kinds as plain numbers: on the short way an enum costs more than the call it names.
+ALLREDUCE, BROADCAST, REDUCE, ALL_GATHER, GATHER = 0, 1, 2, 3, 4
+SCATTER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER = 5, 6, 7, 8
 
 
 class Options(TypedDict, total=False):
@@ -81,10 +87,12 @@ class Request:
         *,
         compared: tuple[Leaf, ...] | None = None,
         pickle: bool = False,
+        turn: int | None = None,
     ) -> Any:
         """Hand the call to the backend: return its result, or its Work if it is asynchronous.
 
         ``finish`` makes the result of what the body returns, when the others need nothing more.
+        ``turn`` is the number of a call that has begun on the short way.
         """
         call = Call(
             self.kind,
@@ -97,6 +105,8 @@ class Request:
             compared=compared,
             pickle=pickle,
         )
+        if turn is not None:
+            return self.backend.resume(turn, call, body, self.deadline, finish)
         run = self.backend.start if self.is_async else self.backend.perform
         return run(call, body, self.deadline, finish)
 
@@ -140,12 +150,22 @@ class Request:
             check_number(taken, self.op, self.backend.world_size, f"{self.kind.label}: {where}")
 
 
+def at_once(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, root: Any) -> Any:
+    """Try the short way: plain NumPy arrays on a backend that does the whole call in native code.
+
+    Gives the result, or NotImplemented for whatever has to go the general way, errors included.
+    """
+    group = current_backend() if backend is None else backend
+    call = getattr(group, "_at_once", None)
+    return NotImplemented if call is None else call(group, kind, x, out, op, root)
+
+
 def open_backend(backend: Backend | None, what: str) -> Backend:
     """Return the backend to use, or say what is wrong with it."""
     if backend is None:
-        raise NotInitialized(
-            f"{what}: pass a backend, for instance one of SimulatedBackend.create_group(n)"
-        )
+        backend = current_backend()
+    if backend is None:
+        raise NotInitialized(f"{what}: call ferrodist.init() first, or pass a backend")
     if not isinstance(backend, Backend):
         raise InvalidArgument(
             f"{what}: backend must be a Backend, got {type(backend).__name__}", got=backend

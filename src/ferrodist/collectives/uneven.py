@@ -18,7 +18,16 @@ from ferrodist.backends.base import Algorithm, Conversation
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.plan import is_in_place, result_shape
-from ferrodist.collectives.request import Group, No, Options, Request, Yes, leaf_of
+from ferrodist.collectives.request import (
+    SCATTER,
+    Group,
+    No,
+    Options,
+    Request,
+    Yes,
+    at_once,
+    leaf_of,
+)
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import CollectiveMismatch, InvalidArgument, SizeMismatch, UnsupportedArray
 from ferrodist.work import Work
@@ -56,6 +65,11 @@ def scatter(
         >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
         [array([0, 1]), array([2, 3])]
     """
+    begun = None
+    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
+        begun = at_once(SCATTER, backend, x, out, None, root)
+        if begun is not NotImplemented and type(begun) is not tuple:
+            return begun
     request = Request(
         Kind.SCATTER,
         backend,
@@ -72,16 +86,18 @@ def scatter(
         part = Leaf("", taken.buffer.dtype, result_shape(request, taken))
         if out is not None:
             is_in_place(request, taken, take_out(out, part.dtype, part.shape))
+    told = np.frombuffer(begun[1], np.int64) if type(begun) is tuple else None
 
     def body(talk: Conversation) -> Result:
-        found = _tell_leaf(talk, request, part)
+        found = _tell_leaf(talk, request, part) if told is None else _read_leaf(told)
         result = _room_for_part(talk, request, found, taken, out)
         source = taken.buffer if request.is_root and taken is not None else None
         request.run(talk, source, result.buffer)
         return result
 
     leaves = () if taken is None else (leaf_of(taken),)
-    return request.execute(body, lambda result: result.finish(), leaves, compared=())
+    turn = begun[0] if type(begun) is tuple else None
+    return request.execute(body, lambda result: result.finish(), leaves, compared=(), turn=turn)
 
 
 def _tell_leaf(talk: Conversation, request: Request, part: Leaf | None) -> Leaf:
@@ -91,6 +107,10 @@ def _tell_leaf(talk: Conversation, request: Request, part: Leaf | None) -> Leaf:
         numbers[: 2 + len(part.shape)] = (part.dtype, len(part.shape), *part.shape)
     buffer = as_buffer(numbers)
     talk.run(Kind.BROADCAST, buffer, buffer, root=request.root or 0, in_place=True)
+    return _read_leaf(numbers)
+
+
+def _read_leaf(numbers: np.ndarray[Any, Any]) -> Leaf:
     dtype, axes = DType(int(numbers[0])), int(numbers[1])
     return Leaf("", dtype, tuple(int(length) for length in numbers[2 : 2 + axes]))
 

@@ -88,16 +88,22 @@ def pack_array_header(dtype: DType, shape: tuple[int, ...]) -> bytes:
     return _ARRAY.pack(dtype, len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
 
 
-def unpack_array_header(payload: memoryview) -> tuple[DType, tuple[int, ...], memoryview]:
-    """Read dtype, shape and content; raise FrameError unless they fit each other."""
+def unpack_shape(header: bytes | memoryview) -> tuple[DType, tuple[int, ...]]:
+    """Read dtype and shape at the head of a message."""
+    payload = memoryview(header)
     if len(payload) < _ARRAY.size:
         raise FrameError("the message has no array header")
     code, axes = _ARRAY.unpack_from(payload)
     end = _ARRAY.size + 8 * axes
     if code >= len(DType) or axes > MAX_AXES or len(payload) < end:
         raise FrameError("the array header is out of bounds")
-    dtype, shape = DType(code), struct.unpack_from(f"<{axes}Q", payload, _ARRAY.size)
-    content = payload[end:]
+    return DType(code), struct.unpack_from(f"<{axes}Q", payload, _ARRAY.size)
+
+
+def unpack_array_header(payload: memoryview) -> tuple[DType, tuple[int, ...], memoryview]:
+    """Read dtype, shape and content; raise FrameError unless they fit each other."""
+    dtype, shape = unpack_shape(payload)
+    content = payload[_ARRAY.size + 8 * len(shape) :]
     if math.prod(shape) * dtype.itemsize != len(content):
         raise FrameError(f"{len(content)} bytes do not fit {dtype.label}{list(shape)}")
     return dtype, shape, content

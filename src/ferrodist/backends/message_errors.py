@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The errors of point-to-point calls: each is the caller's own, the group goes on.
+
+``what`` is the call as errors show it, ``peer`` the rank at fault, ``this_rank`` the one that
+raises, ``tags`` what has come from the peer and nobody received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ferrodist.backends.verdict import Departure
+from ferrodist.call import Leaf
+from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveTimeout, ProtocolError, RankLost, SizeMismatch
+
+
+def timed_out(
+    what: str, peer: int, this_rank: int, deadline: Deadline, tags: Sequence[int]
+) -> CollectiveTimeout:
+    """Make the error of a wait that took too long."""
+    text = (
+        f"{what}: rank {peer} did not answer within {deadline}{_other_tags(tags)}; look at that "
+        "rank, or raise the limit with timeout=, backend.timeout or FERRODIST_TIMEOUT"
+    )
+    return CollectiveTimeout(text, missing=[peer], rank=peer, this_rank=this_rank)
+
+
+def lost(
+    what: str, peer: int, this_rank: int, departure: Departure, tags: Sequence[int]
+) -> RankLost:
+    """Make the error of a peer that is gone, or takes or sends nothing more."""
+    text = f"{what}: rank {peer} {departure.how}{_other_tags(tags)}"
+    return RankLost(text, rank=peer, this_rank=this_rank, how=departure.how)
+
+
+def damaged(what: str, peer: int, this_rank: int, reason: str) -> ProtocolError:
+    """Make the error of bytes that cannot be right."""
+    text = f"{what}: bytes from rank {peer} cannot be right ({reason})"
+    return ProtocolError(text, rank=peer, this_rank=this_rank, reason=reason)
+
+
+def ring(what: str, peer: int, this_rank: int, ranks: Sequence[int]) -> CollectiveTimeout:
+    """Make the error of large sends that wait for each other."""
+    path = " -> ".join(map(str, [*ranks, ranks[0]]))
+    text = f"{what}: ranks {path} all send and none receives; use sendrecv"
+    return CollectiveTimeout(text, missing=[peer], rank=peer, this_rank=this_rank)
+
+
+def unexpected(what: str, peer: int, this_rank: int, found: Leaf, expected: Leaf) -> SizeMismatch:
+    """Make the error of a message that is not what its receiver expects."""
+    return SizeMismatch(
+        f"{what}: rank {peer} sent {found}, this rank expected {expected}; the message was dropped",
+        rank=peer,
+        this_rank=this_rank,
+        expected=str(expected),
+        got=str(found),
+    )
+
+
+def _other_tags(tags: Sequence[int]) -> str:
+    return f" (what it sent has other tags: {list(tags)})" if tags else ""

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Planner: which schedule a collective walks, and what that needs besides the buffers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from ferrodist import _native
+from ferrodist.backends.base import Algorithm
+from ferrodist.backends.walk_plan import WalkPlan, make_plan
+from ferrodist.backends.walker import Move, Task, walk
+from ferrodist.buffer import Buffer, DType
+from ferrodist.call import Kind
+from ferrodist.config import Config
+from ferrodist.errors import InvalidArgument, UnsupportedOp
+from ferrodist.reduce_op import ReduceOp
+from ferrodist.schedules import (
+    Lengths,
+    LinkModel,
+    Schedule,
+    choose,
+    compile_table,
+    find,
+    traits,
+)
+
+_SCHEDULED_AS = {Kind.ALL_GATHER_UNEVEN: Kind.ALL_GATHER, Kind.ALL_TO_ALL_UNEVEN: Kind.ALL_TO_ALL}
+_MOST_PLANS = 256
+
+
+class Planner:
+    """Plans the walks of one rank.
+
+    ``folds_in_order`` says whether reductions fold in rank order unless the caller names an
+    algorithm that does not.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        config: Config,
+        model: LinkModel,
+        *,
+        folds_in_order: bool = True,
+    ) -> None:
+        self._folds_in_order = folds_in_order
+        self._rank = rank
+        self._world = world
+        self._config = config
+        self._model = model
+        self._plans: dict[tuple[Any, ...], WalkPlan] = {}
+
+    def check(self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool) -> str | None:
+        """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
+        if algorithm is None:
+            return None
+        schedule = find(_SCHEDULED_AS.get(kind, kind), algorithm)
+        found = traits(schedule, self._world, root)
+        if reproducible and kind.is_reduction and not found.in_order:
+            raise UnsupportedOp(
+                f"{kind.label}: algorithm {schedule.name!r} does not fold in rank order, which "
+                "reproducible=True asks for; leave one of the two out",
+                op=kind.label,
+                this_rank=self._rank,
+            )
+        if kind is Kind.ALL_TO_ALL_UNEVEN and found.relays:
+            raise InvalidArgument(
+                f"{kind.label}: algorithm {schedule.name!r} relays blocks through ranks that do "
+                "not know how large they are; name another",
+                this_rank=self._rank,
+            )
+        if isinstance(algorithm, str):
+            return schedule.name
+        return _signed_name(schedule, self._world, root)
+
+    def _pick(
+        self, kind: Kind, nbytes: int, dtype: DType, algorithm: Algorithm, in_order: bool
+    ) -> Schedule:
+        """Take the algorithm asked for, or the cheapest that is allowed."""
+        if algorithm is not None:
+            return find(kind, algorithm)
+        in_order = in_order or self._folds_in_order
+        return choose(
+            kind, self._world, nbytes, half=dtype.is_half, in_order=in_order, model=self._model
+        )
+
+    def plan(
+        self,
+        kind: Kind,
+        op: ReduceOp | None,
+        root: int,
+        dtype: DType,
+        lengths: Lengths,
+        algorithm: Algorithm,
+        in_order: bool,
+    ) -> WalkPlan:
+        """Work out what a collective needs besides its buffers; kept, for it will come again."""
+        key = (kind, op, root, dtype, lengths, algorithm, in_order)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            schedule = self._pick(kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order)
+            table = compile_table(schedule, self._world, self._rank, root)
+            found = traits(schedule, self._world, root)
+            plan = make_plan(table, found, op, dtype, lengths, self._config.segment_nbytes)
+            self._plans[key] = plan
+        return plan
+
+
+def walk_plan(
+    plan: WalkPlan,
+    source: Buffer | None,
+    target: Buffer | None,
+    dtype: DType,
+    in_place: bool,
+    config: Config,
+    exchange: Move,
+) -> None:
+    """Do one whole collective: walk its table over every segment."""
+    if in_place and not plan.alias_safe and source is not None:
+        in_place = False
+        source = Buffer(memoryview(bytes(source.memory)), source.dtype, source.shape)
+    task = Task(
+        plan.table,
+        source,
+        target,
+        dtype,
+        plan.op,
+        plan.divisor,
+        plan.is_wide,
+        in_place,
+        config.piece_nbytes,
+    )
+    for layout in plan.layouts:
+        walk(task, layout, exchange)
+    if plan.divides_at_end and target is not None:
+        _native.fold(dtype, ReduceOp.MEAN, target.memory, [target.memory], plan.divisor)
+
+
+@lru_cache(maxsize=256)
+def _signed_name(schedule: Schedule, world: int, root: int) -> str:
+    """Name a user's own schedule so that two different ones of one name do not match."""
+    tables = [compile_table(schedule, world, rank, root) for rank in range(world)]
+    steps = [number for table in tables for number in table.to_ints()]
+    return f"{schedule.name}@{_native.fingerprint(steps) & 0xFFFFFFFF:08x}"

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What processes tell each other in words: calls, verdicts and departures as bytes and back.
+
+Only facts cross, as JSON; nothing that is read runs code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ferrodist import errors
+from ferrodist.backends.verdict import Departure, Verdict, died
+from ferrodist.buffer import DType
+from ferrodist.call import Call, Kind, Leaf
+from ferrodist.reduce_op import ReduceOp
+
+_MOST_TEXT = 6000  # characters: a verdict has 16 KB, and JSON may need several bytes for one
+_MOST_LEAVES = 200  # of a large tree; what differs is found by hashes, this is only shown
+
+
+class Statement(NamedTuple):
+    """What one rank says when ranks differ: its call, and its objection if it has one."""
+
+    call: Call
+    objection: tuple[type[errors.CollectiveMismatch], str] | None
+
+
+def pack_statement(statement: Statement) -> bytes:
+    """Lay out a rank's statement."""
+    call, objection = statement
+    facts = {
+        "kind": call.kind,
+        "leaves": [[x.path, x.dtype, x.shape] for x in call.leaves[:_MOST_LEAVES]],
+        "op": call.op,
+        "root": call.root,
+        "algorithm": call.algorithm,
+        "reproducible": call.reproducible,
+        "site": None if call.site is None else str(call.site),
+        "pickle": call.pickle,
+        "objection": None if objection is None else [objection[0].__name__, objection[1]],
+    }
+    return json.dumps(facts).encode()
+
+
+def unpack_statement(data: bytes) -> Statement:
+    """Read a rank's statement."""
+    facts = json.loads(data)
+    leaves = tuple(Leaf(path, DType(code), tuple(shape)) for path, code, shape in facts["leaves"])
+    call = Call(
+        Kind(facts["kind"]),
+        leaves,
+        op=None if facts["op"] is None else ReduceOp(facts["op"]),
+        root=facts["root"],
+        algorithm=facts["algorithm"],
+        reproducible=facts["reproducible"],
+        site=facts["site"],
+        pickle=facts["pickle"],
+    )
+    objection = facts["objection"]
+    return Statement(call, None if objection is None else (_mismatch(objection[0]), objection[1]))
+
+
+def _mismatch(name: str) -> type[errors.CollectiveMismatch]:
+    found = {"CollectiveMismatch": errors.CollectiveMismatch, "SizeMismatch": errors.SizeMismatch}
+    return found[name]
+
+
+def pack_verdict(verdict: Verdict, members: Sequence[int]) -> bytes:
+    """Lay out a final verdict, with the world ranks of the group that it is about."""
+    text = verdict.text
+    if len(text) > _MOST_TEXT:
+        text = text[: _MOST_TEXT - 3] + "..."
+    facts = {name: value for name, value in verdict.facts.items() if _fits(value)}
+    return json.dumps(
+        [verdict.error.__name__, verdict.sequence, text, facts, list(members)]
+    ).encode()
+
+
+def _fits(value: Any) -> bool:
+    """Tell whether a fact is worth its room; the text has everything anyway."""
+    return len(json.dumps(value)) < _MOST_TEXT // 4
+
+
+def unpack_verdict(data: bytes, members: Sequence[int]) -> Verdict:
+    """Read a final verdict; one on another group speaks of ranks of that group."""
+    name, sequence, text, facts, its_members = json.loads(data)
+    error = getattr(errors, name)
+    if list(members) != its_members and facts.get("rank") is not None:
+        world_rank = its_members[facts["rank"]]
+        if world_rank in members:
+            facts["rank"] = list(members).index(world_rank)
+            text = f"rank {facts['rank']} aborted the group: {facts['reason']}"
+        else:
+            text = f"rank {facts['rank']} of the parent group aborted it: {facts['reason']}"
+            facts["rank"] = None
+    return Verdict(error, sequence, text, facts)
+
+
+def pack_departure(departure: Departure) -> bytes:
+    """Lay out how a rank left, cut to what there is room for."""
+    return json.dumps([departure.how[:400], departure.advice]).encode()
+
+
+def unpack_departure(data: bytes | None) -> Departure:
+    """Read how a rank left; of one that died without a word there is nothing to read."""
+    if data is None:
+        return died("died (its process is gone)")
+    if not data:
+        return died("dropped its backend without close()")
+    return Departure(*json.loads(data))
