@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.base import Backend, Statistics
+from ferrodist.backends.default import init
 from ferrodist.collectives import (
     all_gather,
     all_gather_object,
@@ -53,14 +54,18 @@ from ferrodist.errors import (
     UnsupportedOp,
 )
 from ferrodist.reduce_op import ReduceOp
+from ferrodist.version import __version__ as __version__
 from ferrodist.work import Work
 
 if TYPE_CHECKING:
+    from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.simulated import SimulatedBackend
-
-__version__ = "0.1.0"
+    from ferrodist.launch.spawn import run
 
 __all__ = [
+    # start
+    "init",
+    "run",
     # collectives
     "allreduce",
     "broadcast",
@@ -86,6 +91,7 @@ __all__ = [
     "ReduceOp",
     "Work",
     "Backend",
+    "SharedMemoryBackend",
     "SimulatedBackend",
     "Statistics",
     "Config",
@@ -113,10 +119,14 @@ __all__ = [
     "NotInitialized",
 ]
 
-_LAZY = {"SimulatedBackend": "simulated"}
+_LAZY = {"SimulatedBackend": "simulated", "SharedMemoryBackend": "shared_memory"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "run":
+        from ferrodist.launch.spawn import run
+
+        return run
     if name not in _LAZY:
         module = sys.modules[__name__]  # lets Python suggest the name that was meant
         raise AttributeError(f"module 'ferrodist' has no attribute {name!r}", name=name, obj=module)

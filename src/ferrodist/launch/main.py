@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 import ferrodist
+from ferrodist.launch.bench.command import bench
 from ferrodist.launch.demo import demo
+from ferrodist.launch.run import run
 
 STOPPED_BY_USER = 130  # what shells report for a program that Ctrl-C ended
 
@@ -42,6 +44,8 @@ def commands() -> None:
 
 
 commands.add_command(demo)
+commands.add_command(run)
+commands.add_command(bench)
 
 
 def main() -> None:

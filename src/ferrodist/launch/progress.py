@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Show how far a training is: a live bar on a terminal, a few plain lines in a log."""
+"""Show how far a command is: a live bar on a terminal, a few plain lines in a log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ _LINES_IN_A_LOG = 5
 
 def open_progress(console: Console, title: str, steps: int) -> AbstractContextManager[Report]:
     """Show progress in the way that suits where the output goes."""
+    return (_live if is_live(console) else _plain)(console, title, steps)
+
+
+def is_live(console: Console) -> bool:
+    """Tell whether a bar can move where the output goes."""
     # Asked of the file, not of rich: FORCE_COLOR must not fill a log with frames of a bar.
-    is_live = console.file.isatty() and console.is_interactive
-    return _live(console, title, steps) if is_live else _plain(console, title, steps)
+    return console.file.isatty() and console.is_interactive
 
 
 @contextmanager

