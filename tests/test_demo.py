@@ -51,7 +51,7 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path, ranks: int) -> None
     done = run_cli(tmp_path, "demo", "--json", "--steps", "40", "--ranks", str(ranks))
     assert (done.returncode, done.stderr) == (0, "")
     outcome = json.loads(done.stdout)
-    assert (outcome["ranks"], outcome["steps"], outcome["backend"]) == (ranks, 40, "simulated")
+    assert (outcome["ranks"], outcome["steps"], outcome["backend"]) == (ranks, 40, "shared_memory")
     assert outcome["weights_equal"] is True
     assert outcome["first_difference"] is None
     assert (outcome["bytes_exchanged"] > 0) == (ranks > 1)
@@ -138,7 +138,8 @@ def test_fold_in_another_order_fails_the_demo(monkeypatch: Any) -> None:
         return allreduce(*arguments, algorithm="ring", **options)
 
     monkeypatch.setattr(ferrodist, "allreduce", by_ring)
-    done = CliRunner().invoke(commands, ["demo", "--steps", "20", "--ranks", "3", "--json"])
+    options = ["--steps", "20", "--ranks", "3", "--json", "--backend", "simulated"]
+    done = CliRunner().invoke(commands, ["demo", *options])
     assert done.exit_code == 1
     assert json.loads(done.output)["first_difference"].startswith("rank 0, layer 1 matrix")
 
@@ -300,7 +301,7 @@ def test_errors_of_ferrodist_are_one_line(monkeypatch: Any) -> None:
 
 
 def test_backend_nobody_can_start_is_refused_with_those_that_can() -> None:
-    with pytest.raises(ferrodist.InvalidArgument, match=r"'carrier_pigeon'.*can for: simulated"):
+    with pytest.raises(ferrodist.InvalidArgument, match=r"'carrier_pigeon'.*can for: simulated, shared"):
         run_on_ranks("carrier_pigeon", 2, lambda backend: None)
 
 

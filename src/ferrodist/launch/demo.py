@@ -57,8 +57,17 @@ class Trained:
     sent_nbytes: int
 
 
-def train(backend: ferrodist.Backend, plan: Plan, report: Report) -> Trained:
-    """Train on one rank, together with the others; only rank 0 reports."""
+OpenProgress = Callable[[str], AbstractContextManager[Report]]
+
+
+def train(backend: ferrodist.Backend, plan: Plan, progress: OpenProgress) -> Trained:
+    """Train on one rank, together with the others; only rank 0 shows how far they are."""
+    show = progress if backend.rank == 0 else show_nothing
+    with show(f"training on {count_of_ranks(plan.ranks)}") as report:
+        return _train(backend, plan, report)
+
+
+def _train(backend: ferrodist.Backend, plan: Plan, report: Report) -> Trained:
     points = make_points(plan.seed)
     weights = ferrodist.broadcast(new_weights(plan.seed), backend)
     optimizer, losses, start = Momentum(weights), [], time.perf_counter()
@@ -72,8 +81,7 @@ def train(backend: ferrodist.Backend, plan: Plan, report: Report) -> Trained:
         )
         optimizer.update(weights, gradients)
         losses.append(float(loss))
-        if backend.rank == 0:
-            report(step + 1, losses[-1])
+        report(step + 1, losses[-1])
     seconds = time.perf_counter() - start
     return Trained(weights, losses, seconds, backend.statistics().sent_nbytes)
 
@@ -117,14 +125,10 @@ def first_difference(trained: list[Trained], expected: Weights) -> str | None:
     return None
 
 
-OpenProgress = Callable[[str], AbstractContextManager[Report]]
-
-
 def run_demo(plan: Plan, progress: OpenProgress) -> Outcome:
     """Train on ranks, train alone, compare."""
-    with progress(f"training on {count_of_ranks(plan.ranks)}") as report:
-        body = functools.partial(train, plan=plan, report=report)
-        trained = run_on_ranks(plan.backend, plan.ranks, body)
+    body = functools.partial(train, plan=plan, progress=progress)
+    trained = run_on_ranks(plan.backend, plan.ranks, body)
     with progress("the same on one process") as report:
         expected = train_alone(plan, report)
     seconds = trained[0].seconds
@@ -144,14 +148,30 @@ def run_demo(plan: Plan, progress: OpenProgress) -> Outcome:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ShowProgress:
+    """Shows how far a training is, in whatever process that runs."""
+
+    steps: int
+
+    def __call__(self, title: str) -> AbstractContextManager[Report]:
+        """Open what shows it."""
+        return open_progress(Console(highlight=False), title, self.steps)
+
+
+def show_nothing(title: str) -> AbstractContextManager[Report]:
+    """Open nothing."""
+    return nullcontext(lambda step, loss: None)
+
+
 @click.command()
 @click.option(
     "-n", "--ranks", type=click.IntRange(min=1), metavar="N", default=4, show_default=True,
     help="How many ranks train together.",
 )  # fmt: skip
 @click.option(
-    "--backend", type=click.Choice(backend_names()), default="simulated", show_default=True,
-    help="What the ranks are: 'simulated' ranks are threads of this process.",
+    "--backend", type=click.Choice(backend_names()), default="shared_memory", show_default=True,
+    help="What the ranks are: processes that share memory, or 'simulated', threads of this one.",
 )  # fmt: skip
 @click.option(
     "--steps", type=click.IntRange(min=1), metavar="N", default=7000, show_default=True,
@@ -189,7 +209,7 @@ def demo(
 
 
 def _run_quietly(plan: Plan, chart: Path | None) -> Outcome:
-    outcome = run_demo(plan, lambda title: nullcontext(lambda step, loss: None))
+    outcome = run_demo(plan, show_nothing)
     click.echo(to_json(outcome))
     if chart is not None:
         write_chart(outcome, chart)
@@ -204,7 +224,10 @@ def _run_visibly(plan: Plan, chart: Path) -> Outcome:
         "In every step one allreduce averages the gradients of all ranks.\n",
         soft_wrap=True,
     )
-    outcome = run_demo(plan, lambda title: open_progress(console, title, plan.steps))
+    try:
+        outcome = run_demo(plan, ShowProgress(plan.steps))
+    finally:
+        console.show_cursor()  # a rank that was ended in the middle left it hidden
     show_outcome(console, outcome)
     write_chart(outcome, chart)
     console.print("loss curve drawn in", str(chart), markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ferrodist import Backend, InvalidArgument
+from ferrodist import Backend, InvalidArgument, run
 from ferrodist.testing import run_ranks
 
 T = TypeVar("T")
@@ -28,6 +28,12 @@ def _run_threads(num_ranks: int, body: Callable[[Backend], Any]) -> list[Any]:
     return run_ranks(num_ranks, body, timeout=None)
 
 
+def _run_processes(num_ranks: int, body: Callable[[Backend], Any]) -> list[Any]:
+    return run(body, num_ranks)
+
+
 _RUNNERS: dict[str, Callable[[int, Callable[[Backend], Any]], list[Any]]] = {
     "simulated": _run_threads,
+    "shared_memory": _run_processes,
+    "shm": _run_processes,
 }
