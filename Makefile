@@ -5,9 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
-NATIVE := CMakeLists.txt pyproject.toml $(shell find native -type f 2>/dev/null)
+PEERS := $(STAMPS)/mpich $(STAMPS)/openmpi
+NATIVE := CMakeLists.txt pyproject.toml $(shell find native -type f -not -path 'native/tests/*' 2>/dev/null)
 
-.PHONY: demo test test-fast lint bench docs format clean
+.PHONY: demo test test-fast sanitize lint bench docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/package
@@ -20,15 +21,26 @@ test: $(STAMPS)/test
 test-fast: $(STAMPS)/test
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
+# The tests of native/ alone, plain and under the sanitizers: no Python, no package.
+sanitize: sanitize-none sanitize-thread sanitize-address-undefined
+
+sanitize-%: $(STAMPS)/cmake
+	$(BIN)/cmake -S native/tests -B build/tests/$* -G Ninja --log-level=ERROR \
+		-D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -D SANITIZE=$*
+	$(BIN)/cmake --build build/tests/$*
+	build/tests/$*/test_threads
+	build/tests/$*/test_processes
+
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q -p no:cacheprovider tests/test_layers.py
 
-bench: $(STAMPS)/bench
+bench: $(STAMPS)/bench $(PEERS)
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/latency.py
+	$(BIN)/ferrodist bench --json bench.json --chart bench.svg
 
 docs: $(STAMPS)/docs
 	$(BIN)/sphinx-build -W -q docs docs/_build
@@ -46,6 +58,10 @@ $(STAMPS)/venv:
 	mkdir -p $(STAMPS)
 	touch $@
 
+$(STAMPS)/cmake: $(STAMPS)/venv
+	$(BIN)/pip install --quiet cmake ninja
+	touch $@
+
 # Python files are used in place; only a change of the native code or the metadata builds again.
 $(STAMPS)/package: $(STAMPS)/venv $(NATIVE)
 	$(BIN)/pip install --quiet --editable .
@@ -53,4 +69,11 @@ $(STAMPS)/package: $(STAMPS)/venv $(NATIVE)
 
 $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STAMPS)/package
 	$(BIN)/pip install --quiet --editable ".[$*]"
+	touch $@
+
+# Each MPI has an environment of its own: their libraries have one name. A machine that cannot have
+# one of them still measures the rest, and the benchmark says what is missing.
+$(PEERS): $(STAMPS)/%: $(STAMPS)/venv
+	-$(PYTHON) -m venv $(VENV)/peers/$* && \
+	$(VENV)/peers/$*/bin/pip install --quiet numpy mpi4py $* && \
 	touch $@

@@ -35,6 +35,10 @@ public:
     void give(void* address) {
         const std::lock_guard lock(mutex_);
         const std::size_t size = sizes_.extract(address).mapped();
+        if (size > most_warm) {
+            munmap(address, size);
+            return;
+        }
         kept_.push_back({address, size});
         kept_nbytes_ += size;
         while (kept_nbytes_ > most_warm) {  // the one that was unused for longest goes

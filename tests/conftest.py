@@ -1,6 +1,16 @@
 """What every test needs."""
 
+from __future__ import annotations
+
+import functools
 import signal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from jobs import Job
 
 
 def pytest_configure() -> None:
@@ -10,3 +20,13 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def start_job() -> Iterator[Callable[..., Job]]:
+    """Give what starts jobs of processes: ``start_job(world, fn, **environment)``."""
+    from jobs import Job, Nursery
+
+    nursery = Nursery()
+    yield functools.partial(Job, nursery)
+    nursery.close()

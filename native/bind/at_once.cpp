@@ -87,7 +87,8 @@ Sharing sharing(const std::byte* x, std::size_t x_nbytes, const std::byte* out, 
 }
 
 bool read(Call& call, PyObject* const* args, int world) {
-    if (is_reduction(call.kind) && !read_index(args[4], num_ops, call.op)) {
+    // A member of ReduceOp is an int, but an int is no member of it.
+    if (is_reduction(call.kind) && (PyLong_CheckExact(args[4]) || !read_index(args[4], num_ops, call.op))) {
         return false;
     }
     if (is_rooted(call.kind) && !read_index(args[5], world, call.root)) {

@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <unistd.h>
+
 #include "shm/wait.hpp"
 
 namespace ferrodist::bind {
@@ -25,10 +27,19 @@ public:
     }
 
     void take_back() {
-        if (saved_ != nullptr) {
-            PyEval_RestoreThread(saved_);
-            saved_ = nullptr;
+        if (saved_ == nullptr) {
+            return;
         }
+        try {
+            PyEval_RestoreThread(saved_);
+        } catch (...) {
+            // The interpreter is at its end and unwinds this thread, which must not come to a
+            // destructor: it waits here for the process to end.
+            for (;;) {
+                ::pause();
+            }
+        }
+        saved_ = nullptr;
     }
 
     bool look() override {

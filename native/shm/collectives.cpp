@@ -19,6 +19,8 @@ using Bytes = std::size_t;
 constexpr Bytes largest_flat = Slot::capacity;
 // Folded at a time where the result goes to several places: still in the first-level cache then.
 constexpr Bytes hot_nbytes = 8 * 1024;
+// Staged at a time for one reader: what two ranks pass on must stay in their second-level caches.
+constexpr Bytes largest_piece = 128 * 1024;
 constexpr Bytes everything = std::numeric_limits<Bytes>::max();
 
 constexpr Bytes round_up(Bytes nbytes, Bytes unit) { return (nbytes + unit - 1) / unit * unit; }
@@ -263,7 +265,7 @@ private:
     Bytes piece_for(Bytes num_pieces, Bytes largest) {
         is_small_ = largest * num_pieces <= Slot::capacity;
         return is_small_ ? std::max<Bytes>(largest, 1)
-                         : Group::stage_nbytes / num_pieces / line * line;
+                         : std::min(largest_piece, Group::stage_nbytes / num_pieces / line * line);
     }
 
     // -- folding --------------------------------------------------------------------------------
@@ -436,7 +438,8 @@ private:
             const std::byte* source = shared_source(rank);
             operands_.push_back(source != nullptr ? source + start : shown(rank) + (start - staged_start));
         }
-        fold_into(into, nbytes);
+        places_.assign(1, into);
+        fold_to_places(nbytes);
         received += nbytes * (world_ - 1);
     }
 
@@ -603,7 +606,13 @@ Ending run(Group& group, const Task& task, const Patience& patience) {
         return {Outcome::given_up};
     }
     Run run(group, task, patience);
-    const Ending ending = run.go();
+    Ending ending;
+    try {
+        ending = run.go();
+    } catch (...) {  // no room for the staging area
+        run.keep_shown();
+        throw;
+    }
     if (ending.failed() && ending.outcome != Outcome::mismatch) {
         run.keep_shown();
     }

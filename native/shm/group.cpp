@@ -189,12 +189,13 @@ bool Group::give_verdict(std::uint64_t sequence, std::string_view bytes) {
     VerdictBlock& block = layout_.header().verdict;
     const std::uint32_t me = static_cast<std::uint32_t>(rank_) + 1;
     std::uint32_t writer = 0;
+    const std::int64_t limit = now_ns() + 1'000'000'000;  // its writer may be stopped in the middle
     // Relaxed: the claim guards nothing but itself; `ready` is what readers go by.
     while (!block.claim.compare_exchange_strong(writer, me, std::memory_order_relaxed)) {
         const bool is_rank = writer <= members_.size();
         const bool is_abandoned = writer == me || !is_rank || is_gone(static_cast<int>(writer) - 1);
         // Looked at after that: who has gone may have written before. Pairs with the release below.
-        if (block.ready.load(std::memory_order_acquire) != 0) {
+        if (block.ready.load(std::memory_order_acquire) != 0 || now_ns() > limit) {
             return false;
         }
         if (!is_abandoned) {

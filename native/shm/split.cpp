@@ -29,10 +29,22 @@ Split::~Split() {
         return;
     }
     world.withdraw(invitation_);
-    if (is_first_ && group_ == nullptr) {
-        // Others may be in the block already: it is freed when they have left it, as any group's.
+    if (is_first_ && group_ == nullptr && !is_anybody_joining()) {
+        world.arena().free(block_);
+    } else if (is_first_ && group_ == nullptr) {
+        // Others may be in the block: it is freed when all have left it, as any group's.
         Group(parent_->shared_world(), world_ranks(), rank(), world.arena().base() + block_, block_, nullptr);
     }
+}
+
+// Who joins says so before it looks once more for the first member's invitation, and the first member
+// withdraws that before it looks who joins: one of the two sees the other.
+bool Split::is_anybody_joining() const {
+    return std::any_of(members_.begin() + 1, members_.end(), [&](int member) {
+        const Invitation* theirs = parent_->world().find_invitation(parent_->world_rank(member), id_);
+        // Pairs with the store in wait.
+        return theirs != nullptr && theirs->is_joining.load(std::memory_order_seq_cst) != 0;
+    });
 }
 
 std::vector<int> Split::world_ranks() const {
@@ -105,6 +117,7 @@ Ending Split::wait(const Patience& patience) {
     }
     World& world = parent_->world();
     const int first = parent_->world_rank(members_.front());
+    invitation_->is_joining.store(1, std::memory_order_seq_cst);  // pairs with is_anybody_joining
     const Invitation* invitation = world.find_invitation(first, id_);
     if (invitation == nullptr) {  // the first member gave up meanwhile
         return {Outcome::late};

@@ -30,6 +30,7 @@ public:
 private:
     class Lookout;
 
+    bool is_anybody_joining() const;
     std::vector<int> world_ranks() const;
     int rank() const;  // of this process in the new group
     bool has_come(int member) const;

@@ -72,6 +72,7 @@ Invitation* World::invite(std::uint64_t id, std::uint64_t block, const std::vect
             entry.block.store(block, std::memory_order_relaxed);
             entry.members.store(list, std::memory_order_relaxed);
             entry.num_members.store(members.size(), std::memory_order_relaxed);
+            entry.is_joining.store(0, std::memory_order_relaxed);
             // Pairs with the acquire in find_invitation and invitations_of.
             entry.id.store(id, std::memory_order_release);
             // Pairs with the look at invitations_changed before a member sleeps.
@@ -87,13 +88,15 @@ Invitation* World::invite(std::uint64_t id, std::uint64_t block, const std::vect
 void World::withdraw(Invitation* invitation) {
     const std::lock_guard lock(mutex_);
     const std::uint64_t list = invitation->members.load(std::memory_order_relaxed);
-    invitation->id.store(0, std::memory_order_release);  // pairs with find_invitation
+    // Pairs with find_invitation; seq_cst for the look at is_joining in ~Split.
+    invitation->id.store(0, std::memory_order_seq_cst);
     arena_->free(list);
 }
 
 const Invitation* World::find_invitation(int world_rank, std::uint64_t id) const {
     for (const Invitation& entry : peer(world_rank).header().invitations) {
-        if (entry.id.load(std::memory_order_acquire) == id) {  // pairs with the release in invite
+        // Pairs with the release in invite; seq_cst for is_joining, see ~Split.
+        if (entry.id.load(std::memory_order_seq_cst) == id) {
             return &entry;
         }
     }

@@ -28,6 +28,7 @@ struct Invitation {
     std::atomic<std::uint64_t> block;    // where the group's block is in this arena; 0: not here
     std::atomic<std::uint64_t> members;  // where the list of world ranks is in this arena
     std::atomic<std::uint64_t> num_members;
+    Word is_joining;  // whether this process is about to enter the block
 };
 
 // What every arena begins with. Written by its owner only, except `sleepers`.

@@ -55,7 +55,10 @@ def _torch_over(memory: np.ndarray[Any, Any], form: Form) -> Any:
         raise BackendUnavailable(
             "arrays of kind 'torch' need torch: pip install 'ferrodist[torch]'"
         ) from error
-    return torch.from_numpy(memory).view(getattr(torch, form.dtype.label)).reshape(form.shape)
+    dtype = getattr(torch, form.dtype.label)
+    if not memory.size:  # torch cannot see no bytes as elements
+        return torch.empty(form.shape, dtype=dtype)
+    return torch.from_numpy(memory).view(dtype).reshape(form.shape)
 
 
 _MAKERS: dict[str, Callable[[np.ndarray[Any, Any], Form], Any]] = {

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The thread that shows that a process is alive, and what forks do to it.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+#include "check.hpp"
+#include "ranks.hpp"
+#include "shm/heartbeat.hpp"
+
+namespace ferrodist::tests {
+
+TEST(a_heart_beats_until_it_is_stopped) {
+    shm::Beat slow{0}, quick{0};
+    shm::start_beating(slow, very_long);
+    shm::start_beating(quick, millisecond);
+    CHECK(eventually([&] { return quick > 3; }));
+    shm::stop_beating(quick);
+    const std::uint64_t last = quick;
+    shm::stop_beating(slow);
+    CHECK_EQUAL(quick.load(), last);
+    CHECK(slow > 0);
+}
+
+TEST(the_end_of_a_heartbeat_does_not_wait_for_another) {
+    shm::Beat one{0}, other{0};
+    for (std::size_t i = 0; i < times(1000); ++i) {
+        shm::start_beating(one, second);
+        std::atomic<int> num_ready{0};
+        std::atomic<bool> is_stopped{false};
+        bool is_quick = true;
+        run_threads(2, [&](int which) {
+            ++num_ready;
+            eventually([&] { return num_ready == 2; });
+            if (which == 0) {
+                shm::stop_beating(one);
+                is_stopped = true;
+                return;
+            }
+            shm::start_beating(other, second);
+            const std::int64_t limit = shm::now_ns() + second;
+            while (!is_stopped && shm::now_ns() < limit) {
+                std::this_thread::yield();
+            }
+            is_quick = is_stopped;
+            shm::stop_beating(other);
+        });
+        if (!is_quick) {
+            CHECK(is_quick);
+            return;
+        }
+    }
+}
+
+TEST(a_forked_child_can_have_a_world_of_its_own) {
+    if (is_sanitized) {
+        return;  // ThreadSanitizer allows no threads in the child of a process that had some
+    }
+    Host parents(2);
+    const pid_t child = fork();
+    if (child == 0) {
+        Host own(2);
+        shm::Arena& arena = own.arena(0);
+        const std::size_t before = arena.allocated_nbytes();
+        arena.free(arena.allocate(100));
+        CHECK_EQUAL(arena.allocated_nbytes(), before);
+        const shm::Beat& beat = own.world(0)->peer(1).header().beat;
+        const std::int64_t limit = shm::now_ns() + second;
+        while (beat < 2 && shm::now_ns() < limit) {
+            std::this_thread::yield();
+        }
+        CHECK(beat >= 2);
+        _exit(num_failed == 0 ? 0 : 1);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    CHECK_EQUAL(status, 0);
+}
+
+}  // namespace ferrodist::tests
