@@ -301,7 +301,9 @@ def test_errors_of_ferrodist_are_one_line(monkeypatch: Any) -> None:
 
 
 def test_backend_nobody_can_start_is_refused_with_those_that_can() -> None:
-    with pytest.raises(ferrodist.InvalidArgument, match=r"'carrier_pigeon'.*can for: simulated, shared"):
+    with pytest.raises(
+        ferrodist.InvalidArgument, match=r"'carrier_pigeon'.*can for: simulated, shared"
+    ):
         run_on_ranks("carrier_pigeon", 2, lambda backend: None)
 
 

@@ -5,7 +5,6 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <tuple>
 
@@ -23,9 +22,9 @@ inline Answer answer(const shm::Ending& ending, const GilWatch& watch) {
 
 inline std::int64_t to_ns(double seconds) { return static_cast<std::int64_t>(seconds * 1e9); }
 
-// A deadline of Python's time.monotonic(); infinity is none.
+// A deadline of Python's time.monotonic(); what int64 cannot count in nanoseconds is none.
 inline std::int64_t deadline_ns(double deadline) {
-    return std::isinf(deadline) ? 0 : std::max<std::int64_t>(to_ns(deadline), 1);
+    return deadline > 9e9 ? 0 : std::max<std::int64_t>(to_ns(deadline), 1);
 }
 
 }  // namespace ferrodist::bind

@@ -35,6 +35,13 @@ bool is_reduction(Kind kind) {
     return kind == Kind::allreduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
 }
 
+// ferrodist.ReduceOp; kept for good.
+PyTypeObject* reduce_op_type() {
+    static PyObject* const type =
+        nb::module_::import_("ferrodist.reduce_op").attr("ReduceOp").inc_ref().ptr();
+    return reinterpret_cast<PyTypeObject*>(type);
+}
+
 bool is_rooted(Kind kind) {
     return kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather;
 }
@@ -87,8 +94,8 @@ Sharing sharing(const std::byte* x, std::size_t x_nbytes, const std::byte* out, 
 }
 
 bool read(Call& call, PyObject* const* args, int world) {
-    // A member of ReduceOp is an int, but an int is no member of it.
-    if (is_reduction(call.kind) && (PyLong_CheckExact(args[4]) || !read_index(args[4], num_ops, call.op))) {
+    // A member of ReduceOp is an int, but not every int is a member of it.
+    if (is_reduction(call.kind) && (Py_TYPE(args[4]) != reduce_op_type() || !read_index(args[4], num_ops, call.op))) {
         return false;
     }
     if (is_rooted(call.kind) && !read_index(args[5], world, call.root)) {
@@ -170,7 +177,7 @@ nb::object bind_at_once(nb::handle shared_group) {
 }
 
 bool can_go_at_once(const SharedGroup& group) {
-    return group.is_open && !is_progress_thread && !group.group->world().is_of_ancestor();
+    return group.is_open && !is_progress_thread && !group.group->has_left() && !group.group->world().is_of_ancestor();
 }
 
 bool read_index(PyObject* object, int limit, int& into) {

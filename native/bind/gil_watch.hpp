@@ -12,10 +12,10 @@ namespace ferrodist::bind {
 
 class GilWatch final : public shm::Watch {
 public:
-    // `look` is asked now and then: a callable, or an object whose method `_look` is. Beside a thread
+    // `look` is asked now and then: a callable, or an object whose method is. Beside a thread
     // that computes it is asked more rarely: the GIL may be hard to get, and signals come elsewhere.
-    explicit GilWatch(PyObject* look, bool is_callable = true, bool in_background = false)
-        : look_(look), is_callable_(is_callable), in_background_(in_background) {}
+    explicit GilWatch(PyObject* look, const char* method = nullptr, bool in_background = false)
+        : look_(look), method_(method), in_background_(in_background) {}
     ~GilWatch() override { take_back(); }
     GilWatch(const GilWatch&) = delete;
     GilWatch& operator=(const GilWatch&) = delete;
@@ -65,8 +65,8 @@ public:
 
 private:
     bool ask() {
-        PyObject* answer = is_callable_ ? PyObject_CallNoArgs(look_)
-                                        : PyObject_CallMethod(look_, "_look", nullptr);
+        PyObject* answer = method_ == nullptr ? PyObject_CallNoArgs(look_)
+                                              : PyObject_CallMethod(look_, method_, nullptr);
         Py_XDECREF(answer);
         return answer != nullptr;
     }
@@ -87,7 +87,8 @@ private:
     static constexpr int looks_in_background = 10;
 
     PyObject* look_;
-    bool is_callable_, in_background_, has_looked_ = false;
+    const char* method_;  // null: `look` is a callable
+    bool in_background_, has_looked_ = false;
     int num_looks_ = 0;
     PyThreadState* saved_ = nullptr;
     nanobind::object error_;

@@ -54,7 +54,7 @@ Answer settle(SharedGroup& self, HeldLetter& held, double deadline, bool holds_c
     held.letter.holds_caller = holds_caller;
     // Relaxed: a ring found in an earlier send is of no interest; nobody is ordered by it.
     self.group->words(self.group->rank()).ring_next.store(0, std::memory_order_relaxed);
-    GilWatch watch(look.ptr(), true, in_background);
+    GilWatch watch(look.ptr(), nullptr, in_background);
     const shm::Patience patience = patience_of(self, watch, deadline, in_background);
     watch.let_go();
     const shm::Ending ending = self.messages.settle(held.letter, patience);
@@ -68,7 +68,7 @@ std::tuple<int, int, nb::object, nb::bytes> receive(SharedGroup& self, int peer,
     require_peer(self, peer);
     const View view = writable(target);
     std::vector<std::byte> found;
-    GilWatch watch(look.ptr(), true, in_background);
+    GilWatch watch(look.ptr(), nullptr, in_background);
     const shm::Patience patience = patience_of(self, watch, deadline, in_background);
     watch.let_go();
     const shm::Ending ending =

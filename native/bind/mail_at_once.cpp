@@ -75,6 +75,22 @@ nb::object place_for(PyObject* like, PyObject* out, const PlainArray& wanted) {
     return is_fine ? nb::borrow(out) : nb::object();
 }
 
+// Counts a receive in flight; ends with the GIL held.
+class InLine {
+public:
+    InLine(SharedGroup& group, GilWatch& watch) : group_(group), watch_(watch) { ++group_.num_in_line; }
+    ~InLine() {
+        watch_.take_back();
+        --group_.num_in_line;
+    }
+    InLine(const InLine&) = delete;
+    InLine& operator=(const InLine&) = delete;
+
+private:
+    SharedGroup& group_;
+    GilWatch& watch_;
+};
+
 // What ended badly is told, and raised, by Python.
 PyObject* raise_failure(PyObject* const* args, const shm::Ending& ending, const GilWatch& watch,
                         const std::vector<std::byte>& found) {
@@ -96,13 +112,13 @@ PyObject* recv_at_once(PyObject* self_object, PyObject* const* args, Py_ssize_t)
     }
     std::byte* const target = try_plain_array(result.ptr())->data;
     std::vector<std::byte> found;
-    GilWatch watch(args[0], false);
+    GilWatch watch(args[0], "_look_at_mail");
     const shm::Patience patience{&watch, 0, self.group->spins(), 0, self.timeout_ns};
-    ++self.num_in_line;
-    const shm::Ending ending =
-        self.messages.receive(*peer, *tag, ArrayHeader(*like).view(), target, like->nbytes, patience, found);
-    watch.take_back();
-    --self.num_in_line;
+    shm::Ending ending;
+    {
+        const InLine place(self, watch);
+        ending = self.messages.receive(*peer, *tag, ArrayHeader(*like).view(), target, like->nbytes, patience, found);
+    }
     return ending.failed() ? raise_failure(args, ending, watch, found) : result.release().ptr();
 }
 

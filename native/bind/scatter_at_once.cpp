@@ -18,6 +18,10 @@ namespace {
 struct PartLeaf {
     std::array<std::int64_t, 2 + max_axes> numbers{};
 
+    bool is_possible() const {
+        return numbers[0] >= 0 && numbers[0] < static_cast<std::int64_t>(num_dtypes) && numbers[1] >= 0 &&
+               numbers[1] <= max_axes;
+    }
     DType dtype() const { return static_cast<DType>(numbers[0]); }
     int num_axes() const { return static_cast<int>(numbers[1]); }
     const std::ptrdiff_t* shape() const { return reinterpret_cast<const std::ptrdiff_t*>(numbers.data() + 2); }
@@ -88,6 +92,9 @@ bool read(Scatter& call, const SharedGroup& group, PyObject* const* args) {
 // The array of the result; null if what was passed does not fit, or the dtype is not NumPy's own.
 nb::object place_for(const Scatter& call, PyObject* const* args) {
     const PartLeaf& leaf = call.leaf;
+    if (!leaf.is_possible()) {
+        return {};
+    }
     const bool fits = (!call.x || call.is_root || leaf.is_form_of(*call.x)) && (!call.out || leaf.is_form_of(*call.out));
     if (!fits) {
         return {};
@@ -134,7 +141,16 @@ PyObject* scatter_at_once(SharedGroup& group, PyObject* const* args) {
     if (!turn.run(first_task(call, fingerprint))) {
         return turn.fail();
     }
-    const nb::object place = place_for(call, args);
+    nb::object place;
+    try {
+        place = place_for(call, args);
+    } catch (nb::python_error& error) {
+        error.restore();
+        return turn.fail_with_error();
+    } catch (const std::bad_alloc& error) {
+        PyErr_SetString(PyExc_MemoryError, error.what());
+        return turn.fail_with_error();
+    }
     if (!place.is_valid()) {
         const auto* bytes = reinterpret_cast<const char*>(call.leaf.numbers.data());
         return Py_BuildValue("(KN)", static_cast<unsigned long long>(turn.number()),

@@ -16,13 +16,15 @@ class TurnCounter {
 public:
     std::uint64_t take() { return ++last_; }
     void end(std::uint64_t number) {
+        if (number == ended_ + 1 && ended_early_.empty()) {
+            ended_ = number;
+            return;
+        }
         ended_early_.insert(number);
         while (ended_early_.erase(ended_ + 1) == 1) {
             ++ended_;
         }
     }
-    // For a call that took its number while nobody had one: nothing can have ended early.
-    void end_at_once() { ++ended_; }
 
     std::uint64_t last() const { return last_; }
     std::uint64_t ended() const { return ended_; }

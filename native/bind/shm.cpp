@@ -122,7 +122,7 @@ Answer run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dtype, 
     task.nbytes = count * item_size(task.dtype);
     task.in_place = in_place;
     task.fingerprint = fingerprint;
-    GilWatch watch(look.ptr(), true, in_background);
+    GilWatch watch(look.ptr(), nullptr, in_background);
     const shm::Patience patience{&watch, deadline_ns(deadline),
                                  in_background ? shm::no_spins : self.group->spins(), sequence};
     watch.let_go();

@@ -31,13 +31,14 @@ Fingerprint begin_fingerprint(shm::Kind kind, int op, int root, bool reproducibl
 }
 
 Turn::Turn(SharedGroup& group, PyObject* const* args)
-    : group_(group), args_(args), number_(group.turns.take()), watch_(args[0], false),
+    : group_(group), args_(args), number_(group.turns.take()), watch_(args[0], "_look"),
       patience_{&watch_, 0, group.group->spins(), number_, group.timeout_ns} {}
 
 bool Turn::run(const shm::Task& task) {
     if (task.nbytes >= smallest_without_gil) {
         watch_.let_go();
     }
+    ++num_runs_;
     try {
         ending_ = shm::run(*group_.group, task, patience_);
         watch_.take_back();
@@ -51,7 +52,7 @@ bool Turn::run(const shm::Task& task) {
 }
 
 PyObject* Turn::end(PyObject* result) {
-    group_.turns.end_at_once();
+    group_.turns.end(number_);
     const bool is_told = (!watch_.has_looked() || tell(args_[0], "_stop_looking")) &&
                          (group_.turns.is_idle() || tell(args_[0], "_wake_turns"));
     return is_told ? Py_NewRef(result) : nullptr;
@@ -59,9 +60,15 @@ PyObject* Turn::end(PyObject* result) {
 
 PyObject* Turn::fail() {
     const nb::object error = watch_.error().is_valid() ? watch_.error() : nb::none();
-    return PyObject_CallMethod(args_[0], "_fail_at_once", "iiKOOOOO", static_cast<int>(ending_.outcome),
+    return PyObject_CallMethod(args_[0], "_fail_at_once", "iiKOOOOOi", static_cast<int>(ending_.outcome),
                                ending_.culprit, static_cast<unsigned long long>(number_), error.ptr(), args_[1],
-                               args_[2], args_[4], args_[5]);
+                               args_[2], args_[4], args_[5], num_runs_);
+}
+
+PyObject* Turn::fail_with_error() {
+    watch_.keep_error();
+    ending_ = {shm::Outcome::interrupted};
+    return fail();
 }
 
 }  // namespace ferrodist::bind

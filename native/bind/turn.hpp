@@ -28,6 +28,8 @@ public:
     PyObject* end(PyObject* result);
     // Lets Python tell all ranks, raise, and end the turn.
     PyObject* fail();
+    // The same for the exception that is set, of whatever was done between two collectives.
+    PyObject* fail_with_error();
 
 private:
     SharedGroup& group_;
@@ -36,6 +38,7 @@ private:
     GilWatch watch_;
     shm::Patience patience_;
     shm::Ending ending_;
+    int num_runs_ = 0;
 };
 
 // The short way of a scatter, with the same arguments. Where a rank's array turns out not to fit its

@@ -125,7 +125,9 @@ Letter Messages::post(int peer, std::uint32_t tag, ByteView header, const std::b
                       std::size_t nbytes) {
     Outbox& outbox = outboxes_[static_cast<std::size_t>(peer)];
     if (nbytes > largest_whole) {
-        return outbox.offer(tag, header, {payload, nbytes});
+        Letter letter = outbox.offer(tag, header, {payload, nbytes});
+        letter.is_of_call = tag >= first_tag_of_calls;
+        return letter;
     }
     outbox.send(tag, header, {payload, nbytes});
     group_.world().sent_nbytes.fetch_add(nbytes, std::memory_order_relaxed);  // a statistic
@@ -176,8 +178,8 @@ void Messages::abandon(Letter& letter) {
 // Whether a letter that is not claimed will never be.
 bool Messages::takes_no_more(const Letter& letter) const {
     const RankWords& theirs = group_.words(letter.peer);
-    if (group_.is_gone(letter.peer)) {
-        return true;
+    if (group_.is_gone(letter.peer) || letter.is_of_call) {
+        return group_.is_gone(letter.peer);
     }
     // Pairs with Group::announce_closing, then with InFlight: what was claimed before is seen.
     return theirs.presence.load(std::memory_order_seq_cst) >= Presence::closing &&
@@ -210,7 +212,7 @@ private:
         const auto is_ready = [&] { return inbox_.is_ready(turn, wanted_.tag); };
         // What came before the peer went still counts, and only who is in turn knows what came.
         Lookout lookout(group_, peer_, patience_,
-                        [&] { return messages_.sends_no_more(peer_) && turn.has_begun() && !is_ready(); });
+                        [&] { return messages_.sends_no_more(peer_, wanted_.tag) && turn.has_begun() && !is_ready(); });
         while (true) {
             if (const auto ending = inbox_.fetch(turn, wanted_)) {
                 return *ending;
@@ -302,10 +304,11 @@ std::vector<std::uint32_t> Messages::waiting_tags(int peer) {
     return inboxes_[static_cast<std::size_t>(peer)].waiting_tags();
 }
 
-bool Messages::sends_no_more(int peer) const {
-    // Pairs with Group::announce_closing: what was sent before is seen after this.
-    return group_.words(peer).presence.load(std::memory_order_acquire) >= Presence::closing ||
-           group_.is_gone(peer);
+bool Messages::sends_no_more(int peer, std::uint32_t tag) const {
+    // Pairs with Group::announce_closing: what was sent before is seen after this. Who closes still
+    // finishes the calls it has in flight.
+    const bool is_closing = group_.words(peer).presence.load(std::memory_order_acquire) >= Presence::closing;
+    return (is_closing && tag < first_tag_of_calls) || group_.is_gone(peer);
 }
 
 }  // namespace ferrodist::shm

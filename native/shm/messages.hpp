@@ -21,6 +21,8 @@ namespace ferrodist::shm {
 class Messages {
 public:
     static constexpr std::size_t largest_whole = 64 * 1024;
+    // From here on tags are not users': such messages are part of a call of the whole group.
+    static constexpr std::uint32_t first_tag_of_calls = std::uint32_t{1} << 31;
 
     explicit Messages(Group& group);
     ~Messages();
@@ -52,7 +54,7 @@ public:
 private:
     class Receipt;
 
-    bool sends_no_more(int peer) const;
+    bool sends_no_more(int peer, std::uint32_t tag) const;
     bool takes_no_more(const Letter& letter) const;
 
     Group& group_;

@@ -30,6 +30,7 @@ struct Letter {
     std::size_t nbytes = 0;
     std::byte* ring = nullptr;  // null: the receiver copies the payload from where it is
     std::uint32_t num_filled = 0;
+    bool is_of_call = false;   // part of a collective: even who closes is going to take it
     bool holds_caller = true;  // whether the caller of settle can do nothing else meanwhile
 
     bool is_settled() const { return courier == nullptr; }

@@ -287,6 +287,10 @@ class Backend(abc.ABC):
         """Go on with a call that began on the short way, has its turn, and did one collective."""
         raise NotImplementedError  # where there is a short way
 
+    def give_up_turn(self, number: int, error: BaseException) -> None:
+        """End the turn of a call that began on the short way and cannot go on."""
+        raise NotImplementedError  # where there is a short way
+
     def start(
         self, call: Call, body: Body[Any], deadline: Deadline, finish: Callable[[Any], T]
     ) -> Work[T]:

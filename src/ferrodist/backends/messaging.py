@@ -137,8 +137,8 @@ class MessagingBackend(Backend):
             target=self._finish, args=(work, run), name=f"ferrodist {what}", daemon=True
         )
         with self._lock:
-            self._messages = [other for other in self._messages if other.is_alive()] + [thread]
             thread.start()
+            self._messages = [other for other in self._messages if other.is_alive()] + [thread]
         return work
 
     def _await_works(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.backends import verdict
+from ferrodist.backends import message_errors, verdict
 from ferrodist.backends.base import Algorithm, Body, Conversation, Statistics
 from ferrodist.backends.messaging import MessagingBackend
 from ferrodist.backends.planner import Planner
@@ -46,6 +46,7 @@ from ferrodist.schedules.cost import LINKS
 
 T = TypeVar("T")
 
+_FOR_EVER = 1e9  # seconds: thirty years
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its turn
 
 
@@ -104,7 +105,8 @@ class SharedMemoryBackend(MessagingBackend):
 
     def _note_change(self) -> None:
         timeout, group = self._timeout, self.group
-        group.timeout_ns = 0 if timeout is None else max(1, int(timeout * 1e9))
+        is_limited = timeout is not None and timeout < _FOR_EVER
+        group.timeout_ns = max(1, int(timeout * 1e9)) if timeout and is_limited else 0
         group.reproducible = self._reproducible
         group.is_open = not self._is_closed
 
@@ -156,8 +158,6 @@ class SharedMemoryBackend(MessagingBackend):
 
     def _look(self) -> None:
         """Look round in a call that went the short way and waits."""
-        if self._turns.is_idle:  # a message: what waits for it is told by nobody but its error
-            return
         if self._at_once_wait is None:
             sequence, kind = self.group.last_call(self.rank)
             where = f"{Kind(kind).label} #{sequence} at {caller_site()}"
@@ -168,6 +168,9 @@ class SharedMemoryBackend(MessagingBackend):
         if self._at_once_wait is not None:
             self._at_once_wait.end()
             self._at_once_wait = None
+
+    def _look_at_mail(self) -> None:
+        """Look round in a receive that went the short way: native code hears of signals by this."""
 
     def _wake_turns(self) -> None:
         """Let calls go on that were made while one went the short way."""
@@ -183,10 +186,11 @@ class SharedMemoryBackend(MessagingBackend):
         x: Any,
         op: Any,
         root: int,
+        num_runs: int,
     ) -> None:
         """Raise what became of a call that went the short way, and end its turn."""
         call = _call_of(Kind(kind), x, op, root, self.reproducible)
-        talk = SharedTalk(self, sequence, call, Deadline(self.timeout))
+        talk = SharedTalk(self, sequence, call, Deadline(self.timeout), num_runs)
 
         def fail(_: Conversation) -> None:
             raise talk.failure(outcome, culprit, error)
@@ -295,6 +299,17 @@ class SharedMemoryBackend(MessagingBackend):
         self.check_process()
         self.give(verdict.abort(self.rank, reason))
 
+    def check_usable(self) -> None:
+        """Raise unless this rank may still make calls, from this thread."""
+        super().check_usable()
+        if self.group.has_left:  # with the group that this one was split off
+            raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
+
+    def give_up_turn(self, number: int, error: BaseException) -> None:
+        """End the turn of a call that began on the short way and cannot go on."""
+        self.abort(f"{verdict.words_of(error)} (in call #{number})")
+        self._turns.end(number)
+
     # -- leaving --------------------------------------------------------------------------------
 
     def _announce_closing(self) -> None:
@@ -354,6 +369,9 @@ class SharedMemoryBackend(MessagingBackend):
             return final.later(self.rank)
         if outcome == Outcome.LATE:
             return self._split_timeout(what, split.absent(), deadline)
+        if outcome == Outcome.CORRUPT:
+            reason = "its group does not lie in its memory"
+            return message_errors.damaged(what, culprit, self.rank, reason)
         how = self.departure_of(culprit).how
         text = f"{what}: rank {culprit} {how}"
         return RankLost(text, rank=culprit, this_rank=self.rank, how=how)
@@ -362,6 +380,8 @@ class SharedMemoryBackend(MessagingBackend):
         others = []
         for rank in absent:
             for world_ranks in self.world.invitations_of(self.members[rank]):
+                if not set(world_ranks) <= set(self.members):  # off a group around this one
+                    continue
                 ranks = [self.members.index(world_rank) for world_rank in world_ranks]
                 others.append(f"{verdict.names_of_ranks([rank])} in split({ranks})")
         elsewhere = f" (waiting elsewhere: {', '.join(others)})" if others else ""

@@ -156,21 +156,45 @@ class SharedTalk:
         self, to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
     ) -> memoryview | None:
         """Send and receive one message of a schedule at once; either may lack."""
-        group, end, look = self.backend.group, self.deadline.end, self._look
+        group = self.backend.group
         letter = None if payload is None else group.post(to, _WALK_TAG, b"", payload)
-        arrived = None
-        if expected_nbytes is not None:
-            arrived = memoryview(bytearray(expected_nbytes))
-            outcome, _, error, _ = group.receive(
-                peer, _WALK_TAG, b"", arrived, end, self._is_background, look, letter
-            )
-            if outcome != Outcome.DONE:
-                raise self.failure(outcome, peer, error)
-        if letter is not None:
-            outcome, _, error = group.settle(letter, end, False, self._is_background, look)
-            if outcome != Outcome.DONE:
-                raise self.failure(outcome, to, error)
+        try:
+            arrived = None
+            if expected_nbytes is not None:
+                arrived = self._receive(peer, expected_nbytes, letter)
+            if letter is not None:
+                end, in_background = self.deadline.end, self._is_background
+                ending = group.settle(letter, end, False, in_background, self._look_in_walk)
+                if ending[0] != Outcome.DONE:
+                    raise self.failure(ending[0], to, ending[2])
+        except BaseException:
+            if letter is not None and not group.take_back(letter):
+                group.abandon(letter)
+            raise
         return arrived
+
+    def _receive(self, peer: int, nbytes: int, meanwhile: _native.Letter | None) -> memoryview:
+        arrived = memoryview(bytearray(nbytes))
+        outcome, _, error, _ = self.backend.group.receive(
+            peer,
+            _WALK_TAG,
+            b"",
+            arrived,
+            self.deadline.end,
+            self._is_background,
+            self._look_in_walk,
+            meanwhile,
+        )
+        if outcome != Outcome.DONE:
+            raise self.failure(outcome, peer, error)
+        return arrived
+
+    def _look_in_walk(self) -> None:
+        """Look round in a message of a schedule; only here a verdict ends a wait for a message."""
+        self._look()
+        given = self.backend.verdict_of(self.sequence)
+        if given is not None:
+            raise given.now(self.backend.rank)
 
     def _collective(self, fingerprint: int, kind: Kind, *buffers: Any, **options: Any) -> None:
         ending = self._native(fingerprint, kind, *buffers, **options)

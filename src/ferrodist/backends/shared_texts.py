@@ -7,7 +7,7 @@ Only facts cross, as JSON; nothing that is read runs code.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ferrodist import errors
@@ -16,8 +16,8 @@ from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf
 from ferrodist.reduce_op import ReduceOp
 
-_MOST_TEXT = 6000  # characters: a verdict has 16 KB, and JSON may need several bytes for one
-_MOST_LEAVES = 200  # of a large tree; what differs is found by hashes, this is only shown
+_VERDICT_NBYTES = 16 * 1024  # what there is room for in shared memory
+_DEPARTURE_NBYTES = 2048
 
 
 class Statement(NamedTuple):
@@ -32,7 +32,7 @@ def pack_statement(statement: Statement) -> bytes:
     call, objection = statement
     facts = {
         "kind": call.kind,
-        "leaves": [[x.path, x.dtype, x.shape] for x in call.leaves[:_MOST_LEAVES]],
+        "leaves": [[x.path, x.dtype, x.shape] for x in call.leaves],
         "op": call.op,
         "root": call.root,
         "algorithm": call.algorithm,
@@ -69,18 +69,23 @@ def _mismatch(name: str) -> type[errors.CollectiveMismatch]:
 
 def pack_verdict(verdict: Verdict, members: Sequence[int]) -> bytes:
     """Lay out a final verdict, with the world ranks of the group that it is about."""
-    text = verdict.text
-    if len(text) > _MOST_TEXT:
-        text = text[: _MOST_TEXT - 3] + "..."
-    facts = {name: value for name, value in verdict.facts.items() if _fits(value)}
-    return json.dumps(
-        [verdict.error.__name__, verdict.sequence, text, facts, list(members)]
-    ).encode()
+    facts = {name: value for name, value in verdict.facts.items() if _is_short(value)}
+    head, tail = [verdict.error.__name__, verdict.sequence], [facts, list(members)]
+    return _fitting(lambda text: [*head, text, *tail], verdict.text, _VERDICT_NBYTES)
 
 
-def _fits(value: Any) -> bool:
+def _is_short(value: Any) -> bool:
     """Tell whether a fact is worth its room; the text has everything anyway."""
-    return len(json.dumps(value)) < _MOST_TEXT // 4
+    return len(json.dumps(value)) < _VERDICT_NBYTES // 16
+
+
+def _fitting(record: Callable[[str], list[Any]], text: str, limit: int) -> bytes:
+    """Lay out a record with as much of its text as there is room for."""
+    data = json.dumps(record(text), ensure_ascii=False).encode(errors="replace")
+    while len(data) > limit and text:
+        text = text[: len(text) * 3 // 4]
+        data = json.dumps(record(text), ensure_ascii=False).encode(errors="replace")
+    return data
 
 
 def unpack_verdict(data: bytes, members: Sequence[int]) -> Verdict:
@@ -88,19 +93,19 @@ def unpack_verdict(data: bytes, members: Sequence[int]) -> Verdict:
     name, sequence, text, facts, its_members = json.loads(data)
     error = getattr(errors, name)
     if list(members) != its_members and facts.get("rank") is not None:
-        world_rank = its_members[facts["rank"]]
+        world_rank, reason = its_members[facts["rank"]], facts.get("reason", text)
         if world_rank in members:
             facts["rank"] = list(members).index(world_rank)
-            text = f"rank {facts['rank']} aborted the group: {facts['reason']}"
+            text = f"rank {facts['rank']} aborted the group: {reason}"
         else:
-            text = f"rank {facts['rank']} of the parent group aborted it: {facts['reason']}"
+            text = f"rank {facts['rank']} of the parent group aborted it: {reason}"
             facts["rank"] = None
     return Verdict(error, sequence, text, facts)
 
 
 def pack_departure(departure: Departure) -> bytes:
     """Lay out how a rank left, cut to what there is room for."""
-    return json.dumps([departure.how[:400], departure.advice]).encode()
+    return _fitting(lambda how: [how, departure.advice], departure.how, _DEPARTURE_NBYTES)
 
 
 def unpack_departure(data: bytes | None) -> Departure:

@@ -14,7 +14,8 @@ from typing import Any, Unpack, overload
 import numpy as np
 
 from ferrodist.arrays import Result, Taken, new_result, numpy_result, take, take_out
-from ferrodist.backends.base import Algorithm, Conversation
+from ferrodist.backends.base import Algorithm, Backend, Conversation
+from ferrodist.backends.default import current_backend
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.plan import is_in_place, result_shape
@@ -29,7 +30,13 @@ from ferrodist.collectives.request import (
     leaf_of,
 )
 from ferrodist.config import DEFAULT, Timeout
-from ferrodist.errors import CollectiveMismatch, InvalidArgument, SizeMismatch, UnsupportedArray
+from ferrodist.errors import (
+    CollectiveMismatch,
+    DistributedError,
+    InvalidArgument,
+    SizeMismatch,
+    UnsupportedArray,
+)
 from ferrodist.work import Work
 
 _MANY = 1 << 62  # no array has so many rows, and the sum of two such counts fits an int64
@@ -65,11 +72,12 @@ def scatter(
         >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
         [array([0, 1]), array([2, 3])]
     """
-    begun = None
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        begun = at_once(SCATTER, backend, x, out, None, root)
-        if begun is not NotImplemented and type(begun) is not tuple:
-            return begun
+        done = at_once(SCATTER, backend, x, out, None, root)
+        if type(done) is tuple:
+            return _go_on(x, backend, root, out, *done)
+        if done is not NotImplemented:
+            return done
     request = Request(
         Kind.SCATTER,
         backend,
@@ -79,6 +87,24 @@ def scatter(
         algorithm=algorithm,
         reproducible=reproducible,
     )
+    return _scatter(request, x, out)
+
+
+def _go_on(x: Any, backend: Backend | None, root: int, out: Any, turn: int, told: bytes) -> Any:
+    """Go on with a scatter that began on the short way, where the root told what does not fit."""
+    try:
+        request = Request(Kind.SCATTER, backend, root=root)
+        return _scatter(request, x, out, turn, _read_leaf(np.frombuffer(told, np.int64)))
+    except BaseException as error:
+        group = current_backend() if backend is None else backend
+        if group is not None and not isinstance(error, DistributedError):
+            group.give_up_turn(turn, error)
+        raise
+
+
+def _scatter(
+    request: Request, x: Any, out: Any, turn: int | None = None, told: Leaf | None = None
+) -> Any:
     taken = None if x is None and not request.is_root else take(x, "scatter: x")
     part = None
     if request.is_root:
@@ -86,17 +112,15 @@ def scatter(
         part = Leaf("", taken.buffer.dtype, result_shape(request, taken))
         if out is not None:
             is_in_place(request, taken, take_out(out, part.dtype, part.shape))
-    told = np.frombuffer(begun[1], np.int64) if type(begun) is tuple else None
 
     def body(talk: Conversation) -> Result:
-        found = _tell_leaf(talk, request, part) if told is None else _read_leaf(told)
+        found = _tell_leaf(talk, request, part) if told is None else told
         result = _room_for_part(talk, request, found, taken, out)
         source = taken.buffer if request.is_root and taken is not None else None
         request.run(talk, source, result.buffer)
         return result
 
     leaves = () if taken is None else (leaf_of(taken),)
-    turn = begun[0] if type(begun) is tuple else None
     return request.execute(body, lambda result: result.finish(), leaves, compared=(), turn=turn)
 
 

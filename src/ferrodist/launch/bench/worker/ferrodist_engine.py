@@ -33,10 +33,11 @@ class Engine:
         is_root = self.rank == 0
         at_root = out if is_root else None
         from_root = x if is_root else None
+        same = x if is_root else out  # a broadcast in place, as the peers' are
         return {
             "allreduce": lambda: ferrodist.allreduce(x, backend, out=out),
             "allreduce new": lambda: ferrodist.allreduce(x, backend),
-            "broadcast": lambda: ferrodist.broadcast(x, backend, out=out),
+            "broadcast": lambda: ferrodist.broadcast(same, backend, out=same),
             "reduce": lambda: ferrodist.reduce(x, backend, out=at_root),
             "all_gather": lambda: ferrodist.all_gather(x, backend, out=out),
             "gather": lambda: ferrodist.gather(x, backend, out=at_root),
