@@ -19,8 +19,6 @@ using Bytes = std::size_t;
 constexpr Bytes largest_flat = Slot::capacity;
 // Folded at a time where the result goes to several places: still in the first-level cache then.
 constexpr Bytes hot_nbytes = 8 * 1024;
-// Staged at a time for one reader: what two ranks pass on must stay in their second-level caches.
-constexpr Bytes largest_piece = 128 * 1024;
 constexpr Bytes everything = std::numeric_limits<Bytes>::max();
 
 constexpr Bytes round_up(Bytes nbytes, Bytes unit) { return (nbytes + unit - 1) / unit * unit; }
@@ -265,7 +263,7 @@ private:
     Bytes piece_for(Bytes num_pieces, Bytes largest) {
         is_small_ = largest * num_pieces <= Slot::capacity;
         return is_small_ ? std::max<Bytes>(largest, 1)
-                         : std::min(largest_piece, Group::stage_nbytes / num_pieces / line * line);
+                         : std::min(Group::piece_nbytes, Group::stage_nbytes / num_pieces / line * line);
     }
 
     // -- folding --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ using shm::Slot;
 // Around everything that decides how a call goes: slot, segment, several segments, odd ends.
 constexpr std::size_t sizes[] = {
     0, 8, 1000, Slot::capacity, Slot::capacity + 8, 33'000, 64 << 10, (256 << 10) - 64, 256 << 10,
-    (256 << 10) + 64, 333'333, 1 << 20,
+    (512 << 10) + 64, 333'333, (1 << 20) + 64, 3'333'333,
 };
 
 // The more ranks, the more each call moves: larger worlds have fewer kinds of memory for each.
