@@ -203,16 +203,16 @@ def test_shares_of_different_sizes_may_lie_in_shared_memory(start_job, name):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_shared_arrays_and_parts_of_them_need_no_stage(start_job, is_shared):
-    """Two rounds, whatever the size: one to meet, one to part. A stage would need one per piece."""
+    """Two rounds, whatever the size: one to meet, one to part. A stage needs one per 512 KB."""
 
     def body(backend, pipe):
         world, rounds = backend.world_size, {}
         make = backend.zeros if is_shared else np.zeros
-        rows = make((6, LARGE), "uint8")
+        rows = make((6, 5 * LARGE), "uint8")
         parts = {
             "all": (rows[:world], rows[world:]),
             "in the middle": (rows[0, 64 * world :], rows[3, 64 * world :]),
-            "odd": (rows[0, 5 : 5 + LARGE // 2], rows[1, 1 : 1 + LARGE // 2]),
+            "odd": (rows[0, 5 : 5 + 4 * LARGE], rows[1, 1 : 1 + 4 * LARGE]),
             "other dtype": (rows[2].view("float64"), rows[3].view("float64")),
             "reshaped": (rows[2:4].reshape(-1, 8), rows[4:].reshape(-1, 8)),
         }
@@ -222,7 +222,7 @@ def test_shared_arrays_and_parts_of_them_need_no_stage(start_job, is_shared):
             ferrodist.allreduce(x, backend, out=out)
             rounds[place] = backend.group.num_rounds - before
             assert (out == sum(range(world + 1))).all(), place
-        x = rows[0, : LARGE // world * world]
+        x = rows[0, : 5 * LARGE // world * world]
         for name in ("broadcast", "reduce", "all_gather", "scatter", "reduce_scatter"):
             before = backend.group.num_rounds
             call(name, backend, x)
@@ -388,4 +388,5 @@ def test_ten_thousand_arrays_made_and_dropped_leave_no_memory_behind(alone):
         x[:] = 1
     assert arena.num_blocks == before[0] + 1
     del x
-    assert (arena.num_blocks, arena.allocated_nbytes, shared_kilobytes()) == before
+    assert (arena.num_blocks, arena.allocated_nbytes) == before[:2]
+    assert shared_kilobytes() <= before[2] + 64  # some pages of the header; the arrays took 500 MB

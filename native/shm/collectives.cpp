@@ -614,9 +614,11 @@ Ending run(Group& group, const Task& task, const Patience& patience) {
     if (ending.failed() && ending.outcome != Outcome::mismatch) {
         run.keep_shown();
     }
-    // Relaxed: counts for statistics.
-    group.world().sent_nbytes.fetch_add(run.sent, std::memory_order_relaxed);
-    group.world().received_nbytes.fetch_add(run.received, std::memory_order_relaxed);
+    if (group.size() > 1) {
+        // Relaxed: counts for statistics.
+        group.world().sent_nbytes.fetch_add(run.sent, std::memory_order_relaxed);
+        group.world().received_nbytes.fetch_add(run.received, std::memory_order_relaxed);
+    }
     return ending;
 }
 

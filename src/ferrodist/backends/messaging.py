@@ -54,6 +54,9 @@ class Lanes:
         self._lock = threading.RLock()
         self._lanes: dict[tuple[int, int], Turns] = {}
 
+    def __len__(self) -> int:
+        return len(self._lanes)
+
     def draw(self, peer: int, tag: int) -> tuple[Turns, int]:
         """Take a place in line."""
         with self._lock:
