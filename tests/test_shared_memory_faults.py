@@ -75,7 +75,7 @@ def test_a_killed_rank_is_named_by_all_within_a_second_and_they_live_on(start_jo
             error, when, later, greetings = job[number].end().result
             assert isinstance(error, RankLost)
             assert error.rank == culprit
-            assert f"rank {culprit} died" in str(error)
+            assert f"rank {culprit} was killed by SIGKILL" in str(error)
             assert when - killed < 1
             assert (type(later), later.rank) == (RankLost, culprit)
             peer = 3 - culprit - number

@@ -24,6 +24,7 @@
 #include "bind/letters.hpp"
 #include "bind/rooms.hpp"
 #include "bind/shared_group.hpp"
+#include "shm/cpus.hpp"
 #include "shm/collectives.hpp"
 #include "shm/split.hpp"
 
@@ -278,6 +279,8 @@ void add_shm(nb::module_& module) {
             PyErr_SetString(PyExc_OSError, error.what());
         }
     });
+    module.def("container_cpus", [] { return std::min<std::size_t>(shm::container_cpus(), 1 << 20); },
+               "Return the cores' worth of time the container grants; a large number without a limit.");
     module.def("mark_progress_thread", &mark_progress_thread,
                "Say that the calling thread runs callbacks, which must not communicate.");
     add_world(module);

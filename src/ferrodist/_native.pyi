@@ -42,6 +42,9 @@ def cpu_level() -> str:
 def use_cpu_level(name: str) -> None:
     """Use another variant of the kernels; all give the same bits."""
 
+def container_cpus() -> int:
+    """Return the cores' worth of time the container grants; a large number without a limit."""
+
 Ending = tuple[int, int, BaseException | None]  # outcome, culprit, the error that ended a wait
 
 class Arena:

@@ -137,3 +137,9 @@ class BackendClosed(DistributedError):
 
 class NotInitialized(DistributedError):
     """No backend was passed and ``ferrodist.init()`` has not been called."""
+
+
+def is_consequence(error: BaseException | None, rank: int) -> bool:
+    """Tell whether an error that this rank raised only says that another one failed."""
+    kinds = (RankLost, GroupAborted, RendezvousError)
+    return isinstance(error, kinds) and error.rank is not None and error.rank != rank

@@ -412,9 +412,9 @@ class Backend(abc.ABC):
         site = caller_site()
         self._finish_and_leave(lambda after: verdict.closed(after, site))
 
-    def end(self) -> None:
+    def end(self, how: str = "its program ended") -> None:
         """Leave as ``close`` does, because this rank's program came to its end."""
-        self._finish_and_leave(verdict.ended)
+        self._finish_and_leave(lambda after: verdict.ended(after, how))
 
     def fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; the others are told its words."""

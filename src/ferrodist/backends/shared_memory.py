@@ -18,6 +18,7 @@ import numpy as np
 from ferrodist import _native
 from ferrodist.backends import message_errors, verdict
 from ferrodist.backends.base import Algorithm, Body, Conversation, Statistics
+from ferrodist.backends.deaths import Deaths
 from ferrodist.backends.messaging import MessagingBackend
 from ferrodist.backends.planner import Planner
 from ferrodist.backends.shared_messenger import SharedMessenger
@@ -67,9 +68,11 @@ class SharedMemoryBackend(MessagingBackend):
         members: tuple[int, ...],
         rank: int,
         config: Config,
+        deaths: Deaths,
     ) -> None:
         self.world = world
         self.arena = arena
+        self._deaths = deaths
         self.group = group
         self.members = members
         self.settled = 0  # the last call that ended in a difference all ranks know of
@@ -100,8 +103,8 @@ class SharedMemoryBackend(MessagingBackend):
             for member in members:
                 os.close(member.arena)
             os.close(members[job.rank].watch)  # the world closes those of the others
-        ranks = tuple(range(job.world_size))
-        return cls(world, arena, world.first_group(), ranks, job.rank, config)
+        ranks, deaths = tuple(range(job.world_size)), Deaths(job, members)
+        return cls(world, arena, world.first_group(), ranks, job.rank, config, deaths)
 
     def _note_change(self) -> None:
         timeout, group = self._timeout, self.group
@@ -282,7 +285,10 @@ class SharedMemoryBackend(MessagingBackend):
 
     def departure_of(self, rank: int) -> Departure:
         """Tell how a rank left, in its own words if it had any."""
-        return unpack_departure(self.group.departure_of(rank))
+        words = self.group.departure_of(rank)
+        if words is None:
+            return self._deaths.departure_of(self.members[rank])
+        return unpack_departure(words)
 
     @property
     def silence(self) -> str:
@@ -318,6 +324,12 @@ class SharedMemoryBackend(MessagingBackend):
     def _holds_lock(self) -> bool:
         return False
 
+    def fail(self, error: BaseException) -> None:
+        """Leave at once because this rank's program raised; others and launcher are told."""
+        if not self.is_forked and self._parent is None:
+            self._deaths.say(error)
+        super().fail(error)
+
     def _leave(self, departure: Departure) -> None:
         for child in list(self._children):
             child._leave(departure)
@@ -343,7 +355,8 @@ class SharedMemoryBackend(MessagingBackend):
             raise self._split_failure(split, members, deadline, *ending)
         world_ranks = tuple(self.members[member] for member in members)
         rank = members.index(self.rank)
-        child = type(self)(self.world, self.arena, split.group(), world_ranks, rank, self.config)
+        group, deaths = split.group(), self._deaths
+        child = type(self)(self.world, self.arena, group, world_ranks, rank, self.config, deaths)
         child._parent, child._id = self, identity  # a parent must outlive its groups
         child.timeout, child.reproducible = self.timeout, self.reproducible
         self._children.add(child)

@@ -108,10 +108,8 @@ def pack_departure(departure: Departure) -> bytes:
     return _fitting(lambda how: [how, departure.advice], departure.how, _DEPARTURE_NBYTES)
 
 
-def unpack_departure(data: bytes | None) -> Departure:
-    """Read how a rank left; of one that died without a word there is nothing to read."""
-    if data is None:
-        return died("died (its process is gone)")
+def unpack_departure(data: bytes) -> Departure:
+    """Read how a rank left."""
     if not data:
         return died("dropped its backend without close()")
     return Departure(*json.loads(data))

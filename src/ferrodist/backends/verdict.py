@@ -57,9 +57,9 @@ def closing() -> Departure:
     return Departure("is closing its backend", _SAME_NUMBER)
 
 
-def ended(after: int) -> Departure:
+def ended(after: int, how: str) -> Departure:
     """Describe a rank whose program came to its end."""
-    return Departure(f"left after #{after} (its program ended)", _SAME_NUMBER)
+    return Departure(f"left after #{after} ({how})", _SAME_NUMBER)
 
 
 def raised(error: BaseException) -> Departure:
@@ -78,9 +78,11 @@ def words_of(error: BaseException) -> str:
 
 def died(how: str) -> Departure:
     """Describe a rank that stopped without a word."""
-    return Departure(how, "look at that rank's own output")
+    is_killed = "SIGKILL" in how
+    return Departure(how, _WHO_KILLS if is_killed else "look at that rank's own output")
 
 
+_WHO_KILLS = "the kernel does that when memory runs out (see dmesg), and so do job managers"
 _SAME_NUMBER = "every rank must make the same number of calls"
 
 

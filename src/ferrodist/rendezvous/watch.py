@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Watches: files that become readable when a process is gone.
+"""Watches: files that become readable when a process is gone, and what the kernel tells of its end.
 
 A pidfd where there is one. Else a *lifeline*: the read end of a pipe whose write end only that
 process has open, so that it ends when the process does.
@@ -7,12 +7,20 @@ process has open, so that it ends when the process does.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
+from pathlib import Path
 
 from ferrodist.rendezvous.link import close_files
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not in the socket module
+
+# Linux 6.15: a pidfd tells the exit code of a process that its parent has waited for.
+_INFO = struct.Struct("<Q52xi")  # struct pidfd_info: what is asked for, and the exit code
+_PIDFD_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+_INFO_EXIT = 1 << 3
 
 # Write ends of lifelines; a forked child must not hold those of its parent.
 _HELD: set[int] = set()
@@ -74,3 +82,34 @@ def open_own_watch() -> int:
     watch = os.dup(lifeline.watch)
     lifeline.keep()
     return watch
+
+
+def try_exit_code(pid: int, watch: int) -> int | None:
+    """Return the exit code of a process that is gone, or minus the signal that killed it.
+
+    None where that is not to be learned: this process is not its parent, to whom it is told.
+    """
+    status = _status_of_reaped(watch)
+    if status is None:
+        status = _status_of_zombie(pid)
+    return None if status is None else os.waitstatus_to_exitcode(status)
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    """Ask for the status of a process that its parent has not waited for yet."""
+    try:
+        _, _, facts = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return None
+    state, *_, status = facts.split()
+    return int(status) if state in ("Z", "X") else None
+
+
+def _status_of_reaped(pidfd: int) -> int | None:
+    info = bytearray(_INFO.pack(_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None  # an older kernel, or no pidfd
+    found, status = _INFO.unpack(info)
+    return status if found & _INFO_EXIT else None

@@ -17,7 +17,7 @@ from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.verdict import words_of
 from ferrodist.config import Config, check_timeout
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveTimeout, DistributedError, GroupAborted, RankLost
+from ferrodist.errors import CollectiveTimeout, is_consequence
 from ferrodist.transports.faulty import Faults
 
 T = TypeVar("T")
@@ -129,13 +129,13 @@ def _wake(ranks: list[_Rank[Any]], reason: str) -> list[_Rank[Any]]:
 
 def _errors(ranks: list[_Rank[Any]], stuck: list[_Rank[Any]]) -> list[BaseException]:
     failed = [rank for rank in ranks if rank.error is not None and rank not in stuck]
-    failed.sort(key=lambda rank: (_is_consequence(rank.error), rank.when))
+    failed.sort(key=lambda rank: (_is_consequence(rank), rank.when))
     errors = []
     for rank in failed:
         assert rank.error is not None
         rank.error.add_note(f"on rank {rank.backend.rank}")
         errors.append(rank.error)
-    causes = sum(not _is_consequence(error) for error in errors)
+    causes = sum(not _is_consequence(rank) for rank in failed)
     errors[causes:causes] = [_stuck_error(rank) for rank in stuck]
     return errors
 
@@ -147,13 +147,8 @@ def _headline(errors: list[BaseException], num_ranks: int) -> str:
     return f"{len(errors)} of {num_ranks} ranks failed; first, {where}: {first}"
 
 
-def _is_consequence(error: BaseException | None) -> bool:
-    """Tell whether an error only says that another rank failed."""
-    return (
-        isinstance(error, (RankLost, GroupAborted))
-        and isinstance(error, DistributedError)
-        and error.rank != error.this_rank
-    )
+def _is_consequence(rank: _Rank[Any]) -> bool:
+    return is_consequence(rank.error, rank.backend.rank)
 
 
 def _stuck_error(rank: _Rank[Any]) -> CollectiveTimeout:
