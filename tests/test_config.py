@@ -9,6 +9,7 @@ from ferrodist import Config, InvalidArgument, SimulatedBackend
 from ferrodist.config import settings_table, variable
 
 GOOD = {
+    "backend": ("shm", "shm"),
     "timeout": ("2.5", 2.5),
     "reproducible": ("1", True),
     "notice": ("0.5", 0.5),

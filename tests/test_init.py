@@ -18,10 +18,17 @@ import ferrodist
 from ferrodist import BackendClosed, InvalidArgument, NotInitialized, RendezvousError
 from ferrodist.backends import default, registry
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.config import Config, Launch, child_environment, foreign_launch
+from ferrodist.config import Config
 from ferrodist.rendezvous import Job
+from ferrodist.rendezvous.ends import Ends
+from ferrodist.rendezvous.launch import Launch
 
 pytestmark = pytest.mark.timeout(60)
+
+LAUNCHERS = (
+    *("FERRODIST_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_"),
+    *("OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_"),
+)
 
 
 class StandIn(SimulatedBackend):
@@ -36,13 +43,18 @@ class StandIn(SimulatedBackend):
         return backend
 
 
+class Other(StandIn):
+    """Has another name."""
+
+
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let every test begin as a process that has not called init, started by nobody."""
-    for name in [*foreign_launch(), *Launch(0, 1, "x", 0).to_environment()]:
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
     monkeypatch.setattr(default, "_process", default._Process())
-    monkeypatch.setattr(default, "_see_to_the_end", lambda backend: None)
+    monkeypatch.setattr(default.ProgramEnd, "watch", lambda self: None)
     for name in ("shared_memory", "shm"):
         monkeypatch.setitem(registry._BUILT_IN, name, f"{__name__}:StandIn")
     StandIn.jobs.clear()
@@ -52,15 +64,17 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Job:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """Make this process rank 2 of 5."""
-    job = Job("a job", 2, 5, secrets.token_bytes(32))
+    job = Job("a job", 2, 5, secrets.token_bytes(32), Ends.create(5))
     read, write = os.pipe()
     os.write(write, job.secret)
     os.close(write)
-    for name, value in Launch(2, 5, job.name, read).to_environment().items():
+    os.set_inheritable(job.ends.file, True)
+    for name, value in Launch(2, 5, job.name, read, job.ends.file).to_environment().items():
         monkeypatch.setenv(name, value)
-    return job
+    yield job
+    job.ends.close()
 
 
 def test_without_a_launcher_it_is_a_world_of_one_and_says_so_once(caplog):
@@ -85,26 +99,42 @@ def test_calls_without_a_backend_use_the_one_of_init():
 
 def test_a_launcher_says_which_rank_of_which_job(launched):
     ferrodist.init()
-    assert StandIn.jobs == [launched]
+    (job,) = StandIn.jobs
+    assert job == launched
+    assert job.source.name == "ferrodist run"
+    assert job.ends.file == launched.ends.file
+
+
+def test_what_a_rank_starts_inherits_neither_the_secret_nor_the_ends(launched):
+    ferrodist.init()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(int(os.environ["FERRODIST_SECRET_FD"]))
+    assert not os.get_inheritable(launched.ends.file)
 
 
 def test_a_process_that_a_rank_has_started_is_no_rank(launched):
     os.close(int(os.environ["FERRODIST_SECRET_FD"]))
-    with pytest.raises(RendezvousError, match=r"FERRODIST_SECRET_FD=.* was started by a rank"):
+    with pytest.raises(RendezvousError) as caught:
         ferrodist.init()
+    text = str(caught.value)
+    assert text.startswith("FERRODIST_RANK=2 of job 'a job' belongs to another process")
+    assert "this process was started by a rank and not by the launcher" in text
+    assert "'ferrodist run -n 1 script.py'" in text
 
 
 @pytest.mark.parametrize("content", [b"", b"short", bytes(33)])
-def test_a_file_without_a_secret_is_refused_and_never_waited_for(launched, content, monkeypatch):
+def test_a_file_without_a_secret_is_refused_and_nothing_is_read_from_it(
+    launched, content, monkeypatch
+):
     os.close(int(os.environ["FERRODIST_SECRET_FD"]))
     read, write = os.pipe()
     os.write(write, content)
     monkeypatch.setenv("FERRODIST_SECRET_FD", str(read))
-    with pytest.raises(RendezvousError, match="not a file with the secret"):
+    with pytest.raises(RendezvousError, match="is not a pipe with the secret"):
         ferrodist.init()
     os.close(write)
+    assert os.read(read, 100) == content
+    os.close(read)
 
 
 def test_a_secret_is_not_taken_out_of_any_other_kind_of_file(launched, monkeypatch, tmp_path):
@@ -113,84 +143,36 @@ def test_a_secret_is_not_taken_out_of_any_other_kind_of_file(launched, monkeypat
     path.write_bytes(bytes(32))
     with path.open() as file:
         monkeypatch.setenv("FERRODIST_SECRET_FD", str(file.fileno()))
-        with pytest.raises(RendezvousError, match="not a file with the secret"):
+        with pytest.raises(RendezvousError, match="is not a pipe with the secret"):
             ferrodist.init()
 
 
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE"),
-        ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID"),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK"),
-        ({"PMIX_RANK": "1"}, "PMIX_RANK"),
-        ({"PMI_RANK": "1"}, "PMI_RANK"),
-        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID, SLURM_STEP_NUM_TASKS"),
-    ],
-)
-def test_another_launcher_is_never_taken_for_a_world_of_one(variables, named, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RendezvousError, match=f"^{named} set .*ferrodist run -n N script.py"):
+def test_a_second_call_after_a_failure_says_that_the_first_error_counts(launched, monkeypatch):
+    def join(job: Job, *, config: Config | None = None) -> Any:
+        raise RendezvousError("rank 3 did not join")
+
+    monkeypatch.setattr(StandIn, "join", join)
+    with pytest.raises(RendezvousError, match="rank 3 did not join"):
+        ferrodist.init()
+    with pytest.raises(RendezvousError, match=r"init\(\) was tried before and failed: the first"):
         ferrodist.init()
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {"SLURM_PROCID": "0"},
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "many"},
-    ],
-)
-def test_a_batch_script_is_no_launcher(variables):
-    assert foreign_launch(variables) == []
+def test_hand_set_variables_say_which_rank_of_which_job(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    ferrodist.init()
+    (job,) = StandIn.jobs
+    assert (job.name, job.rank, job.world_size, job.ends) == ("plain-1234", 1, 3, None)
 
 
-def test_variables_of_a_launch_make_it_again():
-    launch = Launch(3, 4, "name", 17)
-    assert Launch.from_environment(launch.to_environment()) == launch
-    assert Launch.from_environment({}) is None
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "JOB", "SECRET_FD"])
-def test_a_launch_that_is_half_set_names_what_is_missing(name):
-    variables = Launch(3, 4, "name", 17).to_environment()
-    del variables[f"FERRODIST_{name}"]
-    with pytest.raises(InvalidArgument, match=f"^FERRODIST_{name} not set, but FERRODIST_"):
-        Launch.from_environment(variables)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("RANK", "x"),
-        ("RANK", "-1"),
-        ("RANK", "4"),
-        ("RANK", "²"),
-        ("WORLD_SIZE", "0"),
-        ("WORLD_SIZE", ""),
-        ("JOB", ""),
-        ("SECRET_FD", "-3"),
-    ],
-)
-def test_a_launch_that_cannot_be_names_the_variables(name, value):
-    variables = Launch(3, 4, "name", 17).to_environment() | {f"FERRODIST_{name}": value}
-    with pytest.raises(InvalidArgument, match=f"FERRODIST_{name}='{value}'"):
-        Launch.from_environment(variables)
-
-
-def test_a_childs_environment_keeps_what_the_user_has_chosen(monkeypatch):
-    launch = Launch(1, 2, "name", 17)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("SOMETHING", "else")
-    variables = child_environment(launch, 4)
-    assert variables["OMP_NUM_THREADS"] == "4"
-    assert variables["SOMETHING"] == "else"
-    assert Launch.from_environment(variables) == launch
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert child_environment(launch, 4)["OMP_NUM_THREADS"] == "7"
+def test_variables_that_are_half_set_are_never_taken_for_a_world_of_one(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(InvalidArgument, match=r"^RANK, MASTER_ADDR, MASTER_PORT not set, but W"):
+        ferrodist.init()
+    assert StandIn.jobs == []
 
 
 def test_a_second_call_may_ask_for_the_same_only():
@@ -218,6 +200,21 @@ def test_unknown_and_unsuitable_backends_are_refused():
         ferrodist.init("simulated")
 
 
+def test_a_variable_says_which_backend_and_an_argument_overrides_it(monkeypatch):
+    monkeypatch.setenv("FERRODIST_BACKEND", "nonsense")
+    with pytest.raises(InvalidArgument, match=r"^FERRODIST_BACKEND: no backend named 'nonsense'"):
+        ferrodist.init()
+    monkeypatch.setitem(registry._BUILT_IN, "other", f"{__name__}:Other")
+    monkeypatch.setenv("FERRODIST_BACKEND", "other")
+    backend = ferrodist.init()
+    assert type(backend) is Other
+    with pytest.raises(InvalidArgument, match="made a Other, not 'shm'"):
+        ferrodist.init("shm")
+    backend.close()
+    monkeypatch.setattr(default, "_process", default._Process())
+    assert type(ferrodist.init("shm")) is StandIn
+
+
 # -- the end of the program -----------------------------------------------------------------------
 
 PROGRAM = """
@@ -231,9 +228,9 @@ class StandIn(SimulatedBackend):
     def join(cls, job, *, config=None):
         return cls.create_group(1, config=config)[0]
 
-    def end(self):
+    def end(self, *how):
         print("end", flush=True)
-        super().end()
+        super().end(*how)
 
     def fail(self, error):
         print("fail", repr(error), flush=True)
@@ -300,7 +297,7 @@ def test_the_error_of_a_work_nobody_asked_for_is_one_line_at_the_end():
 def test_a_call_in_flight_does_not_hold_up_the_end_for_long():
     code, output, errors = run_program(
         """
-        def end():
+        def end(*how):
             threading.Event().wait()
         backend.end = end
         """

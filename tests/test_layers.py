@@ -16,7 +16,7 @@ ALLOWED = {
     "backends": {"arrays", "schedules", "transports", "rendezvous", "_native", "work"},
     "collectives": {"arrays", "backends", "work"},
     "testing": {"", "arrays", "backends", "collectives", "schedules", "transports", "work"},
-    "launch": {"", "backends", "testing"},
+    "launch": {"", "backends", "rendezvous", "testing", "_native"},
 }
 FRAMEWORKS = {"torch", "jax", "cupy", "ml_dtypes", "mpi4py"}
 COMMAND_LINE = {"click", "rich"}

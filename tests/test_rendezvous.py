@@ -14,15 +14,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from ferrodist import AuthenticationError, InvalidArgument, ProtocolError, RendezvousError
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import Job, Member, handshake, host, meet, roster, watch
+from ferrodist.rendezvous.ends import Ends
 from ferrodist.rendezvous.guest import HELLO
 from ferrodist.rendezvous.handshake import greet_host
 from ferrodist.rendezvous.link import Kind, Link, drive
+from ferrodist.rendezvous.sources import plain, torchrun
 from ferrodist.rendezvous.unix_socket import address_of, try_connect
 
 pytestmark = pytest.mark.timeout(60)
@@ -187,6 +190,20 @@ def test_missing_ranks_are_named_on_every_rank_that_came():
         assert rank.seconds < 1.0
 
 
+def test_a_rank_that_comes_alone_is_told_how_to_start_all():
+    for source in (plain.SOURCE, torchrun.SOURCE):
+        job = replace(new_jobs(4)[0], source=source)
+        text = str(Rank(job, timeout=0.1).end().error)
+        assert f"rank 1, rank 2, rank 3 of 4 did not join job {job.name!r} within 0.1 s" in text
+        assert f"WORLD_SIZE=4 is from {source.name}\n" in text
+        assert "only this process was started, or the others do not call ferrodist.init()" in text
+        assert f"has to: {source.start_of(4)}. If a rank has started this process, RANK" in text
+    assert plain.SOURCE.start_of(4) == (
+        "start one process per rank, with RANK=0 to RANK=3, or all of them with 'ferrodist run "
+        "-n 4 script.py'"
+    )
+
+
 def test_a_guest_with_less_time_hears_the_reasons_too():
     jobs = new_jobs(3)
     ranks = [Rank(jobs[0], timeout=30.0), Rank(jobs[1], timeout=0.5)]
@@ -202,28 +219,41 @@ def test_rank_0_missing_is_said_by_the_others():
         assert rank.error.missing == [0]
         assert repr(jobs[0].name) in str(rank.error)
         assert address_of(jobs[0].name) in str(rank.error)
+        assert f"this is rank {rank.job.rank} of 3, pid {os.getpid()} (the program" in str(
+            rank.error
+        )
+        assert "look at the output of rank 0" in str(rank.error)
         assert rank.seconds < 1.0
 
 
 def test_a_second_process_of_one_rank_is_refused_and_the_job_goes_on(admitted):
-    jobs = new_jobs(3)
+    jobs = [replace(job, source=plain.SOURCE) for job in new_jobs(3)]
     first = [Rank(jobs[0]), Rank(jobs[1])]
     assert admitted.acquire(timeout=10)
     second = Rank(jobs[1]).end()
     assert isinstance(second.error, RendezvousError)
     assert second.error.rank == 1
-    assert f"rank 1 has joined already, as pid {os.getpid()}; pid {os.getpid()} is a" in str(
-        second.error
-    )
+    text = str(second.error)
+    pid = os.getpid()
+    assert f"rank 1 of job {jobs[0].name!r} is there twice: pid {pid} has joined, pid {pid}" in text
+    assert "both have RANK=1, from variables set by hand. Give every process its own RANK" in text
+    assert "every job its own MASTER_PORT" in text
+    assert f"If a rank has started pid {pid}, RANK is that rank's" in text
     check_met([rank.end() for rank in [*first, Rank(jobs[2])]])
 
 
 def test_another_world_size_is_refused_naming_both_and_the_job_goes_on():
-    jobs = new_jobs(2)
+    jobs = [replace(job, source=torchrun.SOURCE) for job in new_jobs(2)]
     first = Rank(jobs[0])
-    odd = Rank(Job(jobs[1].name, 1, 5, jobs[1].secret)).end()
+    odd = Rank(replace(jobs[1], world_size=5)).end()
     assert isinstance(odd.error, RendezvousError)
-    assert "rank 1 was started for a world of 5, rank 0 for a world of 2" in str(odd.error)
+    assert (odd.error.rank, odd.error.got, odd.error.expected) == (1, 5, 2)
+    pid = os.getpid()
+    assert str(odd.error) == (
+        f"rank 1 (pid {pid}) was started for a world of 5, rank 0 (pid {pid}) for a world of 2: "
+        "WORLD_SIZE, from torchrun, must be the same on every rank of job "
+        f"{jobs[0].name!r}, and another job needs another MASTER_PORT and TORCHELASTIC_RUN_ID"
+    )
     check_met([rank.end() for rank in [first, Rank(jobs[1])]])
 
 
@@ -231,17 +261,22 @@ def test_a_rank_that_was_refused_is_explained_when_it_is_missing():
     jobs = new_jobs(2)
     first = Rank(jobs[0], timeout=1.0)
     Rank(Job(jobs[1].name, 1, 5, jobs[1].secret)).end()
-    assert "refused pid" in str(first.end().error)
-    assert "for a world of 5" in str(first.error)
+    text = str(first.end().error)
+    assert f"refused: rank 1 (pid {os.getpid()}) was started for a world of 5" in text
+    assert "only this process" not in text
 
 
 def test_a_rank_0_of_a_job_that_runs_already_is_told_so():
     jobs = new_jobs(2)
     first = Rank(jobs[0])
     with connected(jobs[0]):  # so the first one listens
-        second = Rank(jobs[0]).end()
+        second = Rank(replace(jobs[0], source=plain.SOURCE)).end()
     assert isinstance(second.error, RendezvousError)
-    assert f"a rank 0 of job {jobs[0].name!r} is there already" in str(second.error)
+    text = str(second.error)
+    assert f"rank 0 of job {jobs[0].name!r} is there twice: pid {os.getpid()} listens at @" in text
+    assert "perhaps for another job of this name" in text
+    assert "both have RANK=0, from variables set by hand" in text
+    assert "every job its own MASTER_PORT" in text
     assert second.seconds < 1.0
     check_met([rank.end() for rank in [first, Rank(jobs[1])]])
 
@@ -304,7 +339,7 @@ def test_the_death_of_rank_0_is_noticed_at_once():
         assert time.monotonic() - killed < 1.0
     assert isinstance(rank.error, RendezvousError)
     assert rank.error.rank == 0
-    assert f"(pid {process.pid}) is gone" in str(rank.error)
+    assert f"rank 0 (pid {process.pid}) of job {jobs[0].name!r} is gone" in str(rank.error)
 
 
 RANK_1 = """
@@ -359,6 +394,87 @@ def test_where_there_are_no_pidfds_lifelines_do_and_nothing_else_stays_open(monk
 def test_peer_pidfds_fall_back_to_the_pid(monkeypatch):
     monkeypatch.setattr(watch, "_SO_PEERPIDFD", 1 << 20)
     check_met(meet_all(new_jobs(2)))
+
+
+# -- what the launcher has seen end ----------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends.create(4)
+    yield ends
+    ends.close()
+
+
+HOW = {
+    1: "rank 2 ended with exit code 1 before it joined job {!r}; look at its own output",
+    -9: "rank 2 was killed by SIGKILL before it joined job {!r}; look at its own output",
+    0: (
+        "rank 2 ended (exit code 0) without calling ferrodist.init(), which all 4 ranks of job "
+        "{!r} have to do, or caught its error; look at its own output"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", HOW)
+def test_a_rank_that_ends_before_it_joins_is_named_on_all_at_once(code, ends, admitted):
+    jobs = [replace(job, ends=ends) for job in new_jobs(4)]
+    ranks = [Rank(jobs[0]), Rank(jobs[1])]
+    assert admitted.acquire(timeout=10)
+    ends.note(2, code)
+    noted = time.monotonic()
+    for rank in ranks:
+        assert isinstance(rank.end().error, RendezvousError)
+        assert str(rank.error) == HOW[code].format(jobs[0].name)
+        assert rank.error.rank == 2
+    assert time.monotonic() - noted < 1.0
+
+
+@pytest.mark.parametrize("ended", [0, 3])
+def test_ranks_that_wait_for_rank_0_are_told_of_an_end_at_once(ended, ends):
+    jobs = [replace(job, ends=ends) for job in new_jobs(4)]
+    ranks = [Rank(job) for job in jobs[1:3]]
+    ends.note(ended, 3)
+    for rank in ranks:
+        text = f"rank {ended} ended with exit code 3 before it joined job {jobs[0].name!r}"
+        assert text in str(rank.end().error)
+        assert rank.error.rank == ended
+        assert rank.seconds < 5.0
+
+
+def test_all_that_ended_before_they_joined_are_named(ends):
+    job = replace(new_jobs(4)[1], ends=ends)
+    ends.note(0, 1)
+    ends.note(2, -9)
+    error = Rank(job).end().error
+    assert error.missing == [0, 2]
+    assert str(error) == (
+        f"rank 0 ended with exit code 1 before it joined job {job.name!r}, rank 2 was killed by "
+        f"SIGKILL before it joined job {job.name!r}; look at their own output"
+    )
+
+
+def test_a_rank_that_rank_0_leaves_in_the_middle_is_told_whose_end_it_was(ends):
+    job = replace(new_jobs(3)[1], ends=ends)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address_of(job.name)[1:])
+        listener.listen()
+        rank = Rank(job)
+        connection, _ = listener.accept()
+        ends.note(2, 5)
+        connection.close()
+        assert "rank 2 ended with exit code 5 before it joined" in str(rank.end().error)
+
+
+def test_a_guest_that_leaves_is_named_with_what_the_launcher_has_seen(ends, admitted):
+    jobs = [replace(job, ends=ends) for job in new_jobs(3)]
+    first = Rank(jobs[0])
+    with connected(jobs[2]) as link:
+        join_by_hand(link, jobs[2])
+        assert admitted.acquire(timeout=10)
+        ends.note(2, 7)
+    text = f"rank 2 (pid {os.getpid()}) ended with exit code 7 before all ranks of job"
+    assert text in str(first.end().error)
 
 
 # -- strangers -----------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from ferrodist.errors import InvalidArgument
 
 DEFAULT_COLLECTIVE_TIMEOUT = 60.0
-SECRET_NBYTES = 32  # what the ranks of a job know and nobody else
 
 
 class Default(enum.Enum):
@@ -75,6 +74,7 @@ _LIMIT = _Form(
 )
 _SIZE = _Form("bytes >= 4096, a multiple of 16", int, _is_size)
 _SWITCH = _Form("0 or 1", _flag, lambda value: isinstance(value, bool))
+_NAME = _Form("the name of a backend", str, lambda value: isinstance(value, str) and value != "")
 _LINK = _Form("four numbers > 0, by commas", _numbers, _is_link)
 
 
@@ -109,6 +109,7 @@ class Config:
         _LINK,
         "cost of a link between threads: latency (s), s per byte, s per folded byte, s per message",
     )
+    backend: str = _setting("shared_memory", _NAME, "what init() makes when it is given no name")
     join_timeout: float = _setting(
         60.0, _SECONDS, "how long the ranks of a job wait for each other at its start"
     )
@@ -126,7 +127,7 @@ class Config:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read every ``FERRODIST_<FIELD>`` that is set."""
-        environ = os.environ if environ is None else environ
+        environ = environment() if environ is None else environ
         given = {}
         for setting in fields(cls):
             name = variable(setting.name)
@@ -135,81 +136,9 @@ class Config:
         return cls(**given)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What a launcher tells a process: which rank it is, of how many, of which job.
-
-    ``secret_fd`` is an inherited pipe with the job's secret; the secret itself is never in the
-    environment.
-    """
-
-    rank: int
-    world_size: int
-    job: str
-    secret_fd: int
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch | None:
-        """Read what a launcher has set; None if it has set nothing."""
-        environ = os.environ if environ is None else environ
-        names = [variable(one.name) for one in fields(cls)]
-        absent = [name for name in names if name not in environ]
-        if len(absent) == len(names):
-            return None
-        if absent:
-            raise InvalidArgument(
-                f"{', '.join(absent)} not set, but {_shown(environ, names)}; a launcher sets all "
-                f"of {', '.join(names)}",
-                missing=absent,
-            )
-        rank, world_size, secret_fd = (_number(environ[names[i]]) for i in (0, 1, 3))
-        if not (0 <= rank < world_size and secret_fd >= 0 and environ[names[2]]):
-            raise InvalidArgument(
-                f"{_shown(environ, names)}: expected a rank from 0 to world size - 1, the name of "
-                "a job and the number of an open file"
-            )
-        return cls(rank, world_size, environ[names[2]], secret_fd)
-
-    def to_environment(self) -> dict[str, str]:
-        """Return the variables from which ``from_environment`` makes this again."""
-        return {variable(one.name): str(getattr(self, one.name)) for one in fields(self)}
-
-
-def _number(text: str) -> int:
-    """Read a number; -1, which no variable may be, if it is none."""
-    return int(text) if text.isascii() and text.isdigit() else -1
-
-
-def _shown(environ: Mapping[str, str], names: list[str]) -> str:
-    return ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
-
-
-def child_environment(launch: Launch, num_threads: int) -> dict[str, str]:
-    """Return the environment of a rank that this process starts.
-
-    Numerical libraries get ``num_threads`` threads, unless the user has chosen a number.
-    """
-    return {"OMP_NUM_THREADS": str(num_threads), **os.environ, **launch.to_environment()}
-
-
-_FOREIGN = (
-    "RANK",
-    "WORLD_SIZE",
-    "TORCHELASTIC_RUN_ID",
-    "OMPI_COMM_WORLD_RANK",
-    "PMIX_RANK",
-    "PMI_RANK",
-)
-
-
-def foreign_launch(environ: Mapping[str, str] | None = None) -> list[str]:
-    """List the variables of other launchers that say this process is one of several."""
-    environ = os.environ if environ is None else environ
-    found = [name for name in _FOREIGN if name in environ]
-    # A batch script has SLURM_PROCID too; only in a step of several tasks it is one of several.
-    if "SLURM_PROCID" in environ and _number(environ.get("SLURM_STEP_NUM_TASKS", "")) > 1:
-        found += ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"]
-    return found
+def environment() -> Mapping[str, str]:
+    """Return the environment of this process."""
+    return os.environ
 
 
 def settings_table() -> str:

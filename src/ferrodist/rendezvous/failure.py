@@ -17,6 +17,7 @@ from ferrodist.rendezvous.link import Kind, Link, Message, Talk
 _TYPES: dict[str, type[DistributedError]] = {
     kind.__name__: kind for kind in (RendezvousError, AuthenticationError, ProtocolError)
 }
+_FACTS = ("rank", "got", "expected")
 _MOST_LETTERS = 4000
 _MOST_MISSING = 1000
 
@@ -25,7 +26,7 @@ def tell(link: Link, error: BaseException) -> None:
     """Send an error, if there is still somebody to hear it."""
     name = type(error).__name__
     text = str(error) if name in _TYPES else f"rank 0 gave up: {name}"
-    facts: dict[str, Any] = {"rank": getattr(error, "rank", None)}
+    facts: dict[str, Any] = {name: getattr(error, name, None) for name in _FACTS}
     if missing := getattr(error, "missing", None):
         facts["missing"] = missing[:_MOST_MISSING]
     words = {"error": name, "text": text[:_MOST_LETTERS], "facts": facts}

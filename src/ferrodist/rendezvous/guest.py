@@ -11,7 +11,8 @@ from contextlib import suppress
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError, RendezvousError
-from ferrodist.rendezvous import roster
+from ferrodist.rendezvous import roster, start_errors
+from ferrodist.rendezvous.early_ends import EarlyEnds
 from ferrodist.rendezvous.failure import hear
 from ferrodist.rendezvous.handshake import greet_host
 from ferrodist.rendezvous.job import Job, Member
@@ -53,16 +54,11 @@ def _visit_until_heard(job: Job, files: list[int], deadline: Deadline) -> list[E
 
 def _reach(job: Job, deadline: Deadline) -> Link:
     """Connect to rank 0, which may not have started yet."""
-    pause = _FIRST_PAUSE
+    pause, early_ends = _FIRST_PAUSE, EarlyEnds(job)
     while (connection := try_connect(job)) is None:
         if deadline.remaining() <= 0:
-            raise RendezvousError(
-                f"rank 0 of job {job.name!r} did not come within {deadline}: nobody listens at "
-                f"{address_of(job.name)}; {_here(job)}",
-                rank=0,
-                missing=[0],
-                this_rank=job.rank,
-            )
+            raise start_errors.missing_host(job, address_of(job.name), deadline)
+        early_ends.look(_others(job))
         time.sleep(min(pause, max(0.0, deadline.remaining())))
         pause = min(2 * pause, _LONGEST_PAUSE)
     return Link(connection)
@@ -75,16 +71,12 @@ def _visit(link: Link, job: Job, files: list[int], deadline: Deadline) -> list[E
         return drive(_talk(link, job, files, deadline), link, deadline)
     except EOFError as error:
         _hear_last_words(link)
-        raise RendezvousError(
-            f"rank 0 of job {job.name!r} (pid {peer.pid}) is gone: it died before all ranks had "
-            f"joined, or they all had, without this one; {_here(job)}",
-            rank=0,
-            this_rank=job.rank,
-        ) from error
+        EarlyEnds(job).look_at_once(_others(job))
+        raise start_errors.host_left(job, peer.pid) from error
     except TimeoutError as error:
         raise RendezvousError(
             f"rank 0 of job {job.name!r} (pid {peer.pid}) did not answer within {deadline}; "
-            f"{_here(job)}",
+            f"{start_errors.this_process(job)}",
             rank=0,
             this_rank=job.rank,
         ) from error
@@ -113,11 +105,11 @@ def _hear_last_words(link: Link) -> None:
         drive(hear(link, Kind.BUSY), link, Deadline(0.0))
 
 
+def _others(job: Job) -> list[int]:
+    return [rank for rank in range(job.world_size) if rank != job.rank]
+
+
 def _patience(deadline: Deadline) -> float:
     """Return when the host has to give up so that we hear its reasons in time."""
     remaining = deadline.remaining()
     return remaining - min(0.5, remaining / 10)
-
-
-def _here(job: Job) -> str:
-    return f"this is rank {job.rank} of {job.world_size}, pid {os.getpid()}"

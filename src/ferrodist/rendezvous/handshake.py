@@ -9,7 +9,7 @@
                                           <-  WELCOME
 
 A proof covers the role, all that both sides have said and the job's name, so it cannot be sent
-back, used again, or taken to another job. Only then the two compare what they have said.
+back, used again, or taken to another job. Only then the host compares what both have said.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import secrets
 import struct
 from typing import NamedTuple
 
-from ferrodist.errors import AuthenticationError, ProtocolError, RendezvousError
+from ferrodist.errors import AuthenticationError, ProtocolError
 from ferrodist.rendezvous import failure
 from ferrodist.rendezvous.job import Job
 from ferrodist.rendezvous.link import Kind, Link, Talk
@@ -67,8 +67,6 @@ def greet_host(link: Link, job: Job) -> Talk[None]:
     link.send(Kind.PROOF, _prove(job, _GUEST, mine, theirs))
     host = Greeting.unpack(theirs)
     check_version(host.version, job)
-    if host.world_size != job.world_size:
-        raise wrong_world_size(job.rank, job.world_size, host.world_size)
     yield from failure.hear(link, Kind.WELCOME)
 
 
@@ -95,17 +93,6 @@ def check_version(other: str, job: Job, rank: int = 0) -> None:
             got=other,
             expected=__version__,
         )
-
-
-def wrong_world_size(rank: int, guest_size: int, host_size: int) -> RendezvousError:
-    """Make the error of a guest that believes in another world size than the host."""
-    return RendezvousError(
-        f"rank {rank} was started for a world of {guest_size}, rank 0 for a world of {host_size}; "
-        "every rank needs the same world size",
-        rank=rank,
-        got=guest_size,
-        expected=host_size,
-    )
 
 
 def _new_greeting(job: Job) -> Greeting:

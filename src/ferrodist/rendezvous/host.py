@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, ProtocolError, RendezvousError
-from ferrodist.rendezvous import failure, roster
+from ferrodist.rendezvous import failure, roster, start_errors
+from ferrodist.rendezvous.early_ends import EarlyEnds
 from ferrodist.rendezvous.guest import HELLO
 from ferrodist.rendezvous.handshake import (
     Greeting,
     check_version,
     greet_guest,
-    wrong_world_size,
 )
 from ferrodist.rendezvous.job import Job, Member
 from ferrodist.rendezvous.link import Kind, Link, Message, Talk, close_files, drive, wait_seconds
@@ -36,7 +36,6 @@ logger = logging.getLogger("ferrodist")
 
 _MOST_STRANGERS = 64  # visitors at once beyond those that are expected
 _VISIT_SECONDS = 5.0  # for a visitor to become a guest
-_SHOWN = 16  # ranks named in a text
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -78,12 +77,14 @@ class Host:
         self._refusals: list[str] = []
         self._fatal: ProtocolError | None = None
         self._quiet_until = 0.0
+        self._early_ends = EarlyEnds(job)
 
     # -- waiting for ranks ------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Serve visitors until every rank is a guest."""
-        while len(self._guests) < self._job.world_size - 1:
+        size = self._job.world_size
+        while len(self._guests) < size - 1:
             for key, _ in self._selector.select(self._until_next_end()):
                 if isinstance(key.data, _Visitor):
                     self._go_on_with(key.data)
@@ -92,10 +93,13 @@ class Host:
                 else:
                     self._accept()
             self._end_overdue_visits()
+            self._early_ends.look(rank for rank in range(size) if rank not in self._entries)
             if self._fatal is not None:
                 raise self._fatal
             if self._deadline.remaining() <= 0:
-                raise self._missing()
+                pids = {rank: entry.member.pid for rank, entry in self._entries.items()}
+                seconds = self._deadline.seconds or 0.0
+                raise start_errors.missing_ranks(self._job, pids, seconds, self._refusals)
 
     def _until_next_end(self) -> float:
         deadlines = [self._deadline, *(visitor.deadline for visitor in self._visitors.values())]
@@ -158,20 +162,20 @@ class Host:
             self._fatal = error  # no other process will come for this rank: nobody need wait
             raise
         if greeting.world_size != size:
-            raise self._refused(wrong_world_size(rank, greeting.world_size, size), peer)
+            theirs = greeting.world_size
+            raise self._refused(start_errors.wrong_world_size(self._job, rank, theirs, peer.pid))
         if not 0 < rank < size:
-            raise self._refused(RendezvousError(f"rank {rank} cannot join", rank=rank), peer)
+            raise self._refused(RendezvousError(f"rank {rank} cannot join", rank=rank))
         self._check_is_new(rank, peer)
 
     def _check_is_new(self, rank: int, peer: Peer) -> None:
         if rank in self._entries:
             first = self._entries[rank].member.pid
-            text = f"rank {rank} has joined already, as pid {first}; pid {peer.pid} is a second one"
-            raise self._refused(RendezvousError(text, rank=rank), peer)
+            raise self._refused(start_errors.second_process(self._job, rank, first, peer.pid))
 
-    def _refused(self, error: RendezvousError, peer: Peer) -> RendezvousError:
-        """Remember a refusal: if this rank is missing in the end, it says why."""
-        self._refusals = [*self._refusals[-3:], f"refused pid {peer.pid}: {error}"]
+    def _refused(self, error: RendezvousError) -> RendezvousError:
+        """Remember a refusal: if a rank is missing in the end, it says why."""
+        self._refusals = [*self._refusals[-3:], f"refused: {error}"]
         return error
 
     def _admit(self, link: Link, peer: Peer, rank: int, hello: Message) -> None:
@@ -221,22 +225,7 @@ class Host:
             logger.warning("job %r: turned a connection away: %s", self._job.name, reason)
 
     def _left(self, rank: int) -> RendezvousError:
-        pid = self._entries[rank].member.pid
-        return RendezvousError(
-            f"rank {rank} (pid {pid}) ended or gave up before all ranks of job "
-            f"{self._job.name!r} had joined; look at its own output",
-            rank=rank,
-        )
-
-    def _missing(self) -> RendezvousError:
-        missing = [rank for rank in range(self._job.world_size) if rank not in self._entries]
-        here = [f"rank {rank} (pid {self._entries[rank].member.pid})" for rank in self._entries]
-        lines = [
-            f"{_listed([f'rank {rank}' for rank in missing])} of {self._job.world_size} did not "
-            f"join job {self._job.name!r} within {self._deadline}; here: {_listed(here)}",
-            *self._refusals,
-        ]
-        return RendezvousError("\n".join(lines), missing=missing, rank=missing[0])
+        return start_errors.left(self._job, rank, self._entries[rank].member.pid)
 
     # -- all are here -----------------------------------------------------------------------------
 
@@ -296,9 +285,3 @@ def _read_hello(hello: Message) -> tuple[int, float]:
     if not seconds > 0:  # not a number, perhaps
         raise ProtocolError("a hello with a time that is none")
     return pid, seconds
-
-
-def _listed(words: list[str]) -> str:
-    more = len(words) - _SHOWN
-    shown = ", ".join(words[:_SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -6,18 +6,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ferrodist.config import SECRET_NBYTES
 from ferrodist.errors import InvalidArgument, InvalidRank, InvalidWorldSize
+from ferrodist.rendezvous.ends import Ends
+from ferrodist.rendezvous.sources.source import PROGRAM, Source
+
+SECRET_NBYTES = 32  # what the ranks of a job know and nobody else
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rank's place in a job. All its ranks have the same name, world size and secret."""
+    """One rank's place in a job. All its ranks have the same name, world size and secret.
+
+    ``ends`` is there if the launcher tells how processes end. ``source`` is who has told the rank
+    its place, for errors.
+    """
 
     name: str
     rank: int
     world_size: int
     secret: bytes = field(repr=False)
+    ends: Ends | None = field(default=None, repr=False, compare=False)
+    source: Source = field(default=PROGRAM, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

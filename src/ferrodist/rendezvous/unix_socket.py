@@ -14,8 +14,9 @@ import socket
 import struct
 from typing import NamedTuple
 
-from ferrodist.errors import AuthenticationError, RendezvousError
+from ferrodist.errors import AuthenticationError
 from ferrodist.rendezvous.job import Job
+from ferrodist.rendezvous.start_errors import second_host
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -44,13 +45,17 @@ def open_listener(job: Job) -> socket.socket:
         listener.close()
         if error.errno != errno.EADDRINUSE:
             raise
-        raise RendezvousError(
-            f"a rank 0 of job {job.name!r} is there already (address {address_of(job.name)} in "
-            "use); two jobs at once need two names",
-            rank=0,
-            this_rank=0,
-        ) from error
+        raise second_host(job, address_of(job.name), _try_find_host(job)) from error
     return listener
+
+
+def _try_find_host(job: Job) -> int | None:
+    """Return the pid of whoever listens for the job; None if it cannot be seen."""
+    connection = try_connect(job)
+    if connection is None:
+        return None
+    with connection:
+        return peer_of(connection).pid or None
 
 
 def try_connect(job: Job) -> socket.socket | None:

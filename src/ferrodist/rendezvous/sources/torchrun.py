@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The source torchrun, known by its run id."""
+
+from __future__ import annotations
+
+from ferrodist.config import variable
+from ferrodist.rendezvous.sources.place import (
+    Environment,
+    Place,
+    is_set,
+    rank_and_size,
+    require,
+    show_difference,
+)
+from ferrodist.rendezvous.sources.source import Source
+
+SOURCE = Source(
+    name="torchrun",
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    job="MASTER_PORT and TORCHELASTIC_RUN_ID",
+    start="start all ranks with 'torchrun --nproc-per-node {size} script.py'",
+)
+RUN_ID = "TORCHELASTIC_RUN_ID"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_LOCAL_RANK, _LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+_ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
+
+
+def read(environ: Environment) -> Place | None:
+    """Read the variables; those that ``ferrodist run`` sets for programs of torch do not count."""
+    if not is_set(environ, RUN_ID) or environ[RUN_ID] == environ.get(variable("job")):
+        return None
+    names = (RUN_ID, _RESTARTS, SOURCE.rank, SOURCE.world_size)
+    require(environ, SOURCE, *names, _LOCAL_RANK, _LOCAL_SIZE, _ADDRESS, _PORT)
+    rank, world_size = rank_and_size(environ, SOURCE, SOURCE.rank, SOURCE.world_size)
+    local_rank, local_size = rank_and_size(environ, SOURCE, _LOCAL_RANK, _LOCAL_SIZE)
+    # The run id alone would not do: with some rendezvous backends it is "none" for every job.
+    where = f"{environ[_ADDRESS]}:{environ[_PORT]}"
+    return Place(
+        SOURCE,
+        f"torchrun-{environ[RUN_ID]}-{environ[_RESTARTS]}-{where}",
+        rank,
+        world_size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        master_address=environ[_ADDRESS],
+        several_hosts=show_difference(environ, _LOCAL_SIZE, SOURCE.world_size),
+    )
