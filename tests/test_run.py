@@ -27,7 +27,7 @@ from ferrodist import (
     RankLost,
     UnsupportedArray,
 )
-from ferrodist.launch import processes
+from ferrodist.launch import cores, processes
 from ferrodist.launch.spawn import RemoteTraceback
 
 pytestmark = pytest.mark.timeout(90)
@@ -139,7 +139,7 @@ def test_cores_are_shared_among_ranks_unless_the_user_has_chosen(monkeypatch):
         return os.environ["OMP_NUM_THREADS"]
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(processes, "usable_cores", lambda: 6)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 6)
     assert ferrodist.run(threads, 2) == ["3", "3"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert ferrodist.run(threads, 1) == ["5"]
@@ -166,24 +166,43 @@ def test_the_secret_is_in_no_command_line_and_no_environment(monkeypatch):
             assert form not in command + environment
 
 
-def test_what_a_rank_prints_comes_out_here(capfd):
-    ferrodist.run(lambda backend: sys.stdout.write(f"rank {backend.rank}\n"), 2)
-    assert sorted(capfd.readouterr().out.split("\n")) == ["", "rank 0", "rank 1"]
+def test_what_a_rank_prints_comes_out_here_and_says_who_said_it(capfd):
+    def body(backend):
+        print("rank", backend.rank)
+        print("alike", file=sys.stderr)
+
+    ferrodist.run(body, 3)
+    output, errors = capfd.readouterr()
+    assert sorted(output.splitlines()) == ["rank 0", "rank 1: rank 1", "rank 2: rank 2"]
+    rank_0, *others = sorted(errors.splitlines())
+    assert rank_0 == "alike"
+    assert others in (["ranks 1-2: alike"], ["rank 1: alike", "rank 2: alike"])  # as time permits
 
 
-def test_where_output_is_no_file_it_comes_line_by_line(monkeypatch):
+def test_where_output_is_no_file_it_is_written_as_text(monkeypatch):
     output, errors = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setattr(sys, "stderr", errors)
 
     def body(backend):
-        sys.stdout.write(f"rank {backend.rank}: ä" * 3 + "\n")
+        sys.stdout.write("ä" * 3 + "\n")
         print("no newline", end="", file=sys.stderr)
 
     ferrodist.run(body, 2)
-    assert sorted(output.getvalue().splitlines()) == ["rank 0: ä" * 3, "rank 1: ä" * 3]
-    assert errors.getvalue().count("no newline") == 2
-    assert errors.getvalue().endswith("\n")
+    assert sorted(output.getvalue().splitlines()) == ["rank 1: äää", "äää"]
+    assert sorted(errors.getvalue().splitlines()) == ["no newline", "rank 1: no newline"]
+
+
+def test_a_stream_with_a_file_that_is_another_place_gets_text(monkeypatch, capfd):
+    class NotebookStream(io.StringIO):
+        def fileno(self):
+            return 1
+
+    output = NotebookStream()
+    monkeypatch.setattr(sys, "stdout", output)
+    ferrodist.run(lambda backend: print("here"), 1)
+    assert output.getvalue() == "here\n"
+    assert capfd.readouterr().out == ""
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -413,7 +432,8 @@ except KeyboardInterrupt:
 def start_waiting(command: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
     """Start a program of two ranks that print their pids and wait; return pidfds of them."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    return process, [os.pidfd_open(int(process.stdout.readline())) for _ in range(2)]
+    lines = [process.stdout.readline() for _ in range(2)]
+    return process, [os.pidfd_open(int(line.removeprefix("rank 1: "))) for line in lines]
 
 
 def test_ctrl_c_ends_the_ranks_and_is_raised():
@@ -431,147 +451,3 @@ def test_ranks_die_with_the_process_that_started_them(number):
     with process:
         process.send_signal(number)
         assert are_gone(pidfds, 5)
-
-
-# -- the command ----------------------------------------------------------------------------------
-
-RUN = [sys.executable, "-m", "ferrodist", "run"]
-
-
-def test_the_command_runs_a_script_as_if_by_hand(tmp_path):
-    script = write_script(
-        tmp_path / "script.py",
-        """
-        import os, sys
-        words = [os.environ["FERRODIST_RANK"], os.environ["FERRODIST_WORLD_SIZE"], __name__]
-        words += [*sys.argv[1:], str(sys.path[0] == os.path.dirname(__file__))]
-        sys.stdout.write(" ".join(words) + "\\n")
-        """,
-    )
-    output = output_of([*RUN, "-n", "2", script, "-n", "7", "--some_flag", "--", "-m"])
-    assert sorted(output.splitlines()) == [
-        f"{rank} 2 __main__ -n 7 --some_flag -- -m True" for rank in range(2)
-    ]
-
-
-def test_the_command_runs_a_module(tmp_path):
-    write_script(
-        tmp_path / "some_module.py", "import sys; sys.stdout.write(f'{__name__} {sys.argv[1:]}\\n')"
-    )
-    output = output_of([*RUN, "--nproc_per_node", "2", "-m", "some_module", "-x"], cwd=tmp_path)
-    assert output == "__main__ ['-x']\n" * 2
-
-
-def test_scripts_join_one_job(tmp_path):
-    script = write_script(
-        tmp_path / "script.py",
-        """
-        import sys
-        import ferrodist
-        backend = ferrodist.init()
-        total = ferrodist.allreduce(backend.rank + 1)
-        sys.stdout.write(f"{backend.rank} {total}\\n")
-        """,
-    )
-    output = output_of([*RUN, "-n", "3", script])
-    assert sorted(output.splitlines()) == ["0 6", "1 6", "2 6"]
-
-
-def test_a_process_started_by_a_script_is_no_rank(tmp_path):
-    script = write_script(
-        tmp_path / "script.py",
-        """
-        import subprocess, sys
-        import ferrodist
-        ferrodist.init()
-        code = "import ferrodist; ferrodist.init()"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        sys.stdout.write(f"{'not by the launcher' in done.stderr}\\n")
-        """,
-    )
-    assert output_of([*RUN, "-n", "2", script]) == "True\n" * 2
-
-
-@pytest.mark.parametrize(
-    ("code", "expected", "how"),
-    [
-        ("sys.exit(3)", 3, "rank 1 ended with exit code 3"),
-        ("1 / 0", 1, "rank 1 ended with exit code 1"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
-    ],
-)
-def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path, code, expected, how):
-    script = write_script(
-        tmp_path / "script.py",
-        f"""
-        import os, signal, sys
-        if os.environ["FERRODIST_RANK"] == "1":
-            {code}
-        """,
-    )
-    done = subprocess.run([*RUN, "-n", "2", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == expected
-    assert how in done.stderr
-
-
-@pytest.mark.slow
-def test_after_a_failure_the_others_have_some_seconds_and_are_ended(tmp_path):
-    script = write_script(
-        tmp_path / "script.py",
-        """
-        import os, signal, sys
-        if os.environ["FERRODIST_RANK"] == "1":
-            sys.exit(4)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print(os.getpid(), flush=True)
-        signal.pause()
-        """,
-    )
-    start = time.monotonic()
-    done = subprocess.run([*RUN, "-n", "2", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 4
-    assert 5 < time.monotonic() - start < 12
-    assert not Path(f"/proc/{int(done.stdout)}").exists()
-
-
-WAITING_SCRIPT = """
-import os, signal
-os.write(1, b"%d\\n" % os.getpid())  # in one piece
-signal.pause()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_command_reaches_every_rank(tmp_path, number):
-    script = write_script(tmp_path / "script.py", WAITING_SCRIPT)
-    process, pidfds = start_waiting([*RUN, "-n", "2", script])
-    with process:
-        process.send_signal(number)
-        assert process.wait(10) == 128 + number
-        assert are_gone(pidfds, 0)
-
-
-def test_ranks_die_with_the_command(tmp_path):
-    script = write_script(tmp_path / "script.py", WAITING_SCRIPT)
-    process, pidfds = start_waiting([*RUN, "-n", "2", script])
-    with process:
-        process.kill()
-        assert are_gone(pidfds, 5)
-
-
-def test_a_rank_can_run_ranks_of_its_own(tmp_path):
-    script = write_script(
-        tmp_path / "script.py",
-        """
-        import ferrodist
-        print(ferrodist.run(lambda backend: backend.world_size, 2), flush=True)
-        """,
-    )
-    assert output_of([*RUN, "-n", "1", script]) == "[2, 2]\n"
-
-
-@pytest.mark.parametrize("arguments", [[], ["script.py"], ["-n", "0", "script.py"], ["-n", "2"]])
-def test_the_command_says_what_it_needs(arguments):
-    done = subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "Usage: ferrodist run" in done.stderr

@@ -16,14 +16,17 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveTimeout,
     DistributedError,
-    GroupAborted,
     InvalidWorldSize,
     RankLost,
-    RendezvousError,
     UnsupportedArray,
+    is_consequence,
 )
-from ferrodist.launch.output import Output, Pipe
-from ferrodist.launch.processes import Crew, Order, Rank, sooner, usable_cores
+from ferrodist.launch.cores import usable_cores
+from ferrodist.launch.output.console import console_of_streams
+from ferrodist.launch.output.pipes import Pipe
+from ferrodist.launch.output.rank_streams import Files
+from ferrodist.launch.output.streams import Streams
+from ferrodist.launch.processes import Crew, Order, Rank, sooner
 from ferrodist.launch.task import Report, open_task, try_read_report, unpickled
 
 T = TypeVar("T")
@@ -46,8 +49,7 @@ class _Failure(NamedTuple):
     @property
     def is_consequence(self) -> bool:
         """True if the error only says that another rank failed."""
-        consequences = (RankLost, GroupAborted, RendezvousError)
-        return isinstance(self.error, consequences) and self.error.rank != self.rank
+        return is_consequence(self.error, self.rank)
 
 
 def run(
@@ -81,15 +83,17 @@ def run(
     with ExitStack() as stack:
         task = open_task(fn, args)
         stack.callback(os.close, task)
-        outputs = [Output(stream) for stream in (sys.stdout, sys.stderr)]
+        console = console_of_streams(sys.stdout, sys.stderr)
+        streams = stack.enter_context(Streams(num_ranks, console))
         inboxes = [_Inbox() for _ in range(num_ranks)]
-        pipes: list[Output | _Inbox] = [*outputs, *inboxes]
-        for pipe in pipes:
-            stack.callback(pipe.close)
-        crew = stack.enter_context(Crew([_order(task, inbox, outputs) for inbox in inboxes]))
-        for pipe in pipes:
-            pipe.attach(crew)
-        _wait(crew, inboxes, deadline, grace)
+        for inbox in inboxes:
+            stack.callback(inbox.close)
+        orders = [_order(task, inbox, streams.files(n)) for n, inbox in enumerate(inboxes)]
+        crew = stack.enter_context(Crew(orders))
+        for inbox in inboxes:
+            inbox.attach(crew)
+        streams.attach(crew)
+        _wait(crew, inboxes, streams, deadline, grace=grace)
         return _results(inboxes, deadline)
 
 
@@ -111,7 +115,7 @@ class _Inbox:
 
     def end(self, rank: Rank) -> None:
         """Note that the process has ended, after all that it has reported."""
-        self.pipe.read()
+        self.pipe.inlet.drain()
         self.ended, self.when = rank, time.monotonic()
 
     def _take(self, data: bytes) -> None:
@@ -127,19 +131,23 @@ class _Inbox:
         return self.ended is not None
 
 
-def _order(task: int, inbox: _Inbox, outputs: list[Output]) -> Order:
+def _order(task: int, inbox: _Inbox, files: Files) -> Order:
     report = inbox.pipe.end
     command = [sys.executable, str(_WORKER), str(task), str(report)]
-    return Order(command, [task, report], *(output.file for output in outputs))
+    return Order(command, [task, report], **files._asdict())
 
 
-def _wait(crew: Crew, inboxes: list[_Inbox], deadline: Deadline, grace: float) -> None:
+def _wait(
+    crew: Crew, inboxes: list[_Inbox], streams: Streams, deadline: Deadline, *, grace: float
+) -> None:
     """Wait for all processes; from the first failure on, or when all is done, only for a while."""
     is_hurried = False
     try:
         while crew.running and deadline.remaining() > 0:
-            for rank in crew.wait(min(deadline.remaining(), _LONGEST_WAIT)):
+            for rank in crew.wait(min(deadline.remaining(), _LONGEST_WAIT, streams.wait_seconds())):
+                streams.rank_ended(rank.rank)
                 inboxes[rank.rank].end(rank)
+            streams.write_due()
             is_over = all(inbox.report is not None for inbox in inboxes)
             if not is_hurried and (is_over or any(inbox.has_failed for inbox in inboxes)):
                 is_hurried, deadline = True, sooner(deadline, Deadline(grace))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Inlets and pipes: what other processes write is read in this one, in bounded bites."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+from ferrodist.launch.processes import Crew
+
+BITE_NBYTES = 1 << 16  # at one go: the others' turn comes soon
+_MOST_NBYTES = 1 << 20  # what a pipe can hold
+
+
+class Inlet:
+    """A pipe or a terminal that can be read; hands on what arrives, as it arrives."""
+
+    def __init__(self, file: int, take: Callable[[bytes], object]) -> None:
+        self._take = take
+        self._file = file
+        self.is_open = True  # until all who could write to it are gone
+        os.set_blocking(file, False)
+
+    def watch(self, crew: Crew, callback: Callable[[], bool]) -> None:
+        """Have the crew call back, while it is waited for, when there is something to read."""
+        crew.watch(self._file, callback)
+
+    def read(self) -> bool:
+        """Hand on some of what has arrived; tell whether more can come."""
+        self._read_bite()
+        return self.is_open
+
+    def drain(self) -> None:
+        """Hand on all that has arrived, and wait for nobody who may still write."""
+        num_read = 0
+        while self.is_open and num_read < _MOST_NBYTES:
+            nbytes = self._read_bite()
+            if not nbytes:
+                return
+            num_read += nbytes
+
+    def close(self) -> None:
+        """Read no more."""
+        os.close(self._file)
+
+    def _read_bite(self) -> int:
+        """Hand on what one read gives, and return how much that was."""
+        try:
+            data = os.read(self._file, BITE_NBYTES)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno != errno.EIO:  # how a terminal tells that nobody has it open
+                raise
+            data = b""
+        if data:
+            self._take(data)
+        else:
+            self.is_open = False
+        return len(data)
+
+
+class Pipe:
+    """A pipe into this process; ``end`` is for another to write to."""
+
+    def __init__(self, take: Callable[[bytes], object]) -> None:
+        read, self.end = os.pipe()
+        self.inlet = Inlet(read, take)
+        self._is_end_open = True
+
+    def attach(self, crew: Crew) -> None:
+        """Leave the write end to the crew, and read while it is waited for."""
+        self._close_end()
+        self.inlet.watch(crew, self.inlet.read)
+
+    def close(self) -> None:
+        """Hand on the rest, and wait for nobody who may still hold the write end."""
+        self._close_end()
+        self.inlet.drain()
+        self.inlet.close()
+
+    def _close_end(self) -> None:
+        if self._is_end_open:
+            self._is_end_open = False
+            os.close(self.end)

@@ -1,0 +1,596 @@
+"""What ranks write: on its way through the launcher nothing is torn, lost, doubled or moved."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import small_launcher
+from ferrodist import InvalidArgument
+from ferrodist.launch.output import folding, speakers
+from ferrodist.launch.output.console import console_of_files, console_of_streams
+from ferrodist.launch.output.flow import Flow
+from ferrodist.launch.output.last_words import error_line
+from ferrodist.launch.output.logs import LogFiles, Which, parse_choice
+from ferrodist.launch.output.outlet import Outlet
+from ferrodist.launch.output.sinks import FileSink, TextSink
+from ferrodist.launch.output.speakers import LineSplitter, PassThrough, Prefixed
+from small_launcher import launch
+
+pytestmark = pytest.mark.timeout(60)
+
+LAUNCHER = Path(small_launcher.__file__)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    def state() -> tuple[list[str], list[str]]:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return sorted(os.listdir("/proc/self/fd")), children
+
+    before = state()
+    yield
+    assert state() == before
+
+
+class Page:
+    """A sink that can be looked at."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def take(self) -> bytes:
+        data, self.data = self.data, b""
+        return data
+
+
+class Reader(threading.Thread):
+    """Reads a pipe to its end, while this thread launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read, self.end = os.pipe()
+        self.data = b""
+        self.start()
+
+    def run(self) -> None:
+        with open(self._read, "rb") as pipe:
+            self.data = pipe.read()
+
+    def finish(self) -> bytes:
+        os.close(self.end)
+        self.join()
+        return self.data
+
+
+class WatchedFiles:
+    """Stands for a crew that is waited for whenever the test says so."""
+
+    def watch(self, file: int, callback: Callable[[], bool]) -> None:
+        self.callback = callback
+
+
+class Stage:
+    """Ranks that speak through one outlet, at times that the test decides."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.now = 0.0
+        self.page = Page()
+        self.outlet = Outlet(self.page, clock=lambda: self.now)
+        self.ranks = [
+            Prefixed(rank, self.outlet) if rank else PassThrough(self.outlet)
+            for rank in range(num_ranks)
+        ]
+
+    def say(self, rank: int, data: bytes) -> bytes:
+        """Let a rank write; return what comes out."""
+        self.ranks[rank].take(data)
+        return self.page.take()
+
+    def wait(self, seconds: float) -> bytes:
+        """Let time pass; return what comes out."""
+        self.now += seconds
+        self.outlet.write_due()
+        return self.page.take()
+
+    def end(self) -> bytes:
+        """End all streams; return what comes out."""
+        for rank in self.ranks:
+            rank.end()
+        self.outlet.flush()
+        return self.page.take()
+
+
+# -- folding --------------------------------------------------------------------------------------
+
+
+def test_lines_of_other_ranks_have_their_name_and_lines_of_rank_0_do_not():
+    stage = Stage(2)
+    assert stage.say(0, b"zero\n") == b"zero\n"
+    assert stage.say(1, b"one\n\ntwo\n") == b"rank 1: one\nrank 1:\nrank 1: two\n"
+
+
+def test_what_all_say_is_written_once_as_soon_as_the_last_has_said_it():
+    stage = Stage(4)
+    assert stage.say(1, b"ready\n") == b""
+    assert stage.say(0, b"ready\n") == b"ready\n"
+    assert stage.say(3, b"ready\n") == b""
+    assert stage.say(2, b"ready\n") == b"ranks 1-3: ready\n"
+
+
+def test_what_some_say_waits_a_moment_for_the_others():
+    stage = Stage(5)
+    stage.say(1, b"a\n")
+    assert stage.outlet.wait_seconds() == pytest.approx(0.2)
+    stage.now += 0.125
+    stage.say(3, b"a\n")
+    assert stage.outlet.wait_seconds() == pytest.approx(0.075)
+    assert stage.wait(0.07) == b""
+    assert stage.wait(0.01) == b"ranks 1, 3: a\n"
+    assert stage.outlet.wait_seconds() == float("inf")
+    assert stage.say(4, b"a\n") == b""
+    assert stage.wait(0.2) == b"rank 4: a\n"
+
+
+def test_each_rank_keeps_the_order_of_its_lines():
+    stage = Stage(3)
+    stage.say(1, b"a\nb\n")
+    assert stage.say(2, b"b\na\n") == b"rank 1: a\nranks 1-2: b\n"
+    assert stage.end() == b"rank 2: a\n"
+
+
+def test_a_line_is_not_held_for_ranks_that_have_gone_on():
+    stage = Stage(3)
+    assert stage.say(1, b"a\n") == b""
+    assert stage.say(2, b"b\n") == b"rank 1: a\n"
+
+
+def test_a_line_is_not_held_for_ranks_that_have_ended():
+    stage = Stage(4)
+    stage.say(1, b"a\n")
+    stage.say(2, b"a\n")
+    stage.ranks[3].end()
+    assert stage.wait(0) == b"ranks 1-2: a\n"
+
+
+def test_what_comes_after_all_ranks_have_ended_waits_for_nobody():
+    stage = Stage(3)
+    for rank in stage.ranks:
+        rank.retire()
+    assert stage.say(2, b"from a process that it left behind\n") != b""
+
+
+def test_equal_lines_of_one_rank_stay_as_many():
+    stage = Stage(3)
+    stage.say(1, b"x\nx\nx\n")
+    assert stage.say(2, b"x\nx\n") == b"ranks 1-2: x\nranks 1-2: x\n"
+    assert stage.end() == b"rank 1: x\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "line"), [("MOST_LINES", 10, b""), ("MOST_NBYTES", 100, b"ten bytes.")]
+)
+def test_only_so_much_is_held_and_the_oldest_goes_first(monkeypatch, name, most, line):
+    monkeypatch.setattr(folding, name, most)
+    stage = Stage(3)
+    assert stage.say(1, b"".join(b"%s%d\n" % (line, n) for n in range(9))) == b""
+    assert stage.say(1, b"".join(b"%s%d\n" % (line, n) for n in range(9, 14))) != b""
+    held = stage.end()
+    assert held.startswith(b"rank 1: %s" % line)
+    assert held.endswith(b"13\n")
+    assert held.count(b"\n") <= most
+
+
+def test_ten_thousand_equal_lines_that_two_ranks_say_are_folded_quickly():
+    stage = Stage(4)
+    stage.say(1, b"\n" * 10_000)
+    stage.say(2, b"\n" * 10_000)
+    assert stage.end() == b"ranks 1-2:\n" * 10_000
+
+
+# -- lines ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"a", b"b\nc", b"\n"], [b"ab", b"c"]),
+        ([b"a\r\nb\r", b"\nc\r\r\n"], [b"a", b"b", b"c"]),
+        ([b"10%\r20%\r", b"30%", b"\rdone\n"], [b"done"]),
+        ([b"\r10%", b"\r20%", b"\n"], [b"20%"]),
+        ([b"no newline"], [b"no newline"]),
+        ([b"bar\r"], [b"bar"]),
+        ([b"\xff\xfe\n"], [b"\xff\xfe"]),
+        ([b"\n\n"], [b"", b""]),
+    ],
+)
+def test_lines_are_cut_as_a_terminal_would_show_them(pieces, lines):
+    splitter = LineSplitter()
+    assert [line for piece in pieces for line in splitter.split(piece)] + splitter.end() == lines
+
+
+def test_a_progress_bar_costs_no_memory():
+    splitter = LineSplitter()
+    for _ in range(1000):
+        assert splitter.split(b"\r" + b"#" * 1000) == []
+    assert len(splitter._rest) == 1000
+
+
+def test_a_line_without_end_is_cut_into_pieces(monkeypatch):
+    monkeypatch.setattr(speakers, "LONGEST_LINE", 100)
+    stage = Stage(2)
+    output = b"".join(stage.say(1, b"x" * 30) for _ in range(10)) + stage.end()
+    assert output == b"rank 1: " + b"x" * 120 + b"\nrank 1: " + b"x" * 120 + (
+        b"\nrank 1: " + b"x" * 60 + b"\n"
+    )
+
+
+# -- rank 0 ---------------------------------------------------------------------------------------
+
+
+def test_rank_0_is_passed_through_at_once_and_unchanged():
+    stage = Stage(2)
+    for data in (b"name? ", b"\r10%", b"\r20%", b".", b"\x1b[31mred\x1b[0m", b"\xff\n"):
+        assert stage.say(0, data) == data
+    assert stage.end() == b""
+
+
+def test_others_wait_for_the_end_of_a_line_of_rank_0():
+    stage = Stage(2)
+    stage.say(0, b"loss: ")
+    assert stage.say(1, b"one\n") == b""
+    assert stage.say(0, b"0.5\nnext: ") == b"0.5\nrank 1: one\nnext: "
+
+
+def test_a_line_that_rank_0_leaves_open_is_broken_after_a_while():
+    stage = Stage(2)
+    stage.say(0, b"name? ")
+    stage.now += 0.1
+    stage.say(1, b"one\n")
+    assert stage.outlet.wait_seconds() == pytest.approx(0.1)
+    assert stage.wait(0.09) == b""
+    assert stage.wait(0.02) == b"\nrank 1: one\n"
+    assert stage.say(0, b"\r20%") == b"\r20%"
+
+
+def test_a_progress_bar_that_never_rests_does_not_silence_the_others():
+    stage = Stage(2)
+    stage.say(0, b"\r1%")
+    stage.say(1, b"one\n")
+    output = b""
+    for percent in range(2, 20):
+        output += stage.wait(0.125) + stage.say(0, b"\r%d%%" % percent)
+    assert output.startswith(b"\r2%\r3%\r4%\r5%\r6%\r7%\r8%\nrank 1: one\n\r9%\r10%")
+
+
+def test_a_line_that_rank_0_leaves_open_at_its_end_is_ended_for_others_only():
+    stage = Stage(2)
+    stage.say(0, b"the end")
+    stage.say(1, b"one\n")
+    stage.ranks[0].end()
+    assert stage.wait(0) == b"\nrank 1: one\n"
+
+
+def test_a_full_buffer_of_rank_0_is_not_torn():
+    stage = Stage(2)
+    lines = b"".join(b"line %d\n" % n for n in range(1000))
+    assert len(lines) > 8192 + 10
+    first = stage.say(0, lines[:8192])
+    assert first.endswith(b"\n")
+    assert stage.say(1, b"one\n") == b"rank 1: one\n"
+    stage.now += 10
+    rest = stage.say(0, lines[8192:])
+    assert first + rest == lines
+
+
+def test_what_was_held_of_rank_0_goes_before_a_small_write_and_before_the_end():
+    stage = Stage(1)
+    assert stage.say(0, b"x" * 4096) == b""
+    assert stage.say(0, b"y") == b"x" * 4096 + b"y"
+    assert stage.say(0, b"z" * 5000) == b""
+    assert stage.end() == b"z" * 5000
+
+
+def test_what_follows_a_full_pipe_is_part_of_it():
+    stage = Stage(2)
+    first = stage.say(0, b"line\n" * 10_000 + b"to")
+    assert stage.say(0, b"gether\nto") == b"together\n"
+    assert stage.say(0, b"gether, or a prompt? ") == b"together, or a prompt? "
+    assert first == b"line\n" * 10_000
+
+
+def test_a_terminal_is_never_held_back():
+    page = Page()
+    PassThrough(Outlet(page), is_terminal=True).take(b"x" * 5000)
+    assert page.data == b"x" * 5000
+
+
+def test_while_rank_0_is_in_mid_line_no_more_is_read_than_is_held(monkeypatch):
+    monkeypatch.setattr(folding, "MOST_LINES", 10)
+    stage = Stage(2)
+    stage.say(0, b"loss: ")
+    stage.say(1, b"x\n" * 11)
+    assert not stage.ranks[1].has_room
+    assert stage.say(0, b"0.5\n") == b"0.5\n" + b"rank 1: x\n" * 11
+    assert stage.ranks[1].has_room
+
+
+def test_what_there_is_no_room_for_stays_in_its_pipe(monkeypatch):
+    monkeypatch.setattr(folding, "MOST_LINES", 0)
+    stage, crew = Stage(2), WatchedFiles()
+    stage.say(0, b"loss: ")
+    stage.say(1, b"x\n")
+    read, write = os.pipe()
+    flow = Flow(read, stage.ranks[1], None)
+    flow.watch(crew)
+    os.write(write, b"y\n")
+    assert crew.callback() is True
+    assert flow.tail.read() == b""
+    stage.say(0, b"0.5\n")
+    assert crew.callback() is True
+    assert stage.page.take() == b"rank 1: y\n"
+    os.close(write)
+    assert crew.callback() is False
+    flow.close()
+
+
+# -- whatever the order ---------------------------------------------------------------------------
+
+PREFIXED = re.compile(rb"ranks? ([-0-9, ]+):(?: (.*))?", re.DOTALL)
+
+
+def sorted_by_rank(output: bytes, num_ranks: int) -> list[list[bytes]]:
+    """Take output apart again: the lines of each rank, in order."""
+    found: list[list[bytes]] = [[] for _ in range(num_ranks)]
+    for line in output.split(b"\n"):
+        match = PREFIXED.fullmatch(line)
+        if not match:
+            found[0].append(line)
+            continue
+        for span in match[1].decode().split(", "):
+            first, _, last = span.partition("-")
+            for rank in range(int(first), int(last or first) + 1):
+                found[rank].append(match[2] or b"")
+    return found
+
+
+text = st.lists(st.sampled_from([b"a", b"b", b"", b"much longer than others"]), max_size=8)
+
+
+@given(
+    texts=st.lists(text, min_size=4, max_size=4),
+    turns=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 12), st.sampled_from([0, 0, 0.05, 0.3]))
+    ),
+)
+def test_whatever_the_order_no_line_of_any_rank_is_lost_doubled_moved_or_torn(texts, turns):
+    stage = Stage(4)
+    unsaid = [b"".join(b"%s.\n" % line for line in lines) for lines in texts]
+    original, output = list(unsaid), b""
+    for rank, nbytes, seconds in turns:
+        output += stage.say(rank, unsaid[rank][:nbytes]) + stage.wait(seconds)
+        unsaid[rank] = unsaid[rank][nbytes:]
+    for rank, rest in enumerate(unsaid):
+        output += stage.say(rank, rest)
+    output += stage.end()
+    first, *others = sorted_by_rank(output, 4)
+    for rank, lines in enumerate(others, 1):
+        assert lines == original[rank].split(b"\n")[:-1]
+    assert b"".join(first) == original[0].replace(b"\n", b"")  # its lines may be broken in two
+    if not any(seconds for _, _, seconds in turns):
+        assert b"\n".join(first) == original[0]
+
+
+# -- the launcher's own lines ---------------------------------------------------------------------
+
+
+def test_the_launcher_speaks_after_all_that_was_said_and_never_in_mid_line():
+    stage = Stage(3)
+    stage.say(1, b"last words\n")
+    stage.say(0, b"name? ")
+    stage.outlet.say("rank 1 is gone\n")
+    assert stage.page.take() == b"\nrank 1: last words\nrank 1 is gone\n"
+
+
+def test_the_lines_at_the_end_are_counted_for_those_who_said_them():
+    stage = Stage(3)
+
+    def at_end() -> list[int]:
+        return [stage.outlet.lines_at_end(rank) for rank in range(3)]
+
+    stage.say(0, b"0\n")
+    stage.say(1, b"a\nb\nc\n")
+    stage.say(2, b"b\nc\n")
+    stage.wait(1)
+    assert at_end() == [0, 3, 2]
+    stage.say(0, b"x\ny\nz")
+    assert at_end() == [2, 0, 0]
+    stage.outlet.say("mine")
+    assert at_end() == [0, 0, 0]
+
+
+# -- places to write to ---------------------------------------------------------------------------
+
+
+def test_a_character_in_two_pieces_is_text_all_the_same():
+    stream = io.StringIO()
+    sink = TextSink(stream)
+    for byte in "ä€\n".encode():
+        sink.write(bytes([byte]))
+    sink.write(b"\xff!")
+    assert stream.getvalue() == "ä€\n�!"
+
+
+def test_a_stream_that_has_been_closed_is_no_error_of_the_ranks():
+    stream = io.StringIO()
+    stream.close()
+    console = console_of_streams(stream, None)
+    for way in (console.stdout, console.stderr):
+        way.outlet.pass_through(b"lost\n")
+    assert isinstance(console.error, ValueError)
+
+
+def test_two_names_of_one_file_share_the_state_of_its_line(tmp_path):
+    with (tmp_path / "one").open("wb") as one, (tmp_path / "two").open("wb") as two:
+        assert len(console_of_files(0, one.fileno(), one.fileno()).outlets) == 1
+        assert len(console_of_files(0, one.fileno(), two.fileno()).outlets) == 2
+
+
+def test_nobody_reading_is_remembered_and_what_follows_is_dropped():
+    read, write = os.pipe()
+    os.close(read)
+    console = console_of_files(0, write, write)
+    console.stdout.outlet.pass_through(b"lost\n")
+    assert console.is_broken
+    assert isinstance(console.error, BrokenPipeError)
+    console.say("lost too")
+    os.close(write)
+
+
+def test_all_is_written_to_a_file_that_takes_little_at_a_time():
+    reader = Reader()
+    os.set_blocking(reader.end, False)
+    data = b"".join(b"%d\n" % number for number in range(200_000))
+    FileSink(reader.end).write(data)
+    assert reader.finish() == data
+
+
+# -- log files ------------------------------------------------------------------------------------
+
+
+def test_streams_are_chosen_as_with_torchrun():
+    assert parse_choice("3").of(7) == Which.BOTH
+    choice = parse_choice("0:1,12:3")
+    assert [choice.of(rank) for rank in (0, 1, 12)] == [Which.STDOUT, Which.NONE, Which.BOTH]
+
+
+@pytest.mark.parametrize(
+    "value", ["", "4", "-1", "x", "1,2", "0:", "0:4", ":1", "0:1:2", "0:1,0:2"]
+)
+def test_a_choice_that_is_none_is_refused_with_an_example(value):
+    with pytest.raises(InvalidArgument, match=r"2 for stderr .* as in 0:1,1:3") as caught:
+        parse_choice(value)
+    assert repr(value) in str(caught.value)
+
+
+SPEAK = "import os; os.write(1, b'out\\n'); os.write(2, b'err\\n')"
+
+
+def read_logs(logs: LogFiles) -> dict[str, str]:
+    paths = sorted(logs.directory.rglob("*.log"))
+    return {str(path.relative_to(logs.directory)): path.read_text() for path in paths}
+
+
+@pytest.fixture
+def paper(tmp_path):
+    """Two files to write to instead of stdout and stderr, as numbers, and what reads them."""
+    with (tmp_path / "out").open("w+b") as out, (tmp_path / "err").open("w+b") as err:
+        yield (
+            out.fileno(),
+            err.fileno(),
+            lambda: (
+                (tmp_path / "out").read_bytes(),
+                (tmp_path / "err").read_bytes(),
+            ),
+        )
+
+
+def test_by_default_every_stream_is_in_a_file_too(tmp_path, paper):
+    *files, read = paper
+    logs = LogFiles(tmp_path / "logs")
+    launch([SPEAK, SPEAK], console_of_files(0, *files), logs)
+    out, err = (data.splitlines() for data in read())
+    assert sorted(out) == [b"out", b"rank 1: out"]
+    assert sorted(err) == [b"err", b"rank 1: err"]
+    assert read_logs(logs) == {
+        f"attempt_0/{rank}/std{name}.log": f"{name}\n"
+        for rank in range(2)
+        for name in ("out", "err")
+    }
+
+
+def test_streams_can_go_to_files_only(tmp_path, paper):
+    *files, read = paper
+    logs = LogFiles(tmp_path, tee=parse_choice("1:1"), redirects=parse_choice("3"))
+    streams = launch([SPEAK, SPEAK], console_of_files(0, *files), logs)
+    assert read() == (b"rank 1: out\n", b"")
+    assert len(read_logs(logs)) == 4
+    assert [streams.last_words(rank) for rank in range(2)] == ["err\n", "err\n"]
+
+
+def test_runs_never_share_a_folder(tmp_path):
+    assert len({LogFiles(tmp_path).directory for _ in range(3)}) == 3
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+COUNT = """
+out, err = open(1, "w"), open(2, "w", buffering=BUFFERING)
+for number in range(25_000):
+    print(f"out {number} of {RANK}", file=out)
+    print(f"err {number} of {RANK}", file=err)
+"""
+
+
+@pytest.mark.parametrize("buffering", [1, -1], ids=["stderr by line", "stderr by buffer"])
+def test_under_load_nothing_is_torn_lost_or_moved(buffering):
+    reader = Reader()
+    count = COUNT.replace("BUFFERING", str(buffering))
+    codes = [count.replace("RANK", str(rank)) for rank in range(4)]
+    launch(codes, console_of_files(0, reader.end, reader.end))
+    for rank, lines in enumerate(sorted_by_rank(reader.finish().rstrip(b"\n"), 4)):
+        for name in (b"out", b"err"):
+            expected = [b"%s %d of %d" % (name, number, rank) for number in range(25_000)]
+            assert [line for line in lines if line.startswith(name)] == expected
+        assert len(lines) == 50_000
+
+
+def test_the_end_waits_for_nobody_whom_a_rank_has_left_behind(paper):
+    *files, read = paper
+    leave = """
+import subprocess
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print(child.pid, end="", flush=True)
+"""
+    launch(["", leave], console_of_files(0, *files))
+    output, _ = read()
+    assert output.startswith(b"rank 1: ")
+    os.kill(int(output.removeprefix(b"rank 1: ")), signal.SIGKILL)
+
+
+def test_the_last_words_of_a_rank_outlive_it(paper):
+    *files, _ = paper
+    streams = launch(["", "raise ValueError('boom')"], console_of_files(0, *files))
+    assert error_line(streams.last_words(1)) == "ValueError: boom"
+    assert streams.last_words(0) == ""
+
+
+def test_when_nobody_reads_the_job_can_be_ended():
+    endless = "while True: print('on and on')"
+    command = [sys.executable, str(LAUNCHER), endless, endless]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert b"on and on" in process.stdout.readline()
+        process.stdout.close()
+        assert process.wait() == 3
+
+
+def test_rank_0_reads_what_the_launcher_was_given_and_others_nothing():
+    read_all = "import sys; print(len(sys.stdin.read()))"
+    command = [sys.executable, str(LAUNCHER), read_all, read_all]
+    done = subprocess.run(command, input=b"x" * 1000, capture_output=True, timeout=50)
+    assert sorted(done.stdout.splitlines()) == [b"1000", b"rank 1: 0"]
