@@ -21,12 +21,17 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import ferrodist
-from ferrodist.launch import demo as demo_module
-from ferrodist.launch.demo import Plan, Trained, first_difference, mean_in_rank_order, train_alone
+from ferrodist.launch import demo_training
 from ferrodist.launch.demo_report import readable_nbytes
+from ferrodist.launch.demo_training import (
+    Plan,
+    Trained,
+    first_difference,
+    mean_in_rank_order,
+    train_alone,
+)
 from ferrodist.launch.main import commands
 from ferrodist.launch.progress import open_progress
-from ferrodist.launch.runners import run_on_ranks
 from ferrodist.launch.sketch import sketch
 from ferrodist.launch.spirals import loss_and_gradients, make_points, new_weights, take_shard
 
@@ -113,9 +118,10 @@ def one_bit_off(plan: Plan, report: Any) -> Any:
 
 
 def test_one_differing_bit_fails_the_demo_and_is_named(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo_module, "train_alone", one_bit_off)
+    monkeypatch.setattr(demo_training, "train_alone", one_bit_off)
     chart = str(tmp_path / "x.svg")
-    done = CliRunner().invoke(commands, ["demo", "--steps", "5", "--chart", chart])
+    options = ["--steps", "5", "--backend", "simulated", "--chart", chart]
+    done = CliRunner().invoke(commands, ["demo", *options])
     assert done.exit_code == 1
     assert "bit for bit: no" in done.output
     assert "first difference: rank 0, layer 2 matrix[3, 5]: " in done.output
@@ -123,8 +129,9 @@ def test_one_differing_bit_fails_the_demo_and_is_named(monkeypatch: Any, tmp_pat
 
 
 def test_one_differing_bit_fails_json_too(monkeypatch: Any) -> None:
-    monkeypatch.setattr(demo_module, "train_alone", one_bit_off)
-    done = CliRunner().invoke(commands, ["demo", "--steps", "5", "--json"])
+    monkeypatch.setattr(demo_training, "train_alone", one_bit_off)
+    options = ["--steps", "5", "--backend", "simulated", "--json"]
+    done = CliRunner().invoke(commands, ["demo", *options])
     assert done.exit_code == 1
     outcome = json.loads(done.output)
     assert outcome["weights_equal"] is False
@@ -291,20 +298,13 @@ def test_two_words_may_be_joined_by_dash_or_underscore(monkeypatch: Any) -> None
 
 
 def test_errors_of_ferrodist_are_one_line(monkeypatch: Any) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ferrodist.BackendUnavailable("backend 'x' needs y: pip install 'ferrodist[x]'")
 
-    monkeypatch.setattr(demo_module, "run_demo", fail)
-    done = CliRunner().invoke(commands, ["demo", "--json"])
+    monkeypatch.setattr("ferrodist.launch.demo.run_ranks", fail)
+    done = CliRunner().invoke(commands, ["demo", "--json", "--backend", "simulated"])
     assert done.exit_code == 1
     assert done.output == "Error: backend 'x' needs y: pip install 'ferrodist[x]'\n"
-
-
-def test_backend_nobody_can_start_is_refused_with_those_that_can() -> None:
-    with pytest.raises(
-        ferrodist.InvalidArgument, match=r"'carrier_pigeon'.*can for: simulated, shared"
-    ):
-        run_on_ranks("carrier_pigeon", 2, lambda backend: None)
 
 
 @pytest.mark.parametrize("arguments", [["--ranks", "0"], ["--steps", "x"], ["--backend", "no"]])
@@ -312,3 +312,12 @@ def test_wrong_options_are_usage_errors(arguments: list[str]) -> None:
     done = CliRunner().invoke(commands, ["demo", *arguments])
     assert done.exit_code == 2
     assert arguments[0] in done.output
+
+
+def test_the_program_of_the_demo_runs_under_any_launcher(tmp_path: Path) -> None:
+    options = ["-m", "ferrodist.launch.demo_program", "--steps", "20", "--json"]
+    done = run_cli(tmp_path, "run", "-n", "3", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["weights_equal"] is True
+    alone = subprocess.run([sys.executable, *options], capture_output=True, timeout=60)
+    assert json.loads(alone.stdout)["ranks"] == 1

@@ -3,20 +3,37 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import click
 
 import ferrodist
-from ferrodist.launch.bench.command import bench
-from ferrodist.launch.demo import demo
-from ferrodist.launch.run import run
 
 STOPPED_BY_USER = 130  # what shells report for a program that Ctrl-C ended
+_COMMANDS = {
+    "demo": "ferrodist.launch.demo",
+    "run": "ferrodist.launch.run",
+    "bench": "ferrodist.launch.bench.command",
+}
 
 
 class Commands(click.Group):
-    """Commands that end in one plain line, not in a traceback, where the user can act."""
+    """Commands that end in one plain line, not in a traceback, where the user can act.
+
+    Each is imported when it is used: a job should not wait for what draws charts.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name all commands."""
+        return [*_COMMANDS, *self.commands]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import a command; None if there is none of this name."""
+        if name not in _COMMANDS:
+            return super().get_command(ctx, name)
+        command: click.Command = getattr(importlib.import_module(_COMMANDS[name]), name)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; translate Ctrl-C and ferrodist's own errors."""
@@ -41,11 +58,6 @@ def commands() -> None:
 
     Start with "ferrodist demo": it needs no cluster, no server and no data.
     """
-
-
-commands.add_command(demo)
-commands.add_command(run)
-commands.add_command(bench)
 
 
 def main() -> None:

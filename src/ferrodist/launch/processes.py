@@ -20,30 +20,72 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from ferrodist.config import SECRET_NBYTES, Launch, child_environment
 from ferrodist.deadline import Deadline
+from ferrodist.launch.cores import share_cores, threads_per_rank
+from ferrodist.launch.environment import FIRST_ATTEMPT, Attempt, free_port, rank_environment
+from ferrodist.rendezvous.ends import Ends, LastWords, how_ended
+from ferrodist.rendezvous.job import SECRET_NBYTES
+from ferrodist.rendezvous.launch import Launch
 
-_SHIM = Path(__file__).with_name("shim.py")
+# -I and -S: these need no paths and no packages, and start in half the time without.
+_BARE_PYTHON = [sys.executable, "-I", "-S"]
+_SHIM = [*_BARE_PYTHON, str(Path(__file__).with_name("shim.py"))]
+_KEEPER = [*_BARE_PYTHON, str(Path(__file__).with_name("keeper.py"))]
 _POLL_SECONDS = 0.05  # between looks at processes that cannot be watched
 KILL_SECONDS = 1.0  # from SIGTERM to SIGKILL
 
 
 class Order(NamedTuple):
-    """What to start as one rank: a command, the files it inherits, where its output goes."""
+    """What to start as one rank: a command, the files it inherits, and its standard streams.
+
+    ``has_terminal``: its standard streams are a terminal of its own, which is to control it.
+    """
 
     command: Sequence[str]
     files: Sequence[int] = ()
+    stdin: int = subprocess.DEVNULL  # a process in the background must not read from a terminal
     stdout: int | None = None
     stderr: int | None = None
+    has_terminal: bool = False
+
+
+class Keeper:
+    """A process that ends what ranks have started, should this one be killed without a word."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            _KEEPER, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def add(self, group: int) -> None:
+        """Say that a process group has begun."""
+        self._write(f"+ {group}\n")
+
+    def remove(self, group: int) -> None:
+        """Say that one is over; to be said before its number can become another's."""
+        self._write(f"- {group}\n")
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # somebody killed it; ranks still die with this process
+            os.write(self._process.stdin.fileno(), line.encode())
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 class Rank:
     """A process that is one rank."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], keeper: Keeper) -> None:
         self.rank = rank
         self.process = process
         self.pidfd = _try_pidfd(process.pid)
+        self._keeper = keeper
+        keeper.add(process.pid)
 
     @property
     def exit_code(self) -> int:
@@ -54,42 +96,62 @@ class Rank:
     @property
     def how(self) -> str:
         """Complete the sentence 'rank 2 ...'."""
-        code = self.process.returncode
-        if code < 0:
-            return f"was killed by {_signal_name(-code)}"
-        return f"ended with exit code {code}"
+        return how_ended(self.process.returncode)
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended; if not well, what it has started ends too."""
+        if self.process.returncode is not None:
+            return True
+        # Looked at, not waited for: its number cannot become another process's before we are done.
+        end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            return False
+        if end.si_status != 0:
+            self._signal_group(signal.SIGKILL)
+        self._keeper.remove(self.process.pid)
+        self.process.wait()
+        return True
 
     def send_signal(self, number: int) -> None:
-        """Signal it, and what it has started."""
-        # Not yet waited for, so the number cannot have become another process's.
-        if self.process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+        """Signal it, and what it has started. Takes no lock: signal handlers call it."""
+        if self.process.returncode is None:
+            self._signal_group(number)
+
+    def _signal_group(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
 
 class Crew:
     """All ranks of a new job. Leaving the context leaves none of them alive."""
 
-    def __init__(self, orders: Sequence[Order]) -> None:
+    def __init__(
+        self, orders: Sequence[Order], attempt: Attempt = FIRST_ATTEMPT, *, binds: bool = True
+    ) -> None:
         self._selector = selectors.DefaultSelector()
+        self._ends = Ends.create(len(orders))
+        self._keeper = Keeper()
         self.running: list[Rank] = []
         try:
-            self.ranks = self._start(orders)
+            self.ranks = self._start(orders, attempt, binds)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, orders: Sequence[Order]) -> list[Rank]:
+    def _start(self, orders: Sequence[Order], attempt: Attempt, binds: bool) -> list[Rank]:
+        size, port = len(orders), free_port()
         job = f"run-{os.getpid()}-{secrets.token_hex(8)}"
         secret = secrets.token_bytes(SECRET_NBYTES)
-        num_threads = max(1, usable_cores() // len(orders))
+        cores = (share_cores(size) if binds else None) or [set()] * size
         for number, order in enumerate(orders):
             secret_file = _pipe_with(secret)
-            launch = Launch(number, len(orders), job, secret_file)
+            launch = Launch(number, size, job, secret_file, self._ends.file)
+            environment = rank_environment(launch, attempt, port, threads_per_rank(size))
             try:
-                rank = Rank(number, _start_process(order, launch, num_threads))
+                process = _start_process(order, launch, environment, cores[number])
             finally:
                 os.close(secret_file)
+            rank = Rank(number, process, self._keeper)
             self.running.append(rank)
             if rank.pidfd is not None:
                 self._selector.register(rank.pidfd, selectors.EVENT_READ)
@@ -106,16 +168,22 @@ class Crew:
         for key, _ in self._selector.select(max(0.0, seconds)):
             if key.data is not None and not key.data():
                 self._selector.unregister(key.fileobj)
-        ended = [rank for rank in self.running if rank.process.poll() is not None]
+        ended = [rank for rank in self.running if rank.has_ended()]
         for rank in ended:
             self._forget(rank)
         return ended
 
     def _forget(self, rank: Rank) -> None:
+        """Note how a process ended, for the others and for good."""
+        self._ends.note(rank.rank, rank.process.returncode)
         self.running.remove(rank)
         if rank.pidfd is not None:
             self._selector.unregister(rank.pidfd)
             os.close(rank.pidfd)
+
+    def last_words(self, rank: int) -> LastWords | None:
+        """Return what a rank said when its program raised, if it did."""
+        return self._ends.last_words(rank)
 
     def send_signal(self, number: int) -> None:
         """Signal all that are running."""
@@ -133,13 +201,16 @@ class Crew:
     def _kill(self) -> None:
         self.send_signal(signal.SIGKILL)
         for rank in list(self.running):
-            rank.process.wait()
+            while not rank.has_ended():
+                os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
             self._forget(rank)
 
     def close(self) -> None:
         """Kill what is still running."""
         self._kill()
+        self._keeper.close()
         self._selector.close()
+        self._ends.close()
 
     def __enter__(self) -> Self:
         return self
@@ -158,22 +229,20 @@ def sooner(one: Deadline, other: Deadline) -> Deadline:
     return one if one.end < other.end else other
 
 
-def usable_cores() -> int:
-    """Count the cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def _start_process(order: Order, launch: Launch, num_threads: int) -> subprocess.Popen[bytes]:
-    # -I and -S: the shim needs no paths and no packages, and starts in half the time without.
-    shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid())]
+def _start_process(
+    order: Order, launch: Launch, environment: dict[str, str], cores: set[int]
+) -> subprocess.Popen[bytes]:
+    shown_cores = ",".join(map(str, sorted(cores)))
+    terminal = "terminal" if order.has_terminal else ""
     return subprocess.Popen(
-        [*shim, *order.command],
-        pass_fds=[*order.files, launch.secret_fd],
-        env=child_environment(launch, num_threads),
-        stdin=subprocess.DEVNULL,  # a process in the background must not read from a terminal
+        [*_SHIM, str(os.getpid()), shown_cores, terminal, *order.command],
+        pass_fds=[*order.files, launch.secret_fd, launch.ends_fd],
+        env=environment,
+        stdin=order.stdin,
         stdout=order.stdout,
         stderr=order.stderr,
-        process_group=0,
+        process_group=None if order.has_terminal else 0,
+        start_new_session=order.has_terminal,
     )
 
 
@@ -190,10 +259,3 @@ def _try_pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The environment of a rank: ferrodist's variables, and those of torchrun for programs of torch."""
+
+from __future__ import annotations
+
+import random
+import socket
+from typing import NamedTuple
+
+from ferrodist.config import environment
+from ferrodist.rendezvous.launch import Launch
+
+_HERE = "127.0.0.1"
+_FREE_PORTS = range(20_000, 32_768)  # below those the kernel gives to outgoing connections
+
+# What an outer torchrun has told its own workers, and would lead ours astray.
+_NOT_OURS = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
+
+
+class Attempt(NamedTuple):
+    """Which start of the whole job this is, of how many at most."""
+
+    restarts: int = 0
+    most_restarts: int = 0
+
+
+FIRST_ATTEMPT = Attempt()
+
+
+def rank_environment(
+    launch: Launch, attempt: Attempt, master_port: int, num_threads: int
+) -> dict[str, str]:
+    """Return the environment of a rank that this process starts.
+
+    Numerical libraries get ``num_threads`` threads, unless the user has chosen a number.
+    """
+    inherited = {name: value for name, value in environment().items() if name not in _NOT_OURS}
+    rank, size = str(launch.rank), str(launch.world_size)
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        **inherited,
+        **launch.to_environment(),
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": _HERE,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RUN_ID": launch.job,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(attempt.most_restarts),
+    }
+
+
+def free_port() -> int:
+    """Find a port that nobody listens at, for a torch program's rank 0."""
+    for port in random.sample(_FREE_PORTS, 100):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((_HERE, port))
+            except OSError:
+                continue
+            return port
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((_HERE, 0))
+        return int(probe.getsockname()[1])
