@@ -5,6 +5,8 @@
     ferrodist run -n 4 examples/every_launcher.py
     torchrun --nproc-per-node 4 examples/every_launcher.py
     mpiexec -n 4 python examples/every_launcher.py
+
+Under each of them it prints one line per rank; with plain python there is one.
 """
 
 import numpy as np

@@ -55,7 +55,8 @@ class ProgramEnd:
         atexit.register(self._end)
 
     def _fail(self, error: BaseException) -> None:
-        if not hasattr(sys, "ps1") and not self._has_failed:  # at a prompt the program goes on
+        goes_on = hasattr(sys, "ps1") or sys.flags.inspect  # at a prompt, or one comes after it
+        if not goes_on and not self._has_failed:
             self._has_failed = True
             self._backend.fail(error)
 

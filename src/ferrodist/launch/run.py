@@ -137,6 +137,6 @@ def _introduce(plan: Plan, console: Console, logs: LogFiles | None) -> None:
         threads = threads_per_rank(plan.num_ranks)
         words.append(f"{plan.num_ranks} ranks, {cores}, {threads} thread(s) each for OpenMP")
     if logs is not None:
-        words.append(f"output of all ranks in {logs.directory}")
+        words.append(f"log files in {logs.directory}")
     if words:
         console.say(f"ferrodist run: {'; '.join(words)}")

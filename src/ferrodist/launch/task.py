@@ -7,6 +7,7 @@ which is why pickle may be used here.
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
 import struct
@@ -50,8 +51,13 @@ def open_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
         ) from error
     file = os.memfd_create("ferrodist-task")
     with open(file, "wb", closefd=False) as stream:
-        pickle.dump((sys.path, sys.argv, call), stream)
+        pickle.dump((sys.path, sys.argv, _sources(), call), stream)
     return file
+
+
+def _sources() -> dict[str, Any]:
+    """List the lines of code that are in no file, as in a notebook: tracebacks show them."""
+    return {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
 
 
 def report_result(result: Any, rank: int) -> Report:

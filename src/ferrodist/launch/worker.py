@@ -7,6 +7,7 @@ run.
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
 import sys
@@ -23,7 +24,8 @@ def main() -> None:
     os.set_inheritable(report_file, False)
     task = os.pread(task_file, os.fstat(task_file).st_size, 0)  # all ranks share one offset
     os.close(task_file)
-    sys.path[:], sys.argv[:], call = pickle.loads(task)
+    sys.path[:], sys.argv[:], sources, call = pickle.loads(task)
+    linecache.cache.update(sources)
 
     from ferrodist.launch.task import write_report
 

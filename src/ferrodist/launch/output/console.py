@@ -13,20 +13,15 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from ferrodist.launch.output.outlet import Outlet
-from ferrodist.launch.output.sinks import FileSink, NullSink, Sink, TextSink
+from ferrodist.launch.output.sinks import FileSink, NullSink, TextSink
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How output reaches one of this process's streams.
-
-    ``terminal`` is the file, if it is a terminal, and ``straight``, if rank 0 is to write to it
-    itself.
-    """
+    """How output reaches one of this process's streams; ``terminal`` is the file, if it is one."""
 
     outlet: Outlet
     terminal: int | None = None
-    straight: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,52 +60,48 @@ class Console:
 
 def console_of_files(stdin: int = 0, stdout: int = 1, stderr: int = 2) -> Console:
     """Return the console of a command: all output goes through it, and terminals are passed on."""
-    out, err = (
-        Way(Outlet(_sink_of(file)), terminal=file if os.isatty(file) else None)
-        for file in (stdout, stderr)
-    )
-    if _are_same(stdout, stderr):
-        err = replace(err, outlet=out.outlet)
+    out, err = _ways_to(stdout, stderr)
     return Console(out, err, stdin if _is_open(stdin) else subprocess.DEVNULL)
 
 
 def console_of_streams(stdout: TextIO | None, stderr: TextIO | None) -> Console:
-    """Return the console of a function: rank 0 writes straight to streams that are real files.
+    """Return the console of a function: the files of its streams, where they are real ones.
 
     A notebook's are not, nor are those of most who replace sys.stdout; these get text.
     """
-    out, err = _way_to(stdout), _way_to(stderr)
-    if _are_same(out.straight, err.straight):
-        err = replace(err, outlet=out.outlet)
-    return Console(out, err)
+    return Console(*_ways_to(_place_of(stdout), _place_of(stderr)))
 
 
-def _sink_of(file: int) -> Sink:
-    return FileSink(file) if _is_open(file) else NullSink()
+def _ways_to(out: int | TextIO | None, err: int | TextIO | None) -> tuple[Way, Way]:
+    """Return the ways to two places, or twice the same one."""
+    one = _way_to(out)
+    is_one = isinstance(out, int) and isinstance(err, int) and _are_same(out, err)
+    return one, replace(_way_to(err), outlet=one.outlet) if is_one else _way_to(err)
 
 
-def _way_to(stream: TextIO | None) -> Way:
-    if stream is None:
+def _way_to(place: int | TextIO | None) -> Way:
+    if isinstance(place, int) and _is_open(place):
+        return Way(Outlet(FileSink(place)), terminal=place if os.isatty(place) else None)
+    if place is None or isinstance(place, int):
         return Way(Outlet(NullSink()))
-    file = _try_file(stream)
-    return Way(Outlet(TextSink(stream) if file is None else FileSink(file)), straight=file)
+    return Way(Outlet(TextSink(place)))
 
 
-def _try_file(stream: TextIO) -> int | None:
+def _place_of(stream: TextIO | None) -> int | TextIO | None:
+    """Return the file of a stream, or the stream itself if it has none."""
     # Other streams have a fileno() too; in a notebook it is the terminal of the server.
     if not isinstance(stream, io.TextIOWrapper):
-        return None
+        return stream
     try:
         stream.flush()
         return stream.fileno()
     except (OSError, ValueError):
-        return None
+        return stream
 
 
-def _are_same(one: int | None, other: int | None) -> bool:
-    if one is None or other is None or not (_is_open(one) and _is_open(other)):
-        return False
-    return os.path.samestat(os.fstat(one), os.fstat(other))
+def _are_same(one: int, other: int) -> bool:
+    are_open = _is_open(one) and _is_open(other)
+    return are_open and os.path.samestat(os.fstat(one), os.fstat(other))
 
 
 def _is_open(file: int) -> bool:

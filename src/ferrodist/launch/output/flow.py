@@ -17,7 +17,7 @@ class Flow:
         self.log = log
         self.tail = Tail()
         self._speaker = speaker
-        self._inlet = Inlet(file, self._take)
+        self._inlet = Inlet(file, self._take, waits_for_lines=speaker.waits_for_lines)
         self._has_ended = False
 
     def watch(self, crew: Crew) -> None:

@@ -5,20 +5,31 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 from collections.abc import Callable
 
 from ferrodist.launch.processes import Crew
 
 BITE_NBYTES = 1 << 16  # at one go: the others' turn comes soon
+SMALL_NBYTES = 4096  # less than a full buffer
+REST_MILLISECONDS = 5
 _MOST_NBYTES = 1 << 20  # what a pipe can hold
 
 
 class Inlet:
-    """A pipe or a terminal that can be read; hands on what arrives, as it arrives."""
+    """A pipe or a terminal that can be read; hands on what arrives, as it arrives.
 
-    def __init__(self, file: int, take: Callable[[bytes], object]) -> None:
+    ``waits_for_lines``: a line that has begun gets a moment to end.
+    """
+
+    def __init__(
+        self, file: int, take: Callable[[bytes], object], *, waits_for_lines: bool = False
+    ) -> None:
         self._take = take
         self._file = file
+        self._waits_for_lines = waits_for_lines
+        self._poll = select.poll()
+        self._poll.register(file, select.POLLIN)
         self.is_open = True  # until all who could write to it are gone
         os.set_blocking(file, False)
 
@@ -46,19 +57,27 @@ class Inlet:
 
     def _read_bite(self) -> int:
         """Hand on what one read gives, and return how much that was."""
+        data = self._read()
+        # Python writes the words of an unbuffered print one by one: the rest is here in a moment.
+        while self._waits_for_lines and 0 < len(data) < SMALL_NBYTES and data[-1:] != b"\n":
+            if not self._poll.poll(REST_MILLISECONDS) or not (more := self._read()):
+                break
+            data += more
+        if data:
+            self._take(data)
+        return len(data)
+
+    def _read(self) -> bytes:
         try:
             data = os.read(self._file, BITE_NBYTES)
         except BlockingIOError:
-            return 0
+            return b""
         except OSError as error:
             if error.errno != errno.EIO:  # how a terminal tells that nobody has it open
                 raise
             data = b""
-        if data:
-            self._take(data)
-        else:
-            self.is_open = False
-        return len(data)
+        self.is_open = bool(data)
+        return data
 
 
 class Pipe:

@@ -82,8 +82,6 @@ class RankStreams:
         """Return what the rank is to write to, and lay the way of what comes out of it."""
         if stream in self._logs.redirected:
             return self._open_redirected(stream)
-        if self._rank == 0 and way.straight is not None:
-            return way.straight
         if self._rank == 0 and way.terminal is not None:
             return self._open_terminal(stream, way, way.terminal)
         return self._open_pipe(stream, way)

@@ -17,7 +17,9 @@ FULL_PIPE = 1 << 15  # a pipe that holds less can take more: its writer is not i
 
 
 class Speaker(Protocol):
-    """What takes the bytes of a stream."""
+    """What takes the bytes of a stream; ``waits_for_lines`` if it likes lines whole."""
+
+    waits_for_lines: bool
 
     @property
     def has_room(self) -> bool:
@@ -45,6 +47,7 @@ class PassThrough:
     """
 
     has_room = True
+    waits_for_lines = True
 
     def __init__(self, outlet: Outlet, *, is_terminal: bool = False) -> None:
         self._outlet = outlet
@@ -85,6 +88,8 @@ class PassThrough:
 
 class Prefixed:
     """A stream of another rank: whole lines, each after the name of the rank."""
+
+    waits_for_lines = False  # it makes whole ones itself
 
     def __init__(self, rank: int, outlet: Outlet) -> None:
         self._rank = rank
