@@ -28,6 +28,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_LONGEST_CHAIN = 20  # of errors and their causes
+
 
 class DistributedError(RuntimeError):
     """Base of everything ferrodist raises."""
@@ -140,6 +142,15 @@ class NotInitialized(DistributedError):
 
 
 def is_consequence(error: BaseException | None, rank: int) -> bool:
-    """Tell whether an error that this rank raised only says that another one failed."""
+    """Tell whether an error that this rank raised only says that another one failed.
+
+    It may be the cause of the error, or what was being handled when that was raised.
+    """
     kinds = (RankLost, GroupAborted, RendezvousError)
-    return isinstance(error, kinds) and error.rank is not None and error.rank != rank
+    for _ in range(_LONGEST_CHAIN):
+        if error is None:
+            break
+        if isinstance(error, kinds) and error.rank is not None:
+            return error.rank != rank
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False

@@ -47,7 +47,8 @@ class ProgramEnd:
                 previous_hook(kind, error, trace)
 
         def exit(status: object = None, /) -> NoReturn:  # noqa: A001 -- it stands for sys.exit
-            self._exit = f"sys.exit({_shown(status)}) at {caller_site()}"
+            if _is_in_main_thread():
+                self._exit = f"sys.exit({_shown(status)}) at {caller_site()}"
             previous_exit(status)  # type: ignore[arg-type]
 
         sys.excepthook = hook
@@ -56,6 +57,7 @@ class ProgramEnd:
 
     def _fail(self, error: BaseException) -> None:
         goes_on = hasattr(sys, "ps1") or sys.flags.inspect  # at a prompt, or one comes after it
+        goes_on = goes_on or not _is_in_main_thread()  # a thread's error does not end the program
         if not goes_on and not self._has_failed:
             self._has_failed = True
             self._backend.fail(error)
@@ -86,5 +88,10 @@ def _shown(status: object) -> str:
         return ""
     if isinstance(status, int):
         return str(int(status))
-    text = str(status)
-    return repr(text if len(text) <= 80 else f"{text[:80]}...")
+    if not isinstance(status, str):
+        return f"a {type(status).__name__}"
+    return repr(status if len(status) <= 80 else f"{status[:80]}...")
+
+
+def _is_in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

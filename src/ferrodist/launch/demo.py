@@ -12,8 +12,9 @@ from rich.console import Console
 
 from ferrodist import Backend
 from ferrodist.launch import demo_training
-from ferrodist.launch.demo_program import STOPPED_BY_USER, demo_options, run_rank
+from ferrodist.launch.demo_program import demo_options, run_rank
 from ferrodist.launch.demo_report import count_of_ranks
+from ferrodist.launch.main import STOPPED_BY_USER
 from ferrodist.launch.output.console import console_of_files
 from ferrodist.launch.supervisor import Plan, supervise
 from ferrodist.testing import run_ranks

@@ -17,9 +17,9 @@ import ferrodist
 from ferrodist.config import Config
 from ferrodist.launch.demo_report import Outcome, show_outcome, to_json, write_chart
 from ferrodist.launch.demo_training import Plan, ShowProgress, run_demo, show_nothing
+from ferrodist.launch.main import STOPPED_BY_USER
 
 F = TypeVar("F", bound=Callable[..., Any])
-STOPPED_BY_USER = 130  # what shells report for a program that Ctrl-C ended
 
 
 def demo_options(command: F) -> F:

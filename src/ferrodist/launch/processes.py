@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -31,6 +31,7 @@ from ferrodist.rendezvous.launch import Launch
 _BARE_PYTHON = [sys.executable, "-I", "-S"]
 _SHIM = [*_BARE_PYTHON, str(Path(__file__).with_name("shim.py"))]
 _KEEPER = [*_BARE_PYTHON, str(Path(__file__).with_name("keeper.py"))]
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 _POLL_SECONDS = 0.05  # between looks at processes that cannot be watched
 KILL_SECONDS = 1.0  # from SIGTERM to SIGKILL
 
@@ -71,10 +72,15 @@ class Keeper:
             os.write(self._process.stdin.fileno(), line.encode())
 
     def close(self) -> None:
-        """End it."""
+        """End it; another process may have inherited the pipe, so it is told in words."""
         assert self._process.stdin is not None
+        self._write("quit\n")
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class Rank:
@@ -85,13 +91,8 @@ class Rank:
         self.process = process
         self.pidfd = _try_pidfd(process.pid)
         self._keeper = keeper
+        self._is_to_end = False
         keeper.add(process.pid)
-
-    @property
-    def exit_code(self) -> int:
-        """What a shell would report for it."""
-        code = self.process.returncode
-        return 128 - code if code < 0 else code
 
     @property
     def how(self) -> str:
@@ -99,15 +100,18 @@ class Rank:
         return how_ended(self.process.returncode)
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended; if not well, what it has started ends too."""
+        """Tell whether it has ended; if not well or not by itself, what it has started ends too."""
         if self.process.returncode is not None:
             return True
         # Looked at, not waited for: its number cannot become another process's before we are done.
-        end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end is None:
-            return False
-        if end.si_status != 0:
-            self._signal_group(signal.SIGKILL)
+        try:
+            end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                return False
+            if end.si_status != 0 or self._is_to_end:
+                self._signal_group(signal.SIGKILL)
+        except ChildProcessError:
+            pass  # this program ignores SIGCHLD, so the kernel has waited, and told nobody
         self._keeper.remove(self.process.pid)
         self.process.wait()
         return True
@@ -115,6 +119,7 @@ class Rank:
     def send_signal(self, number: int) -> None:
         """Signal it, and what it has started. Takes no lock: signal handlers call it."""
         if self.process.returncode is None:
+            self._is_to_end = self._is_to_end or number in _ENDING
             self._signal_group(number)
 
     def _signal_group(self, number: int) -> None:
@@ -133,12 +138,12 @@ class Crew:
         self._keeper = Keeper()
         self.running: list[Rank] = []
         try:
-            self.ranks = self._start(orders, attempt, binds)
+            self._start(orders, attempt, binds)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, orders: Sequence[Order], attempt: Attempt, binds: bool) -> list[Rank]:
+    def _start(self, orders: Sequence[Order], attempt: Attempt, binds: bool) -> None:
         size, port = len(orders), free_port()
         job = f"run-{os.getpid()}-{secrets.token_hex(8)}"
         secret = secrets.token_bytes(SECRET_NBYTES)
@@ -155,7 +160,6 @@ class Crew:
             self.running.append(rank)
             if rank.pidfd is not None:
                 self._selector.register(rank.pidfd, selectors.EVENT_READ)
-        return list(self.running)
 
     def watch(self, file: int, callback: Callable[[], bool]) -> None:
         """Call back, within ``wait``, whenever a file can be read, until that returns False."""
@@ -190,13 +194,15 @@ class Crew:
         for rank in self.running:
             rank.send_signal(number)
 
-    def stop(self) -> None:
-        """End all that are running: SIGTERM and, soon after, SIGKILL."""
+    def stop(self) -> list[Rank]:
+        """End all that are running, by SIGTERM and, soon after, SIGKILL; return them."""
+        stopped = list(self.running)
         self.send_signal(signal.SIGTERM)
         end = time.monotonic() + KILL_SECONDS
         while self.running and time.monotonic() < end:
             self.wait(end - time.monotonic())
         self._kill()
+        return stopped
 
     def _kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -222,6 +228,16 @@ class Crew:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def standard_files_taken() -> Iterator[None]:
+    """Keep the numbers 0 to 2 taken, if they are free: what a rank inherits must not get them."""
+    with ExitStack() as stack:
+        while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+            stack.callback(os.close, file)
+        os.close(file)
+        yield
 
 
 def sooner(one: Deadline, other: Deadline) -> Deadline:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from ferrodist.errors import InvalidArgument
 from ferrodist.launch.cores import share_cores, threads_per_rank, usable_cores
 from ferrodist.launch.output.console import Console, console_of_files
 from ferrodist.launch.output.logs import Choice, LogFiles, parse_choice
+from ferrodist.launch.processes import standard_files_taken
 from ferrodist.launch.supervisor import Plan, supervise
 
 
@@ -21,6 +24,12 @@ def _parse_num_ranks(ctx: click.Context, param: click.Parameter, value: str) -> 
     if not (value.isascii() and value.isdigit() and int(value) > 0):
         raise click.BadParameter(f"{value!r} is neither a number above zero nor 'auto'")
     return int(value)
+
+
+def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if math.isnan(value):
+        raise click.BadParameter("expected seconds")
+    return value
 
 
 def _parse_streams(ctx: click.Context, param: click.Parameter, value: str | None) -> Choice | None:
@@ -42,7 +51,8 @@ def _parse_streams(ctx: click.Context, param: click.Parameter, value: str | None
     help="How often to start all ranks again after one has failed.",
 )  # fmt: skip
 @click.option(
-    "--grace", type=click.FloatRange(min=0), metavar="SECONDS", default=5.0, show_default=True,
+    "--grace", type=click.FloatRange(min=0, max=1e9), callback=_refuse_nan, metavar="SECONDS",
+    default=5.0, show_default=True,
     help="How long the others may go on after a rank has failed; then SIGTERM and SIGKILL.",
 )  # fmt: skip
 @click.option("--keep-survivors", is_flag=True, help="Let the others go on as long as they like.")
@@ -97,27 +107,39 @@ def run(
         keeps_survivors=keep_survivors,
         binds=bind == "cores",
     )
-    logs = _open_logs(log_dir, tee, redirects)
+    logs = _open_logs(log_dir, tee, redirects, num_ranks)
     console = console_of_files()
     _introduce(plan, console, logs)
-    ctx.exit(supervise(plan, console, logs))
+    try:
+        with standard_files_taken():
+            code = supervise(plan, console, logs)
+    except OSError as error:
+        raise click.ClickException(f"cannot start {num_ranks} ranks: {error}") from error
+    ctx.exit(code)
 
 
 def _command(script: str, args: tuple[str, ...], *, is_module: bool, no_python: bool) -> list[str]:
     if is_module and no_python:
         raise click.UsageError("--module and --no-python exclude each other")
     if no_python:
+        if shutil.which(script) is None:
+            raise click.UsageError(f"there is no program {script!r}")
         return [script, *args]
     if is_module:
         return [sys.executable, "-m", script, *args]
     if not Path(script).exists():
-        raise click.UsageError(f"there is no file {script!r} here ({Path.cwd()})")
+        raise click.UsageError(f"there is no file {script!r} here")
     return [sys.executable, script, *args]
 
 
 def _open_logs(
-    directory: Path | None, tee: Choice | None, redirects: Choice | None
+    directory: Path | None, tee: Choice | None, redirects: Choice | None, num_ranks: int
 ) -> LogFiles | None:
+    for choice in (tee, redirects):
+        if choice is not None and any(rank >= num_ranks for rank in choice.by_rank):
+            raise click.UsageError(
+                f"--tee or --redirects names a rank beyond {num_ranks - 1}"
+            )
     if directory is None:
         if tee is not None or redirects is not None:
             raise click.UsageError("--tee and --redirects write to files: say where, by --log-dir")

@@ -27,6 +27,8 @@ def main() -> None:
         fcntl.ioctl(_first_terminal(), termios.TIOCSCTTY, 0)
     if cores:
         os.sched_setaffinity(0, map(int, cores.split(",")))
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, other programs do not
+        signal.signal(number, signal.SIG_DFL)
     os.execvp(command[0], command)
 
 

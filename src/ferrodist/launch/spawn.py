@@ -26,7 +26,7 @@ from ferrodist.launch.output.console import console_of_streams
 from ferrodist.launch.output.pipes import Pipe
 from ferrodist.launch.output.rank_streams import Files
 from ferrodist.launch.output.streams import Streams
-from ferrodist.launch.processes import Crew, Order, Rank, sooner
+from ferrodist.launch.processes import Crew, Order, Rank, sooner, standard_files_taken
 from ferrodist.launch.task import Report, open_task, try_read_report, unpickled
 
 T = TypeVar("T")
@@ -77,13 +77,14 @@ def run(
         [1, 1]
     """
     num_ranks = usable_cores() if ranks is None else ranks
-    if num_ranks < 1:
+    if not isinstance(num_ranks, int) or num_ranks < 1:
         raise InvalidWorldSize(f"run: ranks must be at least 1, got {ranks!r}", got=ranks)
     deadline = Deadline(check_timeout(timeout))
+    console = console_of_streams(sys.stdout, sys.stderr)
     with ExitStack() as stack:
+        stack.enter_context(standard_files_taken())
         task = open_task(fn, args)
         stack.callback(os.close, task)
-        console = console_of_streams(sys.stdout, sys.stderr)
         streams = stack.enter_context(Streams(num_ranks, console))
         inboxes = [_Inbox() for _ in range(num_ranks)]
         for inbox in inboxes:

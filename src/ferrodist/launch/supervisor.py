@@ -14,13 +14,12 @@ from ferrodist.deadline import Deadline
 from ferrodist.launch.environment import Attempt
 from ferrodist.launch.failures import Failure, first_of
 from ferrodist.launch.output.console import Console
-from ferrodist.launch.output.last_words import traceback_in
 from ferrodist.launch.output.logs import LogFiles
 from ferrodist.launch.output.streams import Streams
 from ferrodist.launch.processes import Crew, Order, Rank, sooner
 from ferrodist.launch.signals import Signals
 
-_INTERRUPT_GRACE = 2.0  # for all, after a Ctrl-C
+_INTERRUPT_GRACE = 1.5  # for all, after a Ctrl-C
 _ANNOUNCE_SECONDS = 1.0  # after a failure; most jobs are over by then
 _LONGEST_WAIT = 0.2  # at one go: a signal that came just before is noticed after it
 
@@ -44,7 +43,8 @@ def supervise(plan: Plan, console: Console, logs: LogFiles | None = None) -> int
             job.run()
             if not job.failures or job.was_stopped or restarts == plan.most_restarts:
                 break
-            _say(console, f"starting all again, restart {restarts + 1} of {plan.most_restarts}")
+            again = f"starting all again, restart {restarts + 1} of {plan.most_restarts}"
+            _say(console, f"{first_of(job.failures)}; {again}")
         job.explain()
         return job.exit_code
 
@@ -88,7 +88,9 @@ class _Job:
                 self._signals.hand_on_to(crew, streams.let_terminal_go)
                 try:
                     self._wait_for(crew)
-                    crew.stop()
+                    for rank in crew.stop():
+                        self._streams.rank_ended(rank.rank)
+                        self._see_stopped(crew, rank)
                 finally:
                     self._signals.hand_on_to_nobody()
 
@@ -106,16 +108,19 @@ class _Job:
         """Take note of a rank that has ended; the others have a while if it failed."""
         if rank.process.returncode == 0 or self.was_stopped:
             return
-        words = crew.last_words(rank.rank)
-        failure = Failure(
-            rank.rank, rank.process.pid, rank.process.returncode, time.monotonic(), words
-        )
+        failure = _failure_of(crew, rank)
         if not self._announcement and not failure.is_consequence:
             self._announcement = f"{failure}; {self._what_others_may_do}"
             self._announce_at = time.monotonic() + _ANNOUNCE_SECONDS
         if not self._plan.keeps_survivors:
             self._deadline = sooner(self._deadline, Deadline(self._plan.grace))
         self.failures.append(failure)
+
+    def _see_stopped(self, crew: Crew, rank: Rank) -> None:
+        """Take note of a rank that we have ended: it may be the one that began it all."""
+        failure = _failure_of(crew, rank)
+        if failure.words is not None and not failure.is_consequence and not self.was_stopped:
+            self.failures.append(failure._replace(code=1))  # as if it had ended in time
 
     def _announce_if_due(self) -> None:
         """Say what is waited for, unless the others end soon."""
@@ -132,7 +137,7 @@ class _Job:
     def _heed_signals(self) -> None:
         """After a signal all have a while to end; after a second one, or for nobody, none."""
         received = self._signals.received
-        if len(received) > 1 or self._console.is_broken:
+        if self._signals.are_urgent or self._console.is_broken:
             self._deadline = Deadline(0.0)
         elif received:
             grace = _INTERRUPT_GRACE if received[0] is signal.SIGINT else self._plan.grace
@@ -154,12 +159,14 @@ class _Job:
 
     def explain(self) -> None:
         """Show the traceback of the first rank that failed, as the last of all that is shown."""
+        if self._console.is_broken and not isinstance(self._console.error, BrokenPipeError):
+            _say(self._console, f"the output cannot be written: {self._console.error}")
         if error := self._streams.log_error():
             _say(self._console, f"the log files are not complete: {error}")
         if not self.failures:
             return
         first = first_of(self.failures)
-        trace = traceback_in(self._streams.last_words(first.rank))
+        trace = first.traceback_in(self._streams.last_words(first.rank))
         num_lines = len(trace.splitlines())
         if trace and self._console.lines_at_end(first.rank) < num_lines:
             _say(self._console, f"{first} and failed first; its traceback:\n{trace}")
@@ -167,3 +174,9 @@ class _Job:
             others = sorted(failure.rank for failure in self.failures if failure is not first)
             then = f"; then {names_of_ranks(others)} failed" if others else ""
             _say(self._console, f"{first}{then}")
+
+
+def _failure_of(crew: Crew, rank: Rank) -> Failure:
+    process = rank.process
+    words = crew.last_words(rank.rank)
+    return Failure(rank.rank, process.pid, process.returncode, time.monotonic(), words)
