@@ -344,6 +344,31 @@ def test_what_a_rank_starts_with_a_launcher_of_its_own_is_that_launchers(tmp_pat
     assert sorted(output.splitlines()) == expected_lines(2)
 
 
+@pytest.mark.parametrize("within", ["torchrun", "MPICH", "Open MPI"])
+def test_a_launcher_that_is_a_rank_of_ferrodist_run_has_ranks_of_its_own(within):
+    # MPICH's passes on all files that it has, the secret of ferrodist run among them.
+    outer = [*command_of("ferrodist run", size=1), "--no-python"]
+    code, output, errors = run([*outer, *command_of(within, size=2), str(SCRIPT)])
+    assert code == 0, errors
+    assert sorted(output.splitlines()) == expected_lines(2)
+
+
+@pytest.mark.parametrize("around", ["MPICH", "Open MPI"])
+def test_ferrodist_run_that_is_a_rank_of_a_launcher_has_ranks_of_its_own(around):
+    *outer, _ = command_of(around, size=1)
+    code, output, errors = run([*outer, *command_of("ferrodist run", size=2), str(SCRIPT)])
+    assert code == 0, errors
+    assert sorted(re.findall(r"rank \d+ of .*", output)) == expected_lines(2)
+
+
+def test_one_mpiexec_around_ferrodist_run_and_one_within_do_not_mix():
+    *outer, _ = command_of("MPICH", size=1)
+    middle = [*command_of("ferrodist run", size=1), "--no-python"]
+    code, output, errors = run([*outer, *middle, *command_of("MPICH", size=2), str(SCRIPT)])
+    assert code == 0, errors
+    assert sorted(output.splitlines()) == expected_lines(2)
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [

@@ -626,6 +626,19 @@ def test_a_host_of_another_user_is_refused():
     assert "user 65534" in str(rank.error)
 
 
+@pytest.mark.skipif(not is_root, reason="needs a second user")
+def test_a_rank_0_whose_address_another_user_has_is_told_whose_process_it_is():
+    job, _ = new_jobs(2)
+    address = address_of(job.name)
+    command = [sys.executable, "-c", FOREIGN_HOST, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"listening\n"
+        error = Rank(job).end().error
+    assert isinstance(error, RendezvousError)
+    assert f"cannot listen at {address}: pid {process.pid} of user 65534 does" in str(error)
+    assert "is there twice" not in str(error)
+
+
 # -- what arrives is checked ------------------------------------------------------------------
 
 

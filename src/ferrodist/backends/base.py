@@ -394,8 +394,8 @@ class Backend(abc.ABC):
         """Raise in a forked child: the ranks it would talk to are in the parent."""
         if self.is_forked:
             raise BackendClosed(
-                "this backend belongs to the process that this one was forked from; "
-                "make a new one here",
+                "this backend belongs to the process that this one was forked from; a process that "
+                "is to be a rank of its own is started by a launcher",
                 this_rank=self.rank,
             )
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ferrodist.config import environment
 from ferrodist.rendezvous.launch import Launch
+from ferrodist.rendezvous.sources.nesting import mark_outer_jobs
 
 _HERE = "127.0.0.1"
 _FREE_PORTS = range(20_000, 32_768)  # below those the kernel gives to outgoing connections
@@ -42,6 +43,7 @@ def rank_environment(
         "PYTHONUNBUFFERED": "1",
         **inherited,
         **launch.to_environment(),
+        **mark_outer_jobs(inherited),
         "RANK": rank,
         "LOCAL_RANK": rank,
         "ROLE_RANK": rank,

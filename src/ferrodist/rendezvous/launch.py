@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from ferrodist.config import variable
 from ferrodist.errors import InvalidArgument
+
+_MOST_DIGITS = 9  # what is longer fits no rank, size or number of a file
+_MOST_LETTERS = 60  # of a value that is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Launch:
             return None
         if absent:
             raise InvalidArgument(
-                f"{', '.join(absent)} not set, but {_shown(environ, names)}; ferrodist run sets "
+                f"{', '.join(absent)} not set, but {quoted(environ, names)}; ferrodist run sets "
                 f"all of {', '.join(names)}",
                 missing=absent,
             )
@@ -41,7 +44,7 @@ class Launch:
         are_right = 0 <= rank < world_size and secret_fd >= 0 and ends_fd >= 0
         if not (are_right and environ[names[2]]):
             raise InvalidArgument(
-                f"{_shown(environ, names)}: expected a rank from 0 to world size - 1, the name of "
+                f"{quoted(environ, names)}: expected a rank from 0 to world size - 1, the name of "
                 "a job and the numbers of two open files"
             )
         return cls(rank, world_size, environ[names[2]], secret_fd, ends_fd)
@@ -53,8 +56,16 @@ class Launch:
 
 def number(text: str) -> int:
     """Read a number; -1, which no variable may be, if it is none."""
-    return int(text) if text.isascii() and text.isdigit() else -1
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+    return int(text) if is_number else -1
 
 
-def _shown(environ: Mapping[str, str], names: list[str]) -> str:
-    return ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
+def brief(value: str) -> str:
+    """Shorten a value for a text, and show bytes that are no text in a way that can be printed."""
+    text = value.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+
+
+def quoted(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    """Show the variables that are set, in quotes, for one of them is odd."""
+    return ", ".join(f"{name}='{brief(environ[name])}'" for name in names if name in environ)

@@ -81,6 +81,17 @@ def second_host(job: Job, address: str, first_pid: int | None) -> RendezvousErro
     )
 
 
+def host_of_another_user(job: Job, address: str, pid: int, uid: int) -> RendezvousError:
+    """Make the error of a rank 0 at whose address a process of another user listens."""
+    return RendezvousError(
+        f"rank 0 of job {job.name!r} cannot listen at {address}: pid {pid} of user {uid} does, and "
+        f"this is pid {os.getpid()} of user {os.geteuid()}. Give the job another {job.source.job}, "
+        "or have that process ended",
+        rank=0,
+        this_rank=0,
+    )
+
+
 def wrong_world_size(job: Job, rank: int, size: int, pid: int) -> RendezvousError:
     """Make the error of a guest that believes in another world size than this host."""
     source = job.source

@@ -14,9 +14,9 @@ import socket
 import struct
 from typing import NamedTuple
 
-from ferrodist.errors import AuthenticationError
+from ferrodist.errors import AuthenticationError, RendezvousError
 from ferrodist.rendezvous.job import Job
-from ferrodist.rendezvous.start_errors import second_host
+from ferrodist.rendezvous.start_errors import host_of_another_user, second_host
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -45,17 +45,20 @@ def open_listener(job: Job) -> socket.socket:
         listener.close()
         if error.errno != errno.EADDRINUSE:
             raise
-        raise second_host(job, address_of(job.name), _try_find_host(job)) from error
+        raise _taken(job, address_of(job.name)) from error
     return listener
 
 
-def _try_find_host(job: Job) -> int | None:
-    """Return the pid of whoever listens for the job; None if it cannot be seen."""
+def _taken(job: Job, address: str) -> RendezvousError:
+    """Make the error of an address that another process has; it says whose, if that can be seen."""
     connection = try_connect(job)
     if connection is None:
-        return None
+        return second_host(job, address, None)
     with connection:
-        return peer_of(connection).pid or None
+        peer = peer_of(connection)
+    if peer.uid != os.geteuid():
+        return host_of_another_user(job, address, peer.pid, peer.uid)
+    return second_host(job, address, peer.pid or None)
 
 
 def try_connect(job: Job) -> socket.socket | None:

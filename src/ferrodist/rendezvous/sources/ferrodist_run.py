@@ -13,6 +13,7 @@ from ferrodist.config import variable
 from ferrodist.rendezvous.ends import Ends
 from ferrodist.rendezvous.job import SECRET_NBYTES
 from ferrodist.rendezvous.launch import Launch
+from ferrodist.rendezvous.sources.nesting import has_inner_job
 from ferrodist.rendezvous.sources.place import Environment, Place, Stale
 from ferrodist.rendezvous.sources.source import Source
 
@@ -30,7 +31,7 @@ def read(environ: Environment) -> Place | Stale | None:
     launch = Launch.from_environment(environ)
     if launch is None:
         return None
-    secret = _try_take_secret(launch)
+    secret = None if has_inner_job(environ) else _try_take_secret(launch)
     if secret is None:
         return Stale(SOURCE, _why_stale(launch))
     return Place(
@@ -38,8 +39,6 @@ def read(environ: Environment) -> Place | Stale | None:
         launch.job,
         launch.rank,
         launch.world_size,
-        local_rank=launch.rank,
-        local_world_size=launch.world_size,
         secret=secret,
         ends=Ends(launch.ends_fd),
     )
@@ -74,6 +73,7 @@ def _why_stale(launch: Launch) -> str:
         f"{variable('rank')}={launch.rank} of job {launch.job!r} belongs to another process: "
         f"{variable('secret_fd')}={launch.secret_fd} is not a pipe with the secret of the job. "
         "Either this process was started by a rank and not by the launcher: start it with "
-        "'ferrodist run -n 1 script.py' if it is to be a world of its own; or init() was tried "
-        "before and failed: the first error counts"
+        "'ferrodist run -n 1 script.py' if it is to be a world of its own; or a process that this "
+        "one has started called init() first: only one of them can be the rank; or init() was "
+        "tried before and failed: the first error counts"
     )

@@ -6,13 +6,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from ferrodist.errors import DistributedError, RendezvousError
+from ferrodist.errors import DistributedError, InvalidArgument, RendezvousError
 from ferrodist.rendezvous.job import SECRET_NBYTES, Job
+from ferrodist.rendezvous.launch import brief
 from ferrodist.rendezvous.sources import ferrodist_run, mpi, plain, pmi, slurm, torchrun
+from ferrodist.rendezvous.sources.nesting import is_outer_job
+from ferrodist.rendezvous.sources.one_host import check_one_host
 from ferrodist.rendezvous.sources.place import Environment, Place, Stale
 
 logger = logging.getLogger("ferrodist")
@@ -53,7 +55,8 @@ def find_job(environ: Environment) -> Job:
     if place is None:
         logger.info("no launcher has started this process: a world of one")
         return Job(f"alone-{os.getpid()}", 0, 1, os.urandom(SECRET_NBYTES))
-    _check_one_host(place)
+    _check_name(place)
+    check_one_host(place)
     is_doubtful = place.world_size == 1 and any(other.world_size > 1 for other in others)
     level = logging.WARNING if is_doubtful else logging.INFO
     logger.log(level, "%s", "; ".join([_describe(place), *(other.words for other in others)]))
@@ -68,13 +71,17 @@ def find_job(environ: Environment) -> Job:
 
 
 def _find(environ: Environment) -> tuple[Place | None, list[_Other]]:
-    """Return the place of the first source that has one, and what all others said."""
+    """Return the place of the first source that has one, and what all others said.
+
+    A job that ``ferrodist run`` belongs to is not followed instead of its own: what a rank starts
+    is no rank of either.
+    """
     stale: list[Stale] = []
     for number, read in enumerate(_SOURCES):
         found = read(environ)
         if isinstance(found, Stale):
             stale.append(found)
-        elif found is not None:
+        elif found is not None and not (stale and is_outer_job(environ, found)):
             if found.source in _MPI:
                 plain.check_agrees(environ, found)
             outer = _SOURCES[number + 1 :]
@@ -115,38 +122,16 @@ def _describe_stale(stale: Stale) -> _Other:
     return _Other(f"the variables of {stale.source.name} are another process's")
 
 
-def _check_one_host(place: Place) -> None:
-    if place.world_size == 1:
-        return
-    elsewhere, address = place.several_hosts, place.master_address
-    if place.local_world_size is None and address is not None and not _is_here(address):
-        elsewhere = f"MASTER_ADDR={address} is not an address of this host"
-    if elsewhere:
-        raise RendezvousError(
-            f"the {place.world_size} ranks of job {place.job!r} are on several hosts "
-            f"({place.source.name}: {elsewhere}). That needs the TCP backend, which this version "
-            "does not have: start all ranks on one host",
-            this_rank=place.rank,
-            world_size=place.world_size,
-        )
-
-
-def _is_here(address: str) -> bool:
-    """Tell whether an address is this host's, by taking a port there for a moment."""
+def _check_name(place: Place) -> None:
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return any(_can_bind(family, where) for family, _, _, _, where in found)
-
-
-def _can_bind(family: int, where: tuple[object, ...]) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(where)
-    except OSError:
-        return False
-    return True
+        place.job.encode()
+    except UnicodeEncodeError as error:
+        source = place.source
+        raise InvalidArgument(
+            f"{source.job}, from {source.name}, makes '{brief(place.job)}' the name of the job: "
+            "some of its bytes are no text (UTF-8)",
+            got=brief(place.job),
+        ) from error
 
 
 def _known_secret(job: str) -> bytes:

@@ -25,7 +25,7 @@ OPEN_MPI = Source(
     job=f"mpiexec ({_NAMESPACE})",
     start="start all ranks with 'mpiexec -n {size} python script.py'",
 )
-_LOCAL_RANK, _LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 
 PMIX = Source(
     name="PMIx",
@@ -40,18 +40,15 @@ def read_open_mpi(environ: Environment) -> Place | None:
     """Read the variables of Open MPI's mpiexec."""
     if not is_set(environ, OPEN_MPI.rank, OPEN_MPI.world_size):
         return None
-    names = OPEN_MPI.rank, OPEN_MPI.world_size, _LOCAL_RANK, _LOCAL_SIZE
+    names = OPEN_MPI.rank, OPEN_MPI.world_size, _LOCAL_SIZE
     require(environ, OPEN_MPI, *names)
     rank, world_size = rank_and_size(environ, OPEN_MPI, OPEN_MPI.rank, OPEN_MPI.world_size)
-    local_rank, local_size = rank_and_size(environ, OPEN_MPI, _LOCAL_RANK, _LOCAL_SIZE)
     return Place(
         OPEN_MPI,
         f"openmpi-{_job_of(environ, names)}",
         rank,
         world_size,
-        local_rank=local_rank,
-        local_world_size=local_size,
-        several_hosts=show_difference(environ, _LOCAL_SIZE, OPEN_MPI.world_size),
+        several_hosts=show_difference(environ, OPEN_MPI, _LOCAL_SIZE, OPEN_MPI.world_size),
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ferrodist.errors import InvalidArgument
 from ferrodist.rendezvous.ends import Ends
-from ferrodist.rendezvous.launch import number
+from ferrodist.rendezvous.launch import brief, number, quoted
 from ferrodist.rendezvous.sources.source import Source
 
 Environment = Mapping[str, str]
@@ -19,19 +19,16 @@ Environment = Mapping[str, str]
 class Place:
     """Which rank of which job a process is, as one source says.
 
-    ``local_*`` count on this host and are None where the source does not say. ``several_hosts`` is
-    what shows that there are more hosts than this one. ``secret`` and ``ends`` come from
-    ``ferrodist run`` alone.
+    ``several_hosts`` is what shows that there are more hosts than this one; where the source says
+    nothing of it, ``master_address`` may. Only ``ferrodist run`` gives ``secret`` and ``ends``.
     """
 
     source: Source
     job: str
     rank: int
     world_size: int
-    local_rank: int | None = None
-    local_world_size: int | None = None
-    master_address: str | None = None
     several_hosts: str | None = None
+    master_address: str | None = None
     secret: bytes | None = field(default=None, repr=False)
     ends: Ends | None = field(default=None, repr=False, compare=False)
 
@@ -50,7 +47,7 @@ def is_set(environ: Environment, *names: str) -> bool:
 
 def shown(environ: Environment, names: Iterable[str]) -> str:
     """Show the variables that have a value."""
-    return ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
+    return ", ".join(f"{name}={brief(environ[name])}" for name in names if environ.get(name))
 
 
 def require(environ: Environment, source: Source, *names: str) -> None:
@@ -72,23 +69,23 @@ def rank_and_size(
     numbers = number(environ[rank]), number(environ[world_size])
     if not 0 <= numbers[0] < numbers[1]:
         raise InvalidArgument(
-            f"{rank}={environ[rank]!r}, {world_size}={environ[world_size]!r} ({source.name}): "
-            f"expected whole numbers, and {rank} from 0 to {world_size} - 1"
+            f"{quoted(environ, [rank, world_size])} ({source.name}): expected whole numbers, and "
+            f"{rank} from 0 to {world_size} - 1"
         )
     return numbers
 
 
-def local_rank_and_size(
-    environ: Environment, source: Source, rank: str, world_size: str
-) -> tuple[int, int] | tuple[None, None]:
-    """Read what not every launcher says: a rank among those of this host, and their number."""
-    if not (is_set(environ, rank) and is_set(environ, world_size)):
-        return None, None
-    return rank_and_size(environ, source, rank, world_size)
-
-
-def show_difference(environ: Environment, local_size: str, world_size: str) -> str | None:
+def show_difference(
+    environ: Environment, source: Source, local_size: str, world_size: str
+) -> str | None:
     """Show that not all ranks are on this host; None if they are, or if nothing is said of it."""
-    if number(environ.get(local_size, environ[world_size])) == number(environ[world_size]):
+    if not is_set(environ, local_size):
         return None
-    return shown(environ, [local_size, world_size])
+    names = [local_size, world_size]
+    here, everywhere = (number(environ[name]) for name in names)
+    if not 1 <= here <= everywhere:
+        raise InvalidArgument(
+            f"{quoted(environ, names)} ({source.name}): expected whole numbers, and {local_size} "
+            f"from 1 to {world_size}"
+        )
+    return None if here == everywhere else shown(environ, names)

@@ -9,7 +9,6 @@ from ferrodist.rendezvous.sources.place import (
     Environment,
     Place,
     is_set,
-    local_rank_and_size,
     rank_and_size,
     require,
     show_difference,
@@ -28,8 +27,7 @@ SOURCE = Source(
         "'ferrodist run -n {size} script.py'"
     ),
 )
-_ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
-_LOCAL_RANK, _LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+_ADDRESS, _PORT, _LOCAL_SIZE = "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"
 
 
 def read(environ: Environment) -> Place | None:
@@ -38,17 +36,14 @@ def read(environ: Environment) -> Place | None:
         return None
     require(environ, SOURCE, SOURCE.rank, SOURCE.world_size, _ADDRESS, _PORT)
     rank, world_size = rank_and_size(environ, SOURCE, SOURCE.rank, SOURCE.world_size)
-    local_rank, local_size = local_rank_and_size(environ, SOURCE, _LOCAL_RANK, _LOCAL_SIZE)
     return Place(
         SOURCE,
         # Not after the address: one rank says localhost, another 127.0.0.1, and both are right.
         f"plain-{environ[_PORT]}",
         rank,
         world_size,
-        local_rank=local_rank,
-        local_world_size=local_size,
-        master_address=environ[_ADDRESS],
-        several_hosts=show_difference(environ, _LOCAL_SIZE, SOURCE.world_size),
+        several_hosts=show_difference(environ, SOURCE, _LOCAL_SIZE, SOURCE.world_size),
+        master_address=None if is_set(environ, _LOCAL_SIZE) else environ[_ADDRESS],
     )
 
 

@@ -22,7 +22,6 @@ from ferrodist.rendezvous.sources.place import (
     Place,
     Stale,
     is_set,
-    local_rank_and_size,
     rank_and_size,
     require,
     show_difference,
@@ -40,7 +39,7 @@ SOURCE = Source(
 )
 _SOCKET = "PMI_FD"
 _NAMES = ("PMI_JOBID", "PMI_PORT")  # where there is no socket, or nobody to be seen behind it
-_LOCAL_RANK, _LOCAL_SIZE = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+_LOCAL_SIZE = "MPI_LOCALNRANKS"
 _START_TIME = 22  # the field of /proc/<pid>/stat
 
 
@@ -54,15 +53,12 @@ def read(environ: Environment) -> Place | Stale | None:
         job = _job_of(environ, world_size)
     except OSError:
         return Stale(SOURCE, _why_stale(environ))
-    local_rank, local_size = local_rank_and_size(environ, SOURCE, _LOCAL_RANK, _LOCAL_SIZE)
-    elsewhere = show_difference(environ, _LOCAL_SIZE, SOURCE.world_size)
+    elsewhere = show_difference(environ, SOURCE, _LOCAL_SIZE, SOURCE.world_size)
     return Place(
         SOURCE,
         f"pmi-{job}",
         rank,
         world_size,
-        local_rank=local_rank,
-        local_world_size=local_size,
         several_hosts=elsewhere or slurm.show_hosts(environ),
     )
 
@@ -75,7 +71,7 @@ def _job_of(environ: Environment, world_size: int) -> str:
     if is_set(environ, *_NAMES):
         return "-".join(environ[name] for name in _NAMES if environ.get(name))
     if world_size == 1:
-        return f"alone-{os.getpid()}"  # there is nobody to meet
+        return "alone"  # there is nobody to meet
     names = SOURCE.rank, SOURCE.world_size
     raise InvalidArgument(
         f"{', '.join([_SOCKET, *_NAMES])} not set, but {shown(environ, names)}: nothing says which "
@@ -86,10 +82,9 @@ def _job_of(environ: Environment, world_size: int) -> str:
 
 def _starter(file: int) -> str | None:
     """Return pid and start time of the process behind a socket; None if it is not to be seen."""
-    if not stat.S_ISSOCK(os.fstat(file).st_mode):
-        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
-    with socket.socket(fileno=os.dup(file)) as connection:  # closes the copy, not MPI's own
-        pid = peer_of(connection).pid
+    pid = _peer_pid(file)
+    if pid == os.getpid():  # a socket of this process's own that has got the number of MPI's
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -97,6 +92,16 @@ def _starter(file: int) -> str | None:
     # The second field is the program's name in brackets, which may hold anything, blanks too.
     fields_from_third = line.rpartition(")")[2].split()
     return f"{pid}-{fields_from_third[_START_TIME - 3]}"
+
+
+def _peer_pid(file: int) -> int:
+    """Return who is behind a socket; what is not a socket raises OSError."""
+    if not stat.S_ISSOCK(os.fstat(file).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+    # A socket object gives its file the default timeout, so it is made before the file is MPI's.
+    with socket.socket(socket.AF_UNIX) as connection:
+        os.dup2(file, connection.fileno(), inheritable=False)
+        return peer_of(connection).pid
 
 
 def _why_stale(environ: Environment) -> str:

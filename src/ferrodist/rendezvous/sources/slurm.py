@@ -25,24 +25,21 @@ SOURCE = Source(
     start="start all ranks with 'srun -n {size} python script.py'",
 )
 _JOB, _STEP, _RESTARTS = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"
-_LOCAL_RANK, _NUM_HOSTS = "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"
+_NUM_HOSTS = "SLURM_STEP_NUM_NODES"
 
 
 def read(environ: Environment) -> Place | None:
     """Read the variables of a step."""
     if number(environ.get(SOURCE.world_size, "")) < 2:
         return None
-    require(environ, SOURCE, SOURCE.rank, SOURCE.world_size, _JOB, _STEP, _LOCAL_RANK, _NUM_HOSTS)
+    require(environ, SOURCE, SOURCE.rank, SOURCE.world_size, _JOB, _STEP, _NUM_HOSTS)
     rank, world_size = rank_and_size(environ, SOURCE, SOURCE.rank, SOURCE.world_size)
-    elsewhere = show_hosts(environ)
     return Place(
         SOURCE,
-        f"slurm-{environ[_JOB]}.{environ[_STEP]}-{environ.get(_RESTARTS, '0')}",
+        f"slurm-{environ[_JOB]}.{environ[_STEP]}-{environ.get(_RESTARTS) or '0'}",
         rank,
         world_size,
-        local_rank=number(environ[_LOCAL_RANK]),
-        local_world_size=None if elsewhere else world_size,
-        several_hosts=elsewhere,
+        several_hosts=show_hosts(environ),
     )
 
 

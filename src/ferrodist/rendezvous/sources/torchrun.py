@@ -23,8 +23,7 @@ SOURCE = Source(
 )
 RUN_ID = "TORCHELASTIC_RUN_ID"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_LOCAL_RANK, _LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-_ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
+_LOCAL_SIZE, _ADDRESS, _PORT = "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
 def read(environ: Environment) -> Place | None:
@@ -32,9 +31,8 @@ def read(environ: Environment) -> Place | None:
     if not is_set(environ, RUN_ID) or environ[RUN_ID] == environ.get(variable("job")):
         return None
     names = (RUN_ID, _RESTARTS, SOURCE.rank, SOURCE.world_size)
-    require(environ, SOURCE, *names, _LOCAL_RANK, _LOCAL_SIZE, _ADDRESS, _PORT)
+    require(environ, SOURCE, *names, _LOCAL_SIZE, _ADDRESS, _PORT)
     rank, world_size = rank_and_size(environ, SOURCE, SOURCE.rank, SOURCE.world_size)
-    local_rank, local_size = rank_and_size(environ, SOURCE, _LOCAL_RANK, _LOCAL_SIZE)
     # The run id alone would not do: with some rendezvous backends it is "none" for every job.
     where = f"{environ[_ADDRESS]}:{environ[_PORT]}"
     return Place(
@@ -42,8 +40,5 @@ def read(environ: Environment) -> Place | None:
         f"torchrun-{environ[RUN_ID]}-{environ[_RESTARTS]}-{where}",
         rank,
         world_size,
-        local_rank=local_rank,
-        local_world_size=local_size,
-        master_address=environ[_ADDRESS],
-        several_hosts=show_difference(environ, _LOCAL_SIZE, SOURCE.world_size),
+        several_hosts=show_difference(environ, SOURCE, _LOCAL_SIZE, SOURCE.world_size),
     )
