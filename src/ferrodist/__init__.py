@@ -61,11 +61,28 @@ if TYPE_CHECKING:
     from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.simulated import SimulatedBackend
     from ferrodist.launch.spawn import run
+    from ferrodist.parallel.bucket import Bucket
+    from ferrodist.parallel.compress_16bit import Compress
+    from ferrodist.parallel.compress_powersgd import PowerSGD
+    from ferrodist.parallel.compress_topk import TopK
+    from ferrodist.parallel.data_parallel import DataParallel, average_gradients
+    from ferrodist.parallel.ddp import DDP
+    from ferrodist.parallel.sharding import IndexShards, shard_indices
 
 __all__ = [
     # start
     "init",
     "run",
+    # training
+    "DDP",
+    "Bucket",
+    "Compress",
+    "PowerSGD",
+    "TopK",
+    "DataParallel",
+    "average_gradients",
+    "IndexShards",
+    "shard_indices",
     # collectives
     "allreduce",
     "broadcast",
@@ -119,20 +136,29 @@ __all__ = [
     "NotInitialized",
 ]
 
-_LAZY = {"SimulatedBackend": "simulated", "SharedMemoryBackend": "shared_memory"}
+_LAZY = {
+    "run": "ferrodist.launch.spawn",
+    "SimulatedBackend": "ferrodist.backends.simulated",
+    "SharedMemoryBackend": "ferrodist.backends.shared_memory",
+    "DDP": "ferrodist.parallel.ddp",
+    "Compress": "ferrodist.parallel.compress_16bit",
+    "PowerSGD": "ferrodist.parallel.compress_powersgd",
+    "TopK": "ferrodist.parallel.compress_topk",
+    "Bucket": "ferrodist.parallel.bucket",
+    "DataParallel": "ferrodist.parallel.data_parallel",
+    "average_gradients": "ferrodist.parallel.data_parallel",
+    "IndexShards": "ferrodist.parallel.sharding",
+    "shard_indices": "ferrodist.parallel.sharding",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":
-        from ferrodist.launch.spawn import run
-
-        return run
     if name not in _LAZY:
         module = sys.modules[__name__]  # lets Python suggest the name that was meant
         raise AttributeError(f"module 'ferrodist' has no attribute {name!r}", name=name, obj=module)
-    from ferrodist.backends.registry import backend_class
+    import importlib
 
-    return backend_class(_LAZY[name])
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

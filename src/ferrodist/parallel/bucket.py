@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Bucket: some gradients in one array, reduced by one call.
+
+The array ends in a *tail*: one cell per leaf, 1 where this rank has a gradient for it, and one for
+the weight of this rank. They are reduced along with the gradients, so that all ranks learn which
+leaves nobody has used, and by how much to divide, without another call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import ferrodist
+from ferrodist.parallel.layout import BucketLayout, Leaf
+
+Steps = Generator[ferrodist.Work[Any], Any, None]
+"""What reduces a bucket: it yields calls in flight and is sent the result of each."""
+
+Hook = Callable[["Bucket"], Steps]
+"""A function of a bucket that leaves in ``bucket.array`` what all ranks have, reduced by ``op``."""
+
+
+class Bucket:
+    """Leaves in one array of shared memory, where there is such.
+
+    ``array`` is everything, ``gradients`` and ``tail`` are parts of it, ``views`` are the leaves in
+    their own shapes, by number. ``op`` is what the ranks' arrays are to be reduced by.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        leaves: Sequence[Leaf],
+        backend: ferrodist.Backend,
+        kind: str,
+    ) -> None:
+        size, num_leaves = layout.size, len(layout.leaves)
+        self.index = index
+        self.layout = layout
+        self.backend = backend
+        self.op = "mean"
+        self.array = backend.zeros(size + num_leaves + 1, layout.dtype, kind)
+        self.gradients = self.array[:size]
+        self.tail = self.array[size:]
+        self.views = {
+            number: self.array[start : start + leaves[number].size].reshape(leaves[number].shape)
+            for number, start in zip(layout.leaves, layout.starts, strict=True)
+        }
+        self._ready: set[int] = set()
+        self._weight: float | None = None
+        self._steps: Steps | None = None
+        self._work: ferrodist.Work[Any] | None = None
+
+    def begin(self, weight: float | None) -> None:
+        """Begin a round: nothing is ready. With a weight the mean becomes a weighted one."""
+        self._ready.clear()
+        self._weight = weight
+        self.op = "mean" if weight is None else "sum"
+
+    def set_ready(self, number: int) -> None:
+        """Say that a leaf has its gradient in its view."""
+        self._ready.add(number)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if every leaf has."""
+        return len(self._ready) == len(self.layout.leaves)
+
+    @property
+    def not_ready(self) -> list[int]:
+        """The leaves that have none."""
+        return [number for number in self.layout.leaves if number not in self._ready]
+
+    def start(self, hook: Hook) -> None:
+        """Begin to reduce it."""
+        self._fill_tail()
+        if self._weight == 0:
+            self.gradients[...] = 0  # also what is not finite
+        elif self._weight not in (None, 1.0):
+            self.gradients *= self._weight
+        self._steps = hook(self)
+        self._note(next(self._steps, None))
+
+    def _fill_tail(self) -> None:
+        self.tail[...] = 1
+        if self._weight is not None:
+            self.tail[-1] = self._weight
+        for at, number in enumerate(self.layout.leaves):
+            if number not in self._ready:
+                self.tail[at] = 0
+
+    def wait(self) -> set[int]:
+        """Wait until it is reduced; return the leaves that some rank has a gradient for."""
+        assert self._steps is not None
+        while self._work is not None:
+            result = self._work.result()
+            try:
+                self._note(self._steps.send(result))
+            except StopIteration:
+                self._work = None
+        *cells, weight = (cell.real for cell in self.tail.tolist())
+        if self._weight is not None and weight > 0:
+            self.gradients /= weight
+        return {number for number, cell in zip(self.layout.leaves, cells, strict=True) if cell > 0}
+
+    def _note(self, work: ferrodist.Work[Any] | None) -> None:
+        self._work = work
+        if work is not None:
+            work.is_asked = True  # by the round, or that has failed already, of something else
+
+    @property
+    def weight(self) -> float:
+        """The weight of all ranks together, after the round."""
+        return float(self.tail[-1].real)
+
+
+def allreduce_bucket(bucket: Bucket) -> Steps:
+    """Reduce a bucket as it is: one call, in place."""
+    yield ferrodist.allreduce(
+        bucket.array, bucket.backend, op=bucket.op, out=bucket.array, async_op=True
+    )

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Gradients: those of torch parameters, on their way through a reducer.
+
+After a round every ``.grad`` is a view of a bucket. As long as it stays one, autograd adds to it in
+place, and nothing is copied; after ``zero_grad(set_to_none=True)`` one copy brings it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+import ferrodist
+from ferrodist.parallel.bucket import Bucket, Hook
+from ferrodist.parallel.layout import BucketSizes, Leaf
+from ferrodist.parallel.reducer import Reducer
+from ferrodist.parallel.replicas import is_dense
+
+logger = logging.getLogger("ferrodist")
+
+_engine = torch.autograd.Variable._execution_engine
+
+
+class Gradients:
+    """The gradients of some parameters. ``backward`` makes means of them, or ``sync`` does.
+
+    ``weigh``: None, or what tells how much this rank counts for in a round's mean. ``is_on``: False
+    while gradients are to stay as they are. ``after_round`` is called with the number of rounds.
+    """
+
+    def __init__(
+        self,
+        backend: ferrodist.Backend,
+        *,
+        sizes: BucketSizes,
+        hook: Hook,
+        overlap: bool,
+        after_round: Callable[[int], None],
+    ) -> None:
+        self._backend = backend
+        self._sizes = sizes
+        self._hook = hook
+        self._overlaps = overlap
+        self._parameters: list[torch.nn.Parameter] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_open = False  # between the first gradient of a backward and its end
+        self._end: weakref.ref[Callable[[], None]] | None = None  # what will be called then
+        self._touched: set[int] = set()  # have a gradient since the last round
+        self._fired: dict[int, None] = {}  # have one in this backward, in this order
+        self._often: set[int] = set()  # get it in several parts
+        self._kept: dict[int, torch.Tensor] = {}  # gradients that a round may have to give back
+        self.after_round = after_round
+        self.weigh: Callable[[], float] | None = None
+        self.is_on = True
+        self.num_rounds = 0
+        self.num_copies = 0
+
+    def hold(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Take care of these parameters, in place of those before."""
+        touched = {id(self._parameters[number]) for number in self._touched}
+        self._parameters = [parameter for _, parameter in named]
+        self._dtypes = {id(parameter): parameter.dtype for parameter in self._parameters}
+        self._touched = {n for n, p in enumerate(self._parameters) if id(p) in touched}
+        self._often.clear()
+        leaves = [Leaf(name, tuple(p.shape), p.dtype, p.element_size()) for name, p in named]
+        self._reducer = Reducer(
+            leaves, self._backend, kind="torch", sizes=self._sizes, hook=self._hook
+        )
+        self._views = self._make_views()
+        self._is_first = self._overlaps  # of the rounds from which the order is learned
+        for handle in self._handles:
+            handle.remove()
+        self._handles = self._watch() if self._overlaps else []
+
+    def holds(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Tell whether these are among those it takes care of, as they were then."""
+        return all(self._dtypes.get(id(parameter)) == parameter.dtype for parameter in parameters)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What a round is made of: a call each."""
+        return self._reducer.buckets
+
+    # -- while backward runs --------------------------------------------------------------------
+
+    def _watch(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """Hear of every gradient as soon as it is there, for as long as somebody needs this."""
+        weak = weakref.ref(self)
+
+        def hook_of(number: int) -> Callable[[torch.nn.Parameter], None]:
+            def take(_: torch.nn.Parameter) -> None:
+                if (gradients := weak()) is not None:
+                    gradients._take(number)
+
+            return take
+
+        return [
+            parameter.register_post_accumulate_grad_hook(hook_of(number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    def expect(self, output: torch.Tensor) -> None:
+        """Open the round when backward comes to an output of the module.
+
+        That is in the outermost backward, whose end is that of the round; parts that are computed
+        again (activation checkpoints) have a backward of their own inside it.
+        """
+        if self._overlaps and output.grad_fn is not None:
+            output.register_hook(self._open)
+
+    def _open(self, _: torch.Tensor | None = None) -> None:
+        if not self.is_on:
+            return
+        self.check_whole()
+        if not self._is_open:
+            self._begin()
+            # Autograd lets go of it at the end of backward, without a call if that has failed.
+            end = self._finish
+            self._end = weakref.ref(end)
+            _engine.queue_callback(end)
+
+    def _take(self, number: int) -> None:
+        self._touched.add(number)
+        if not self.is_on:
+            return
+        self._open()
+        if number in self._fired:
+            self._note_more(number)
+        self._fired[number] = None
+        # In the first backward nothing is known yet of what comes once and what in parts.
+        if not self._is_first and number not in self._often:
+            self._bring_in(number)
+            self._reducer.set_ready(number)
+
+    def _note_more(self, number: int) -> None:
+        """Note that a parameter gets its gradient in parts; from now on its bucket waits."""
+        if self._reducer.has_started(number):
+            raise ferrodist.DistributedError(
+                f"DDP: {self._name(number)} got more gradient after its bucket was sent, because "
+                "an activation checkpoint uses it a second time; use checkpoint(..., "
+                "use_reentrant=False), or DDP(..., overlap=False) and sync_gradients()"
+            )
+        self._often.add(number)
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a round that has failed on this rank; tell the others.
+
+        They wait for the rest of it, and would take the next one's gradients for that.
+        """
+        if not self._is_open or (self._end is not None and self._end() is not None):
+            return
+        self._backend.abort(
+            f"DDP: a backward of rank {self._backend.rank} failed and training went on without "
+            "it, which cannot be made good on one rank alone; let its error end the program"
+        )
+        ferrodist.barrier(self._backend)  # raises what the group came to its end by
+
+    # -- a round ----------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Make means of all gradients there are now."""
+        self.check_whole()
+        self._touched = {n for n, p in enumerate(self._parameters) if p.grad is not None}
+        self._begin()
+        self._finish()
+
+    def _begin(self) -> None:
+        self._is_open = True
+        self._fired.clear()
+        self._reducer.begin(None if self.weigh is None else self.weigh())
+
+    def shadow(self) -> float:
+        """Take part in a round of others with nothing; return the weight of all together."""
+        self._reducer.begin(0.0)
+        self._reducer.finish(self._fill_with_nothing)
+        weight = self._reducer.weight
+        self._end_round()
+        return weight
+
+    def _finish(self) -> None:
+        """End the round: all that is not on its way is sent, and everything waited for."""
+        self._end = None
+        used = self._reducer.finish(self._fill)
+        for number, parameter in enumerate(self._parameters):
+            if number in used:
+                parameter.grad = self._views[number]
+            elif number in self._kept:
+                parameter.grad.copy_(self._kept[number])
+        self._log_unused(used)
+        self._touched.clear()
+        self._kept.clear()
+        self._is_open = False
+        self._end_round()
+
+    def _end_round(self) -> None:
+        self.num_rounds += 1
+        if self._is_first:
+            self._is_first = False
+            self._learn_order()
+        self.after_round(self.num_rounds)
+
+    def _fill(self, number: int) -> bool:
+        """Put into its view what an unready leaf contributes: what it has, or nothing."""
+        parameter, is_touched = self._parameters[number], number in self._touched
+        if parameter.grad is None:
+            return self._fill_with_nothing(number)
+        if not is_touched:  # the mean of equal numbers need not be that number
+            self._kept[number] = parameter.grad.clone()
+        self._bring_in(number)
+        return is_touched
+
+    def _fill_with_nothing(self, number: int) -> bool:
+        self._views[number].zero_()
+        return False
+
+    def _bring_in(self, number: int) -> None:
+        """Put a gradient into its bucket, unless it is there."""
+        gradient, view = self._parameters[number].grad, self._views[number]
+        self._check(number, gradient)
+        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            view.copy_(gradient)
+            self.num_copies += 1
+        self._parameters[number].grad = view
+
+    def _check(self, number: int, gradient: torch.Tensor) -> None:
+        if gradient.requires_grad:
+            raise ferrodist.InvalidArgument(
+                f"DDP: backward(create_graph=True) made a gradient of {self._name(number)} that "
+                "has a graph of its own; means over ranks have none. Compute higher derivatives "
+                "with torch.autograd.grad on the module inside, or within no_sync()"
+            )
+        if gradient.layout is not torch.strided:
+            raise ferrodist.UnsupportedArray(
+                f"DDP: the gradient of {self._name(number)} is {gradient.layout}; make it dense, "
+                "for an Embedding with sparse=False"
+            )
+
+    def _learn_order(self) -> None:
+        """Lay the buckets out anew, in the order in which rank 0 has got its gradients."""
+        order = ferrodist.broadcast_object(list(self._fired), self._backend)
+        rest = set(range(len(self._parameters))).difference(order)
+        self._reducer.use_order([*order, *sorted(rest, reverse=True)])
+        old, self._views = self._views, self._make_views()
+        for parameter, before, view in zip(self._parameters, old, self._views, strict=True):
+            view.copy_(before)
+            if parameter.grad is not None:
+                parameter.grad = view
+
+    def _make_views(self) -> list[torch.Tensor]:
+        """Give every gradient its part of a bucket, in the layout that autograd wants it in."""
+        views = [self._reducer.view(number) for number in range(len(self._parameters))]
+        return [
+            view.as_strided(view.shape, parameter.stride()) if is_dense(parameter) else view
+            for view, parameter in zip(views, self._parameters, strict=True)
+        ]
+
+    def _log_unused(self, used: set[int]) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            mine = [self._name(n) for n in sorted(used - self._touched)]
+            nobodys = [self._name(n) for n in range(len(self._parameters)) if n not in used]
+            if mine or nobodys:
+                text = "rank %d: DDP, step %d: unused on this rank alone: %s; on every rank: %s"
+                logger.debug(text, self._backend.rank, self.num_rounds + 1, mine, nobodys)
+
+    def _name(self, number: int) -> str:
+        return self._reducer.leaves[number].name

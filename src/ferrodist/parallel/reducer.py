@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Reducer: gradients become means over all ranks, some while others are still being computed.
+
+It knows gradients by number, and views to put them in; what a module or autograd is, it does not.
+The rule that keeps the ranks in step: in every *round* all ranks start all buckets, in one order. A
+bucket is started when its last leaf is ready and those before it have been started; what is left
+then is started when the round is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ferrodist
+from ferrodist.parallel.bucket import Bucket, Hook, allreduce_bucket
+from ferrodist.parallel.layout import BucketSizes, Leaf, lay_out
+
+
+class Reducer:
+    """The buckets of all leaves; ``kind`` is that of their arrays, as of ``backend.empty``."""
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        backend: ferrodist.Backend,
+        *,
+        kind: str,
+        sizes: BucketSizes,
+        hook: Hook = allreduce_bucket,
+    ) -> None:
+        self.leaves = leaves
+        self.backend = backend
+        self._kind = kind
+        self._sizes = sizes
+        self._hook = hook
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._next = 0
+        self.use_order(range(len(leaves))[::-1])  # what is used last has its gradient first
+
+    def use_order(self, order: Sequence[int]) -> None:
+        """Make buckets for leaves that become ready in this order; new ones hold zeros."""
+        layouts = lay_out(self.leaves, order, self._sizes)
+        if layouts == [bucket.layout for bucket in self.buckets]:
+            return
+        self.buckets = [
+            Bucket(index, layout, self.leaves, self.backend, self._kind)
+            for index, layout in enumerate(layouts)
+        ]
+        self._bucket_of = {
+            number: bucket for bucket in self.buckets for number in bucket.layout.leaves
+        }
+        self._next = len(self.buckets)
+
+    def view(self, number: int) -> Any:
+        """Return where a leaf's gradient goes, and comes out."""
+        return self._bucket_of[number].views[number]
+
+    def begin(self, weight: float | None = None) -> None:
+        """Begin a round; with a ``weight``, of a mean that is weighted by those of all ranks."""
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.begin(weight)
+
+    def set_ready(self, number: int) -> None:
+        """Say that a leaf's gradient is in its view and will not change in this round."""
+        self._bucket_of[number].set_ready(number)
+        while self._next < len(self.buckets) and self.buckets[self._next].is_ready:
+            self._start_next()
+
+    def has_started(self, number: int) -> bool:
+        """Tell whether a leaf is on its way, so that its view must be left alone."""
+        return self._bucket_of[number].index < self._next
+
+    def finish(self, fill: Callable[[int], bool]) -> set[int]:
+        """Reduce all that is left, and wait; return the leaves that some rank has a gradient for.
+
+        ``fill(number)`` is called for leaves that are not ready: it puts into the view what they
+        contribute, and tells whether that is a gradient of this round.
+        """
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            for number in bucket.not_ready:
+                if fill(number):
+                    bucket.set_ready(number)
+            self._start_next()
+        return set[int]().union(*(bucket.wait() for bucket in self.buckets))
+
+    @property
+    def weight(self) -> float:
+        """The weight of all ranks together in the last round; 0 if there are no leaves."""
+        return self.buckets[0].weight if self.buckets else 0.0
+
+    def _start_next(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        bucket.start(self._hook)

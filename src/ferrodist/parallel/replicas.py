@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Replicas: the same module on every rank, and what is said when it is not.
+
+``check_structure`` compares what modules are made of, once; ``check_values`` their numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+import ferrodist
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Say what a module is made of, a line per tensor."""
+    return [f"{name}: {_describe(tensor)}" for name, tensor in tensors.items()]
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if not tensor.requires_grad:
+        return text
+    # Gradients travel in the layout of their parameters.
+    is_turned = is_dense(tensor) and not tensor.is_contiguous()
+    return f"{text}, trained" + (f", strides {list(tensor.stride())}" if is_turned else "")
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether it fills its memory without gaps, in whatever order of dimensions."""
+    return bool(torch.empty_like(tensor, device="meta").stride() == tensor.stride())
+
+
+def check_structure(tensors: Mapping[str, torch.Tensor], backend: ferrodist.Backend) -> None:
+    """Refuse, on every rank, modules that are not made of the same tensors."""
+    everybodys = ferrodist.all_gather_object(describe(tensors), backend)
+    for rank, lines in enumerate(everybodys):
+        if lines != everybodys[0]:
+            raise ferrodist.CollectiveMismatch(
+                f"DDP: the module of rank {rank} differs from that of rank 0: "
+                f"{_first_difference(everybodys[0], lines)}; every rank needs the same module",
+                rank=rank,
+                this_rank=backend.rank,
+            )
+
+
+def _first_difference(first: Sequence[str], other: Sequence[str]) -> str:
+    """Name the first tensor in which two modules differ."""
+    for mine, theirs in zip(first, other, strict=False):
+        if mine != theirs:
+            return f"'{theirs}' instead of '{mine}'"
+    longer, shorter = max(first, other, key=len), min(first, other, key=len)
+    return f"'{longer[len(shorter)]}' is there on {'rank 0' if longer is first else 'it'} alone"
+
+
+def broadcast(tensors: Sequence[torch.Tensor], backend: ferrodist.Backend, root: int) -> None:
+    """Copy the tensors of ``root`` into those of all ranks, in one call."""
+    values = [tensor.detach() for tensor in tensors]  # no part of a graph: they may be written to
+    if not values or backend.world_size == 1:
+        return
+    received = ferrodist.broadcast(values, backend, root)
+    if backend.rank != root:
+        for tensor, value in zip(values, received, strict=True):
+            tensor.copy_(value)
+
+
+def check_values(
+    tensors: Mapping[str, torch.Tensor], backend: ferrodist.Backend, step: int
+) -> None:
+    """Refuse, on every rank, replicas that differ by a bit."""
+    hashes = np.array([_hash(tensor) for tensor in tensors.values()], np.uint64)
+    everybodys = ferrodist.all_gather(hashes[None], backend)
+    for at, name in enumerate(tensors):
+        values, counts = np.unique(everybodys[:, at], return_counts=True)
+        if len(values) > 1:
+            # The most frequent one is taken to be right; of two, that of rank 0.
+            common = counts == counts.max()
+            right = everybodys[0, at] if common.sum() > 1 else values[counts.argmax()]
+            ranks = np.flatnonzero(everybodys[:, at] != right).tolist()
+            raise ferrodist.CollectiveMismatch(
+                f"DDP: the replicas have drifted apart: {name} of rank {ranks[0]} differs from "
+                f"the others' in step {step} (differing ranks: {ranks}). Something changes "
+                "parameters on that rank alone, or its hardware is at fault",
+                rank=ranks[0],
+                this_rank=backend.rank,
+            )
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
