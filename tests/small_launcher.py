@@ -36,6 +36,7 @@ def launch(codes: list[str], console: Console, logs: LogFiles | None = None) -> 
                 streams.write_due()
             crew.stop()
         streams.finish()
+    console.finish()
     return streams
 
 

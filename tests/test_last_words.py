@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from ferrodist.launch.output.last_words import MOST_NBYTES, Tail, error_line, traceback_in
+from ferrodist.launch.output.last_words import MOST_NBYTES, Tail, traceback_in
 
 
 def test_the_last_bytes_of_a_stream_are_remembered():
@@ -58,22 +58,16 @@ def shown(fn) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fn", "error"),
-    [
-        (raise_plain, "ValueError: boom"),
-        (raise_cause, "KeyError: 'caused'"),
-        (raise_context, "RuntimeError: several"),
-        (raise_group, "ExceptionGroup: both (2 sub-exceptions)"),
-    ],
+    "fn",
+    [raise_plain, raise_cause, raise_context, raise_group],
 )
 @pytest.mark.parametrize("before", ["", "some words\n", "\r 50%|##   | 5/10 "])
 @pytest.mark.parametrize("prefix", ["", "[rank1]: "])
-def test_the_last_traceback_is_found_as_a_whole(fn, error, before, prefix):
+def test_the_last_traceback_is_found_as_a_whole(fn, before, prefix):
     trace = textwrap.indent(shown(fn), prefix, lambda line: True)
     earlier = textwrap.indent(shown(raise_cause), prefix, lambda line: True)
     found = traceback_in(f"{earlier}and on\n{before}{trace}")
     assert found == shown(fn).rstrip("\n")
-    assert error_line(f"{earlier}and on\n{before}{trace}") == error
 
 
 def test_what_follows_a_traceback_at_length_is_not_part_of_it():
@@ -89,18 +83,14 @@ def error_of(code: str) -> str:
 
 def test_a_crash_of_the_interpreter_is_found():
     text = error_of("print('a', flush=True); import os; os.abort()")
-    assert error_line(f"{shown(raise_plain)}{text}") == "Fatal Python error: Aborted"
     assert traceback_in(f"{shown(raise_plain)}{text}") == text.rstrip("\n")
 
 
 def test_an_error_that_has_no_header_is_found():
     text = error_of("1 +")
-    assert error_line(text) == "SyntaxError: invalid syntax"
+    assert "SyntaxError: invalid syntax" in text
     assert traceback_in(text) == text.rstrip("\n")
-    assert (
-        error_line("(long ago)\n  code\nsome.module.OddError: why\n") == "some.module.OddError: why"
-    )
 
 
 def test_where_there_is_no_error_none_is_found():
-    assert traceback_in("all is well\n") == error_line("all is well\n") == ""
+    assert traceback_in("all is well\n") == ""

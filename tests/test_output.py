@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -18,13 +22,12 @@ from hypothesis import strategies as st
 
 import small_launcher
 from ferrodist import InvalidArgument
-from ferrodist.launch.output import folding, speakers
+from ferrodist.launch.output import folding, pipes, sinks, speakers
 from ferrodist.launch.output.console import console_of_files, console_of_streams
 from ferrodist.launch.output.flow import Flow
-from ferrodist.launch.output.last_words import error_line
 from ferrodist.launch.output.logs import LogFiles, Which, parse_choice
 from ferrodist.launch.output.outlet import Outlet
-from ferrodist.launch.output.sinks import FileSink, TextSink
+from ferrodist.launch.output.sinks import FileSink, Sink, TextSink
 from ferrodist.launch.output.speakers import LineSplitter, PassThrough, Prefixed
 from small_launcher import launch
 
@@ -44,11 +47,10 @@ def nothing_left_behind() -> Iterator[None]:
     assert state() == before
 
 
-class Page:
+class Page(Sink):
     """A sink that can be looked at."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
         self.data = b""
 
     def write(self, data: bytes) -> None:
@@ -60,17 +62,18 @@ class Page:
 
 
 class Reader(threading.Thread):
-    """Reads a pipe to its end, while this thread launches."""
+    """Reads a pipe to its end, while this thread launches; ``bite``: at most so much at a time."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, bite: int = -1) -> None:
+        super().__init__(daemon=True)
         self._read, self.end = os.pipe()
+        self._bite = bite
         self.data = b""
         self.start()
 
     def run(self) -> None:
-        with open(self._read, "rb") as pipe:
-            self.data = pipe.read()
+        with open(self._read, "rb", buffering=0) as pipe:
+            self.data = b"".join(iter(lambda: pipe.read(self._bite), b""))
 
     def finish(self) -> bytes:
         os.close(self.end)
@@ -81,8 +84,18 @@ class Reader(threading.Thread):
 class WatchedFiles:
     """Stands for a crew that is waited for whenever the test says so."""
 
+    callback: Callable[[], bool] | None = None
+
     def watch(self, file: int, callback: Callable[[], bool]) -> None:
+        assert self.callback is None
         self.callback = callback
+
+    def call(self) -> bool:
+        """Call back, and forget whom if he wants no more."""
+        callback, self.callback = self.callback, None
+        if callback():
+            self.callback = callback
+        return self.callback is not None
 
 
 class Stage:
@@ -106,6 +119,8 @@ class Stage:
         """Let time pass; return what comes out."""
         self.now += seconds
         self.outlet.write_due()
+        for rank in self.ranks:
+            rank.write_due()
         return self.page.take()
 
     def end(self) -> bytes:
@@ -298,6 +313,17 @@ def test_a_full_buffer_of_rank_0_is_not_torn():
     assert first + rest == lines
 
 
+def test_a_prompt_after_a_long_write_comes_in_a_moment():
+    stage = Stage(2)
+    assert stage.say(0, b"y" * 5000 + b"\nname? ") == b"y" * 5000 + b"\n"
+    assert stage.ranks[0].wait_seconds() == pytest.approx(0.2)
+    assert stage.wait(0.19) == b""
+    assert stage.wait(0.02) == b"name? "
+    assert stage.ranks[0].wait_seconds() == math.inf
+    stage.say(1, b"one\n")
+    assert stage.say(0, b"Ada\n") == b"Ada\nrank 1: one\n"
+
+
 def test_what_was_held_of_rank_0_goes_before_a_small_write_and_before_the_end():
     stage = Stage(1)
     assert stage.say(0, b"x" * 4096) == b""
@@ -316,8 +342,38 @@ def test_what_follows_a_full_pipe_is_part_of_it():
 
 def test_a_terminal_is_never_held_back():
     page = Page()
-    PassThrough(Outlet(page), is_terminal=True).take(b"x" * 5000)
+    speaker = PassThrough(Outlet(page), is_terminal=True)
+    speaker.take(b"x" * 5000)
     assert page.data == b"x" * 5000
+    assert not speaker.waits_for_lines
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([b" 0.5", b"\n"], b"loss: 0.5\n"), ([b"."] * 100, b"loss:.....")],
+)
+def test_a_line_that_comes_word_by_word_gets_a_moment_and_no_more(monkeypatch, words, expected):
+    stage, crew, now, rest = Stage(1), WatchedFiles(), 0.0, iter(words)
+    read, write = os.pipe()
+    flow = Flow(read, stage.ranks[0], None)
+    flow.watch(crew)
+
+    class Writer:
+        """Writes another word whenever one is waited for, a millisecond later."""
+
+        def poll(self, milliseconds: float) -> bool:
+            nonlocal now
+            now += 0.001
+            os.write(write, next(rest))
+            return True
+
+    monkeypatch.setattr(flow._inlet, "_poll", Writer())
+    monkeypatch.setattr(pipes, "time", SimpleNamespace(monotonic=lambda: now))
+    os.write(write, b"loss:")
+    assert crew.call() is True
+    assert stage.page.take() == expected
+    flow.close()
+    os.close(write)
 
 
 def test_while_rank_0_is_in_mid_line_no_more_is_read_than_is_held(monkeypatch):
@@ -339,14 +395,59 @@ def test_what_there_is_no_room_for_stays_in_its_pipe(monkeypatch):
     flow = Flow(read, stage.ranks[1], None)
     flow.watch(crew)
     os.write(write, b"y\n")
-    assert crew.callback() is True
+    assert crew.call() is False  # or it would be called again at once
+    flow.write_due()
+    assert crew.callback is None
     assert flow.tail.read() == b""
     stage.say(0, b"0.5\n")
-    assert crew.callback() is True
+    flow.write_due()
+    assert crew.call() is True
     assert stage.page.take() == b"rank 1: y\n"
     os.close(write)
-    assert crew.callback() is False
+    assert crew.call() is False
     flow.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_while_nobody_takes_what_is_written_no_more_is_read(rank):
+    stage = Stage(2)
+    assert stage.ranks[rank].has_room
+    stage.page.has_room = False
+    assert not stage.ranks[rank].has_room
+
+
+def test_a_line_that_rank_0_could_not_go_on_with_is_not_broken():
+    stage = Stage(2)
+    stage.say(0, b"loss: ")
+    stage.say(1, b"one\n")
+    stage.page.has_room = False
+    assert stage.wait(10) == b""
+    stage.page.has_room = True
+    assert stage.wait(0.1) == b""
+    assert stage.say(0, b"0.5\n") == b"0.5\nrank 1: one\n"
+
+
+def test_what_was_held_waits_for_its_rest_as_long_as_that_is_not_read():
+    stage, crew = Stage(1), WatchedFiles()
+    read, write = os.pipe()
+    flow = Flow(read, stage.ranks[0], None)
+    flow.watch(crew)
+    os.write(write, b"x" * 5000)
+    assert crew.call() is True
+    assert flow.wait_seconds() == pytest.approx(0.2)
+    stage.page.has_room = False
+    os.write(write, b"y\n")
+    assert crew.call() is False
+    stage.now += 10
+    assert flow.wait_seconds() == math.inf
+    flow.write_due()
+    stage.page.has_room = True
+    flow.write_due()
+    assert stage.page.take() == b""
+    assert crew.call() is True
+    assert stage.page.take() == b"x" * 5000 + b"y\n"
+    flow.close()
+    os.close(write)
 
 
 # -- whatever the order ---------------------------------------------------------------------------
@@ -424,6 +525,66 @@ def test_the_lines_at_the_end_are_counted_for_those_who_said_them():
     assert at_end() == [0, 0, 0]
 
 
+TRACE = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    fail()
+KeyError: 'boom'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+    fail()
+ValueError: boom"""
+
+
+def test_a_traceback_that_all_have_shown_is_at_the_end_whoever_was_last():
+    stage = Stage(4)
+    stage.say(0, f"\r50% {TRACE}\n".encode())
+    assert stage.outlet.shows_at_end(TRACE)
+    for rank in (2, 3):
+        stage.say(rank, f"{TRACE}\n".encode())
+    stage.wait(1)
+    stage.say(1, textwrap.indent(f"{TRACE}\n", "[rank1]: ").encode())
+    assert stage.end().startswith(b"rank 1: [rank1]: Traceback")
+    assert stage.outlet.shows_at_end(TRACE)
+
+
+def test_a_traceback_is_at_the_end_though_lines_of_others_are_between():
+    stage = Stage(3)
+    first, _, rest = TRACE.partition("\n")
+    for rank in (1, 2):
+        stage.say(rank, f"{first}\n".encode())
+    stage.say(0, f"{TRACE}\n".encode())
+    for rank in (1, 2):
+        stage.say(rank, f"{rest}\n".encode())
+    assert stage.outlet.shows_at_end(TRACE)
+
+
+def test_a_traceback_that_is_never_in_one_piece_is_not_at_the_end():
+    stage = Stage(2)
+    for line in TRACE.splitlines():
+        for rank in range(2):
+            stage.say(rank, f"{line}\n".encode())
+    assert not stage.outlet.shows_at_end(TRACE)
+
+
+@pytest.mark.parametrize(
+    "after", ["and on\n", "\n" + "going on\n" * 100, TRACE.replace("boom", "another")]
+)
+def test_a_traceback_that_something_follows_is_not_at_the_end(after):
+    stage = Stage(1)
+    stage.say(0, f"{TRACE}\n{after}".encode())
+    assert not stage.outlet.shows_at_end(TRACE)
+
+
+def test_a_traceback_that_the_launcher_has_spoken_after_is_not_at_the_end():
+    stage = Stage(1)
+    stage.say(0, f"{TRACE}\n".encode())
+    stage.outlet.say("rank 0 is gone")
+    assert not stage.outlet.shows_at_end(TRACE)
+
+
 # -- places to write to ---------------------------------------------------------------------------
 
 
@@ -434,6 +595,15 @@ def test_a_character_in_two_pieces_is_text_all_the_same():
         sink.write(bytes([byte]))
     sink.write(b"\xff!")
     assert stream.getvalue() == "ä€\n�!"
+
+
+def test_characters_that_a_stream_does_not_have_are_replaced():
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    sink = TextSink(stream)
+    sink.write("pi is π\n".encode())
+    sink.write(b"and on\n")
+    assert sink.error is None
+    assert stream.buffer.getvalue() == b"pi is \\u03c0\nand on\n"
 
 
 def test_a_stream_that_has_been_closed_is_no_error_of_the_ranks():
@@ -462,12 +632,78 @@ def test_nobody_reading_is_remembered_and_what_follows_is_dropped():
     os.close(write)
 
 
-def test_all_is_written_to_a_file_that_takes_little_at_a_time():
+def test_a_full_disk_is_told_from_a_reader_that_has_gone():
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "wb") as full:
+        console = console_of_files(0, write, full.fileno())
+        console.stdout.outlet.pass_through(b"lost\n")
+        assert isinstance(console.error, BrokenPipeError)
+        console.stderr.outlet.pass_through(b"lost\n")
+        assert console.error.errno == errno.ENOSPC
+    os.close(write)
+
+
+NUMBERS = b"".join(b"%d\n" % number for number in range(300_000))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_all_is_written_to_a_file_that_takes_little_at_a_time(waits):
+    reader = Reader(bite=1000)
+    os.set_blocking(reader.end, waits)
+    sink = FileSink(reader.end)
+    sink.write(NUMBERS)
+    sink.finish(lambda: True)
+    assert reader.finish() == NUMBERS
+
+
+def test_a_file_that_nobody_reads_keeps_nobody_waiting_and_gets_all_in_the_end():
+    read, write = os.pipe()
+    sink = FileSink(write)
+    assert sink.wait_seconds() == math.inf
+    sink.write(NUMBERS[:-10])
+    sink.write(NUMBERS[-10:])
+    assert not sink.has_room
+    assert sink.wait_seconds() <= 0.05
+    found = b""
+    while len(found) < len(NUMBERS):
+        found += os.read(read, 100_000)
+        sink.write_due()
+    assert found == NUMBERS
+    assert sink.has_room
+    assert sink.wait_seconds() == math.inf
+    os.close(read)
+    os.close(write)
+
+
+def test_what_was_written_before_a_ctrl_c_is_not_written_again_after_it(monkeypatch):
+    def write_and_be_interrupted(file: int, data: bytes) -> int:
+        os.write(file, data)
+        raise KeyboardInterrupt
+
     reader = Reader()
-    os.set_blocking(reader.end, False)
-    data = b"".join(b"%d\n" % number for number in range(200_000))
-    FileSink(reader.end).write(data)
-    assert reader.finish() == data
+    sink = FileSink(reader.end)
+    with monkeypatch.context() as patch:
+        patch.setattr(sinks, "_try_write", write_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sink.write(NUMBERS[:10_000])
+    sink.finish(lambda: True)
+    assert reader.finish() == NUMBERS[:10_000]
+
+
+def test_only_in_a_hurry_the_end_does_not_wait_for_one_who_does_not_read(monkeypatch):
+    monkeypatch.setattr(sinks, "STALL_SECONDS", 0.0)
+    read, write = os.pipe()
+    console = console_of_files(0, write, write)
+    console.stdout.outlet.pass_through(b"x" * 100_000)
+    answers = iter([False, False, False, True])
+    console.finish(lambda: next(answers))
+    assert list(answers) == []
+    assert isinstance(console.error, TimeoutError)
+    console.say("lost")
+    console.finish()
+    os.close(read)
+    os.close(write)
 
 
 # -- log files ------------------------------------------------------------------------------------
@@ -560,6 +796,44 @@ def test_under_load_nothing_is_torn_lost_or_moved(buffering):
         assert len(lines) == 50_000
 
 
+def test_for_a_slow_reader_nothing_is_torn_lost_or_moved(monkeypatch):
+    monkeypatch.setattr(sinks, "MOST_BACKLOG", 10_000)
+    reader = Reader(bite=500)
+    write = "import os\nfor number in range(20_000): os.write(1, b'%d of {}\\n' % number)"
+    codes = [write.format(rank) for rank in range(3)]
+    launch(codes, console_of_files(0, reader.end, reader.end))
+    for rank, lines in enumerate(sorted_by_rank(reader.finish().rstrip(b"\n"), 3)):
+        assert lines == [b"%d of %d" % (number, rank) for number in range(20_000)]
+
+
+def test_while_nobody_reads_stdout_ranks_are_heard_at_stderr():
+    write_until_full = """
+import os, select
+poll = select.poll()
+poll.register(1, select.POLLOUT)
+while poll.poll(1000):
+    os.write(1, b"on and on\\n" * 100)
+os.write(2, b"heard\\n")
+"""
+    command = [sys.executable, str(LAUNCHER), write_until_full]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stderr.readline() == b"heard\n"
+        process.kill()
+
+
+def test_a_question_after_long_output_is_asked_and_answered():
+    code = "import sys; print('y' * 5000 + '\\nname? ', end='', flush=True); print(input())"
+    command = [sys.executable, str(LAUNCHER), code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == b"y" * 5000 + b"\n"
+        assert process.stdout.read(6) == b"name? "
+        process.stdin.write(b"Ada\n")
+        process.stdin.close()
+        assert process.stdout.read() == b"Ada\n"
+
+
 def test_the_end_waits_for_nobody_whom_a_rank_has_left_behind(paper):
     *files, read = paper
     leave = """
@@ -576,7 +850,7 @@ print(child.pid, end="", flush=True)
 def test_the_last_words_of_a_rank_outlive_it(paper):
     *files, _ = paper
     streams = launch(["", "raise ValueError('boom')"], console_of_files(0, *files))
-    assert error_line(streams.last_words(1)) == "ValueError: boom"
+    assert streams.last_words(1).endswith("ValueError: boom\n")
     assert streams.last_words(0) == ""
 
 

@@ -711,7 +711,8 @@ def test_a_job_that_is_stopped_goes_on_where_it_was(script):
         sys.stdin.readline() if rank == 0 else None
         say(ferrodist.allreduce(rank))
         """)
-    with start("-n", "2", path, stdin=subprocess.PIPE) as process:
+    # In a group of its own: the kernel does not stop one whose shell is gone.
+    with start("-n", "2", path, stdin=subprocess.PIPE, process_group=0) as process:
         pids = pids_of(process, 2)
         process.send_signal(signal.SIGTSTP)
         assert os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -744,6 +745,19 @@ def test_a_hundred_thousand_lines_are_neither_torn_nor_lost_nor_mixed_up(script,
         prefix = f"rank {rank}: " if rank else ""
         own = [line for line in shown if line.startswith(f"{prefix}{rank} ")]
         assert own == [f"{prefix}{rank} {n} {'x' * (n % 97)}" for n in range(25_000)]
+
+
+def test_what_a_rank_prints_comes_though_the_rank_is_killed_without_a_word(script):
+    path = script("""
+        import ferrodist
+        ferrodist.init()
+        print("printed by", rank)
+        ferrodist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = run("-n", "2", path, env=environment)
+    assert lines_of(done.stdout) == ["printed by 0", "printed by 1"]
 
 
 def test_log_files_have_what_each_rank_wrote(script, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import select
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import small_launcher
+from ferrodist.launch.output import sinks
 from ferrodist.launch.output.console import console_of_files
 from ferrodist.launch.output.logs import LogFiles
 from small_launcher import launch
@@ -208,6 +210,28 @@ def test_a_terminal_goes_to_one_log_file(tmp_path):
     assert os.read(outside, 1000) == b"out\r\nerr\r\n"
     os.close(outside)
     os.close(inside)
+
+
+@pytest.mark.parametrize("typed", [b"", b"\x13"], ids=["unread", "Ctrl-S"])
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_terminal_that_shows_nothing_keeps_nobody_waiting(monkeypatch, typed, is_ours):
+    if not is_ours:
+        monkeypatch.setattr(sinks, "_try_open_again", lambda terminal: None)
+    outside, inside = os.openpty()
+    os.write(outside, typed)
+    sink = sinks.FileSink(inside)
+    data = b"".join(b"%d\n" % number for number in range(10_000))
+    sink.write(data)
+    assert sink.wait_seconds() <= 0.05
+    os.write(outside, b"\x11")
+    expected, found = data.replace(b"\n", b"\r\n"), b""
+    while len(found) < len(expected):
+        sink.write_due()
+        found += os.read(outside, 1000) if select.select([outside], [], [], 0.01)[0] else b""
+    assert found == expected
+    assert sink.wait_seconds() == math.inf
+    os.close(inside)
+    os.close(outside)
 
 
 class PersonWithShell(Person):

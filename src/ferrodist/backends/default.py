@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,7 +99,16 @@ def _join(name: str | None, config: Config) -> Backend:
         )
     from ferrodist.rendezvous.sources.find import find_job  # only who joins a job needs it
 
-    return join(find_job(environment()), config=config)
+    job = find_job(environment())
+    if job.ends is not None:
+        _print_by_lines()
+    return join(job, config=config)
+
+
+def _print_by_lines() -> None:
+    """Let our launcher have every line at once; Python keeps what it writes to a pipe for later."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _configured_provider(config: Config) -> type[Backend]:

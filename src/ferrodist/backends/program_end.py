@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
@@ -70,8 +71,9 @@ class ProgramEnd:
         if error is not None:
             self._fail(error)
         thread = threading.Thread(target=self._end_quietly, daemon=True)
-        thread.start()
-        thread.join(_EXIT_SECONDS)
+        with suppress(KeyboardInterrupt):  # we are ending
+            thread.start()
+            thread.join(_EXIT_SECONDS)
 
     def _end_quietly(self) -> None:
         how = f"its program ended after {self._exit}" if self._exit else "its program ended"

@@ -33,14 +33,12 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of a rank that this process starts.
 
-    Numerical libraries get ``num_threads`` threads, and what a rank prints is not held back in its
-    own buffers, unless the user has chosen otherwise.
+    Numerical libraries get ``num_threads`` threads, unless the user has chosen a number.
     """
     inherited = {name: value for name, value in environment().items() if name not in _NOT_OURS}
     rank, size = str(launch.rank), str(launch.world_size)
     return {
         "OMP_NUM_THREADS": str(num_threads),
-        "PYTHONUNBUFFERED": "1",
         **inherited,
         **launch.to_environment(),
         **mark_outer_jobs(inherited),

@@ -137,9 +137,7 @@ def _open_logs(
 ) -> LogFiles | None:
     for choice in (tee, redirects):
         if choice is not None and any(rank >= num_ranks for rank in choice.by_rank):
-            raise click.UsageError(
-                f"--tee or --redirects names a rank beyond {num_ranks - 1}"
-            )
+            raise click.UsageError(f"--tee or --redirects names a rank beyond {num_ranks - 1}")
     if directory is None:
         if tee is not None or redirects is not None:
             raise click.UsageError("--tee and --redirects write to files: say where, by --log-dir")

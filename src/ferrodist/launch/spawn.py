@@ -83,6 +83,7 @@ def run(
     console = console_of_streams(sys.stdout, sys.stderr)
     with ExitStack() as stack:
         stack.enter_context(standard_files_taken())
+        stack.callback(console.finish)
         task = open_task(fn, args)
         stack.callback(os.close, task)
         streams = stack.enter_context(Streams(num_ranks, console))

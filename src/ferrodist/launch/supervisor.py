@@ -46,7 +46,9 @@ def supervise(plan: Plan, console: Console, logs: LogFiles | None = None) -> int
             again = f"starting all again, restart {restarts + 1} of {plan.most_restarts}"
             _say(console, f"{first_of(job.failures)}; {again}")
         job.explain()
-        return job.exit_code
+        code = job.exit_code
+        console.finish(lambda: job.was_stopped)
+        return code
 
 
 def _say(console: Console, text: str) -> None:
@@ -167,8 +169,7 @@ class _Job:
             return
         first = first_of(self.failures)
         trace = first.traceback_in(self._streams.last_words(first.rank))
-        num_lines = len(trace.splitlines())
-        if trace and self._console.lines_at_end(first.rank) < num_lines:
+        if trace and not self._console.shows_at_end(trace):
             _say(self._console, f"{first} and failed first; its traceback:\n{trace}")
         elif not trace:
             others = sorted(failure.rank for failure in self.failures if failure is not first)

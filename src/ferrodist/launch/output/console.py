@@ -9,11 +9,12 @@ from __future__ import annotations
 import io
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TextIO
 
 from ferrodist.launch.output.outlet import Outlet
-from ferrodist.launch.output.sinks import FileSink, NullSink, TextSink
+from ferrodist.launch.output.sinks import FileSink, Sink, TextSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,13 @@ class Console:
 
     @property
     def error(self) -> Exception | None:
-        """Why some output is lost, such as a broken pipe; None as long as none is."""
-        return next((outlet.error for outlet in self.outlets if outlet.error), None)
+        """Why some output is lost; None as long as none is.
+
+        BrokenPipeError: whoever read it does so no more, which need not be said. TimeoutError:
+        ``finish`` has given up. Others, such as a full disk's, are news.
+        """
+        errors = [outlet.error for outlet in self.outlets if outlet.error is not None]
+        return min(errors, key=lambda error: isinstance(error, BrokenPipeError), default=None)
 
     @property
     def is_broken(self) -> bool:
@@ -51,11 +57,20 @@ class Console:
         """Count the lines at the very end of stderr that are this rank's (too)."""
         return self.stderr.outlet.lines_at_end(rank)
 
+    def shows_at_end(self, trace: str) -> bool:
+        """Tell whether a traceback is the last that is seen at stderr, whichever rank's it is."""
+        return self.stderr.outlet.shows_at_end(trace)
+
     def say(self, text: str) -> None:
         """Write lines of the launcher's own to stderr, after all that ranks have said."""
         for outlet in self.outlets:
             outlet.flush()
         self.stderr.outlet.say(text)
+
+    def finish(self, is_hurried: Callable[[], bool] = lambda: True) -> None:
+        """Wait, when all ranks have ended, until all is written; in a hurry, only if it is read."""
+        for outlet in self.outlets:
+            outlet.finish(is_hurried)
 
 
 def console_of_files(stdin: int = 0, stdout: int = 1, stderr: int = 2) -> Console:
@@ -83,7 +98,7 @@ def _way_to(place: int | TextIO | None) -> Way:
     if isinstance(place, int) and _is_open(place):
         return Way(Outlet(FileSink(place)), terminal=place if os.isatty(place) else None)
     if place is None or isinstance(place, int):
-        return Way(Outlet(NullSink()))
+        return Way(Outlet(Sink()))
     return Way(Outlet(TextSink(place)))
 
 

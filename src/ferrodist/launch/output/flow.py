@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ferrodist.launch.output.last_words import Tail
 from ferrodist.launch.output.pipes import Inlet
 from ferrodist.launch.output.sinks import FileSink
@@ -18,11 +20,26 @@ class Flow:
         self.tail = Tail()
         self._speaker = speaker
         self._inlet = Inlet(file, self._take, waits_for_lines=speaker.waits_for_lines)
+        self._crew: Crew | None = None
+        self._is_dammed = False  # not watched, because there was no room
         self._has_ended = False
 
     def watch(self, crew: Crew) -> None:
         """Let it flow while the crew is waited for."""
+        self._crew = crew
         self._inlet.watch(crew, self._read)
+
+    def write_due(self) -> None:
+        """Write what was held long enough; if it was dammed and there is room, let it flow."""
+        if not self._is_dammed:
+            self._speaker.write_due()
+        elif self._crew is not None and self._speaker.has_room:
+            self._is_dammed = False
+            self.watch(self._crew)
+
+    def wait_seconds(self) -> float:
+        """Return how long ``write_due`` will have nothing to do, unless something is read."""
+        return math.inf if self._is_dammed else self._speaker.wait_seconds()
 
     def retire(self) -> None:
         """Take all that its process, which has ended, has written; others may go on writing."""
@@ -41,9 +58,10 @@ class Flow:
         self._inlet.close()
 
     def _read(self) -> bool:
-        """Take a little; tell whether more can come."""
+        """Take a little; tell whether to be called again."""
         if not self._speaker.has_room:
-            return True
+            self._is_dammed = True  # else we would be called at once, and again and again
+            return False
         if self._inlet.read():
             return True
         self.end()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -19,8 +20,7 @@ _HEADER = re.compile(
 )
 _NESTED = "  | "  # before a traceback that is part of a group's
 _SYNTAX_ERROR = re.compile(r'(?P<prefix>)(?P<header>  File ".*", line \d+)')  # in the script itself
-_GROUP_ERROR = re.compile(r"  \| (\S.*)")
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)(: .*)?")
+_TORCH_PREFIX = re.compile(r"\[rank\d+\]: ?")
 _CHAINS = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -74,13 +74,13 @@ def traceback_in(text: str) -> str:
     return "" if chain is None else "\n".join(chain.lines[: _end(chain)])
 
 
-def error_line(text: str) -> str:
-    """Return the line that names the last exception, as 'ValueError: boom' does; or ''."""
-    lines = text.splitlines()
-    chain = _try_find(lines)
-    if chain is not None:
-        return _exception(chain)
-    return next((line for line in reversed(lines) if _EXCEPTION.fullmatch(line)), "")
+def is_at_end(trace: str, text: str) -> bool:
+    """Tell whether a text shows a traceback and then nothing else, but for the same of others."""
+    header, *others = trace.rstrip().splitlines()
+    lines = [_TORCH_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
+    known = {header, *others}
+    shown = itertools.takewhile(lambda line: line in known or line.endswith(header), lines[::-1])
+    return "\n".join([header, *others]) in "\n".join([*shown][::-1])
 
 
 def _try_find(lines: list[str]) -> _Chain | None:
@@ -119,16 +119,6 @@ def _repeated(prefix: str, line: str) -> str:
 
 def _is_chained(lines: list[str], header: int) -> bool:
     return any(chain in line for chain in _CHAINS for line in lines[max(0, header - 3) : header])
-
-
-def _exception(chain: _Chain) -> str:
-    header = chain.lines[chain.last]
-    if header.startswith("Fatal"):
-        return header
-    if "Group" in header:
-        matches = map(_GROUP_ERROR.fullmatch, chain.lines[chain.last :])
-        return next((match[1] for match in matches if match), "")
-    return "".join(chain.lines[_frames_end(chain) :][:1])
 
 
 def _frames_end(chain: _Chain) -> int:

@@ -3,6 +3,7 @@
 
 Rank 0 is passed through as it comes, also in the middle of a line; the lines of the others wait
 until its line ends. All that is written to one place goes through one outlet, so that it knows.
+Nothing here waits for the place to take what is written.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ferrodist.launch.output.folding import Entry, Fold
+from ferrodist.launch.output.last_words import Tail, is_at_end
 from ferrodist.launch.output.sinks import Sink
 
 QUIET_SECONDS = 0.2  # in which a line of rank 0 has not grown: it is a prompt or a progress bar
@@ -23,12 +25,14 @@ class Outlet:
 
     def __init__(self, sink: Sink, clock: Callable[[], float] = time.monotonic) -> None:
         self._sink = sink
-        self._clock = clock
+        self.clock = clock
         self._fold = Fold()
         self._num_passing = 0  # streams of rank 0 that may still be written to
         self._is_mid_line = False
         self._last_passed = -math.inf
+        self._last_stall = -math.inf  # when rank 0 was not read, so that its line could not go on
         self._lines_at_end: dict[int, int] = {}
+        self._seen = Tail()  # what has been written, without the names of ranks
 
     @property
     def error(self) -> Exception | None:
@@ -37,12 +41,21 @@ class Outlet:
 
     @property
     def has_room(self) -> bool:
-        """False while so much waits for the end of rank 0's line that no more should be read."""
-        return not (self._fold.is_full and self._is_blocked(self._clock()))
+        """False while nobody takes what is written, and no more of any rank should be read."""
+        return self._sink.has_room
+
+    @property
+    def has_room_for_lines(self) -> bool:
+        """False also while too many lines wait for the end of rank 0's."""
+        return self.has_room and not (self._fold.is_full and self._is_blocked(self.clock()))
 
     def lines_at_end(self, rank: int) -> int:
         """Count the lines at the very end that are this rank's (too): nothing came after them."""
         return self._lines_at_end.get(rank, 0)
+
+    def shows_at_end(self, trace: str) -> bool:
+        """Tell whether a traceback is the last that is seen, whoever has said it."""
+        return is_at_end(trace, self._seen.read().decode(errors="replace"))
 
     def open_passing(self) -> None:
         """Expect a stream of rank 0."""
@@ -56,13 +69,13 @@ class Outlet:
         """Write what rank 0 has written, at once."""
         cut = data.rfind(b"\n") + 1
         if cut:
-            self._write(data[:cut], is_mid_line=False)
+            self._pass(data[:cut])
             self._count([0], data.count(b"\n"))
-            self.write_due()  # else a line that is begun at once would keep them waiting
+            self._write_lines_due()  # else a line that is begun at once would keep them waiting
         if cut < len(data):
-            self._write(data[cut:], is_mid_line=True)
+            self._pass(data[cut:])
             self._count([0], 0)
-            self._last_passed = self._clock()
+            self._last_passed = self.clock()
 
     def open_lines(self, rank: int) -> None:
         """Expect a stream of another rank."""
@@ -74,32 +87,39 @@ class Outlet:
 
     def add_lines(self, rank: int, lines: Iterable[bytes]) -> None:
         """Take lines of another rank, without their newlines."""
-        now = self._clock()
+        now = self.clock()
         for line in lines:
             self._fold.add(rank, line, now)
-        self.write_due()
+        self._write_lines_due()
 
     def write_due(self) -> None:
-        """Write the lines that need to wait no longer."""
-        now = self._clock()
-        if self._fold.ready_at() <= now and not self._is_blocked(now):
-            self._write_entries(self._fold.take(now))
+        """Write what the place takes now, and the lines that need to wait no longer."""
+        if not self._sink.has_room:
+            self._last_stall = self.clock()
+        self._sink.write_due()
+        self._write_lines_due()
 
     def wait_seconds(self) -> float:
         """Return how long ``write_due`` will have nothing to do, unless something comes."""
         ready = self._fold.ready_at()
         if self._has_open_line:
             ready = max(ready, self._unblocked_at())
-        return max(0.0, ready - self._clock())
+        return max(0.0, min(ready - self.clock(), self._sink.wait_seconds()))
 
     def flush(self) -> None:
         """Write all lines that are held."""
         self._write_entries(self._fold.take_all())
 
+    def finish(self, is_hurried: Callable[[], bool]) -> None:
+        """Wait until the place has taken all; in a hurry, only while it takes something."""
+        self.flush()
+        self._sink.finish(is_hurried)
+
     def say(self, text: str) -> None:
         """Write lines of the launcher's own, after all that ranks have said."""
         self.flush()
-        self._write_lines(text.encode(errors="replace").rstrip(b"\n") + b"\n")
+        lines = text.encode(errors="replace").rstrip(b"\n") + b"\n"
+        self._write_lines(lines, lines)
         self._lines_at_end = {}
 
     @property
@@ -110,22 +130,32 @@ class Outlet:
         return self._has_open_line and now < self._unblocked_at()
 
     def _unblocked_at(self) -> float:
-        quiet = self._last_passed + QUIET_SECONDS
-        return min(quiet, self._fold.oldest + PATIENCE_SECONDS)
+        quiet = max(self._last_passed, self._last_stall) + QUIET_SECONDS
+        return min(quiet, max(self._fold.oldest, self._last_stall) + PATIENCE_SECONDS)
+
+    def _write_lines_due(self) -> None:
+        now = self.clock()
+        if self._fold.ready_at() <= now and not self._is_blocked(now):
+            self._write_entries(self._fold.take(now))
 
     def _write_entries(self, entries: list[Entry]) -> None:
         if entries:
-            self._write_lines(b"".join(entry.to_line() for entry in entries))
+            texts = b"".join(entry.text + b"\n" for entry in entries)
+            self._write_lines(b"".join(entry.to_line() for entry in entries), texts)
             for entry in entries:
                 self._count(entry.ranks, 1)
 
-    def _write_lines(self, lines: bytes) -> None:
-        """Write whole lines, and never into the middle of another."""
-        self._write(b"\n" + lines if self._is_mid_line else lines, is_mid_line=False)
+    def _write_lines(self, lines: bytes, texts: bytes) -> None:
+        """Write whole lines, never into the middle of another; the texts are without names."""
+        before = b"\n" if self._is_mid_line else b""
+        self._sink.write(before + lines)
+        self._seen.add(before + texts)
+        self._is_mid_line = False
 
-    def _write(self, data: bytes, *, is_mid_line: bool) -> None:
+    def _pass(self, data: bytes) -> None:
         self._sink.write(data)
-        self._is_mid_line = is_mid_line
+        self._seen.add(data)
+        self._is_mid_line = not data.endswith(b"\n")
 
     def _count(self, ranks: Iterable[int], num_lines: int) -> None:
         before = self._lines_at_end

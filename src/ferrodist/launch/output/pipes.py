@@ -6,13 +6,14 @@ from __future__ import annotations
 import errno
 import os
 import select
+import time
 from collections.abc import Callable
 
 from ferrodist.launch.processes import Crew
 
 BITE_NBYTES = 1 << 16  # at one go: the others' turn comes soon
 SMALL_NBYTES = 4096  # less than a full buffer
-REST_MILLISECONDS = 5
+REST_SECONDS = 0.005
 _MOST_NBYTES = 1 << 20  # what a pipe can hold
 
 
@@ -58,14 +59,21 @@ class Inlet:
     def _read_bite(self) -> int:
         """Hand on what one read gives, and return how much that was."""
         data = self._read()
-        # Python writes the words of an unbuffered print one by one: the rest is here in a moment.
-        while self._waits_for_lines and 0 < len(data) < SMALL_NBYTES and data[-1:] != b"\n":
-            if not self._poll.poll(REST_MILLISECONDS) or not (more := self._read()):
-                break
-            data += more
+        if self._waits_for_lines:
+            data = self._read_rest(data)
         if data:
             self._take(data)
         return len(data)
+
+    def _read_rest(self, data: bytes) -> bytes:
+        """Wait a moment for the end of a line; Python writes an unbuffered print word by word."""
+        end = time.monotonic() + REST_SECONDS
+        while 0 < len(data) < SMALL_NBYTES and data[-1:] != b"\n":
+            left = end - time.monotonic()
+            if left <= 0 or not self._poll.poll(1000 * left) or not (more := self._read()):
+                break
+            data += more
+        return data
 
     def _read(self) -> bytes:
         try:

@@ -7,9 +7,10 @@ it, and *ended* when nothing can come any more.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
-from ferrodist.launch.output.outlet import Outlet
+from ferrodist.launch.output.outlet import QUIET_SECONDS, Outlet
 
 LONGEST_LINE = 1 << 20
 FULL_BUFFER = 4096  # the least that C and Python collect before they write to a pipe
@@ -30,6 +31,14 @@ class Speaker(Protocol):
         """Take what has been read."""
         ...
 
+    def write_due(self) -> None:
+        """Hand on what was held long enough."""
+        ...
+
+    def wait_seconds(self) -> float:
+        """Return how long ``write_due`` will have nothing to do, unless something comes."""
+        ...
+
     def retire(self) -> None:
         """Let nobody wait for this stream."""
         ...
@@ -42,25 +51,31 @@ class Speaker(Protocol):
 class PassThrough:
     """A stream of rank 0: written as it comes, except for what is certainly not meant so.
 
-    A long write that ends in mid-line is a buffer that was full. The begun line is held until the
-    rest comes, and others can speak meanwhile. On a terminal, where people wait, nothing is held.
+    A long write that ends in mid-line is a buffer that was full. The begun line is held for the
+    rest to come, and others can speak meanwhile. If that does not come soon the line is a prompt.
+    On a terminal, where people wait, nothing is held.
     """
-
-    has_room = True
-    waits_for_lines = True
 
     def __init__(self, outlet: Outlet, *, is_terminal: bool = False) -> None:
         self._outlet = outlet
         self._is_terminal = is_terminal
+        self.waits_for_lines = not is_terminal
         self._is_retired = False
         self._held = b""
         self._last_nbytes = 0
+        self._last_taken = 0.0
         outlet.open_passing()
+
+    @property
+    def has_room(self) -> bool:
+        """False if nobody takes what it has written already."""
+        return self._outlet.has_room
 
     def take(self, data: bytes) -> None:
         """Write what has come, and what was held before it."""
         is_buffer = self._is_full_buffer(len(data))
         self._last_nbytes = len(data)
+        self._last_taken = self._outlet.clock()
         data = self._held + data
         cut = data.rfind(b"\n") + 1 if is_buffer else len(data)
         if len(data) - cut > LONGEST_LINE:
@@ -73,6 +88,17 @@ class PassThrough:
         is_long = nbytes >= FULL_BUFFER or self._last_nbytes >= FULL_PIPE
         return is_long and not self._is_terminal
 
+    def write_due(self) -> None:
+        """Write what was held if the rest has not come."""
+        if self.wait_seconds() <= 0:
+            self._write_held()
+
+    def wait_seconds(self) -> float:
+        """Return how long the rest may still take."""
+        if not self._held:
+            return math.inf
+        return max(0.0, self._last_taken + QUIET_SECONDS - self._outlet.clock())
+
     def retire(self) -> None:
         """Let nobody wait for the end of its line."""
         if not self._is_retired:
@@ -81,9 +107,12 @@ class PassThrough:
 
     def end(self) -> None:
         """Write what was held."""
-        self._outlet.pass_through(self._held)
-        self._held = b""
+        self._write_held()
         self.retire()
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, b""
+        self._outlet.pass_through(held)
 
 
 class Prefixed:
@@ -101,11 +130,18 @@ class Prefixed:
     @property
     def has_room(self) -> bool:
         """False if too many lines wait already."""
-        return self._outlet.has_room
+        return self._outlet.has_room_for_lines
 
     def take(self, data: bytes) -> None:
         """Hand on the lines that are whole now."""
         self._outlet.add_lines(self._rank, self._lines.split(data))
+
+    def write_due(self) -> None:
+        """Do nothing: the outlet does that."""
+
+    def wait_seconds(self) -> float:
+        """Return no limit."""
+        return math.inf
 
     def retire(self) -> None:
         """Let no other rank's lines wait for this one's."""

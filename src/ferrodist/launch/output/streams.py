@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from ferrodist.launch.output.console import Console
+from ferrodist.launch.output.flow import Flow
 from ferrodist.launch.output.logs import LogFiles, RankLogs
 from ferrodist.launch.output.rank_streams import Files, RankStreams
 from ferrodist.launch.output.terminal import FOLLOW_SECONDS, Terminal
@@ -40,6 +41,10 @@ class Streams:
             raise
 
     @property
+    def _flows(self) -> list[Flow]:
+        return [flow for rank in self._ranks for flow in rank.flows]
+
+    @property
     def _terminal(self) -> Terminal | None:
         return self._ranks[0].terminal if self._ranks else None
 
@@ -55,12 +60,16 @@ class Streams:
     def wait_seconds(self) -> float:
         """Return how long ``write_due`` will have nothing to do, unless something is read."""
         longest = math.inf if self._terminal is None else FOLLOW_SECONDS
-        return min(longest, *(outlet.wait_seconds() for outlet in self._console.outlets))
+        held = [outlet.wait_seconds() for outlet in self._console.outlets]
+        held += [flow.wait_seconds() for flow in self._flows]
+        return min(longest, *held)
 
     def write_due(self) -> None:
         """Write what has been held long enough, and look after the terminal."""
         for outlet in self._console.outlets:
             outlet.write_due()
+        for flow in self._flows:
+            flow.write_due()
         if self._terminal is not None:
             self._terminal.follow()
 
@@ -70,10 +79,9 @@ class Streams:
             flow.retire()
 
     def finish(self) -> None:
-        """Write all that ranks have written, and wait for nobody who may still write."""
-        for rank in self._ranks:
-            for flow in rank.flows:
-                flow.end()
+        """Take all that ranks have written, and wait for nobody; the console is finished later."""
+        for flow in self._flows:
+            flow.end()
         for outlet in self._console.outlets:
             outlet.flush()
 
@@ -83,7 +91,7 @@ class Streams:
 
     def log_error(self) -> Exception | None:
         """Return why some log file is not complete, such as a full disk; None if all are."""
-        logs = (flow.log for rank in self._ranks for flow in rank.flows)
+        logs = (flow.log for flow in self._flows)
         return next((log.error for log in logs if log is not None and log.error), None)
 
     def let_terminal_go(self) -> None:
