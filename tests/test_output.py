@@ -508,23 +508,6 @@ def test_the_launcher_speaks_after_all_that_was_said_and_never_in_mid_line():
     assert stage.page.take() == b"\nrank 1: last words\nrank 1 is gone\n"
 
 
-def test_the_lines_at_the_end_are_counted_for_those_who_said_them():
-    stage = Stage(3)
-
-    def at_end() -> list[int]:
-        return [stage.outlet.lines_at_end(rank) for rank in range(3)]
-
-    stage.say(0, b"0\n")
-    stage.say(1, b"a\nb\nc\n")
-    stage.say(2, b"b\nc\n")
-    stage.wait(1)
-    assert at_end() == [0, 3, 2]
-    stage.say(0, b"x\ny\nz")
-    assert at_end() == [2, 0, 0]
-    stage.outlet.say("mine")
-    assert at_end() == [0, 0, 0]
-
-
 TRACE = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
     fail()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ferrodist.launch.output.last_words import traceback_in
+from ferrodist.launch.output.last_words import is_at_end, traceback_in
 from ferrodist.rendezvous.ends import LastWords, how_ended
 
 
@@ -41,7 +41,7 @@ class Failure(NamedTuple):
     def traceback_in(self, output: str) -> str:
         """Find the traceback that it ended with; '' if its output ends with something else."""
         trace = traceback_in(output)
-        is_its_own = output.rstrip().endswith(trace.rstrip())
+        is_its_own = trace != "" and is_at_end(trace, output)
         if self.code < 0:  # a signal: what it raised before is not what ended it
             is_its_own = is_its_own and trace.startswith("Fatal Python error")
         return trace if is_its_own else ""

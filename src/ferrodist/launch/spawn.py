@@ -96,6 +96,8 @@ def run(
             inbox.attach(crew)
         streams.attach(crew)
         _wait(crew, inboxes, streams, deadline, grace=grace)
+        streams.finish()
+        console.finish(lambda: False)  # as any program waits for its reader
         return _results(inboxes, deadline)
 
 

@@ -53,10 +53,6 @@ class Console:
         """True if nobody reads on, or nothing more can be written."""
         return self.error is not None
 
-    def lines_at_end(self, rank: int) -> int:
-        """Count the lines at the very end of stderr that are this rank's (too)."""
-        return self.stderr.outlet.lines_at_end(rank)
-
     def shows_at_end(self, trace: str) -> bool:
         """Tell whether a traceback is the last that is seen at stderr, whichever rank's it is."""
         return self.stderr.outlet.shows_at_end(trace)

@@ -31,7 +31,6 @@ class Outlet:
         self._is_mid_line = False
         self._last_passed = -math.inf
         self._last_stall = -math.inf  # when rank 0 was not read, so that its line could not go on
-        self._lines_at_end: dict[int, int] = {}
         self._seen = Tail()  # what has been written, without the names of ranks
 
     @property
@@ -48,10 +47,6 @@ class Outlet:
     def has_room_for_lines(self) -> bool:
         """False also while too many lines wait for the end of rank 0's."""
         return self.has_room and not (self._fold.is_full and self._is_blocked(self.clock()))
-
-    def lines_at_end(self, rank: int) -> int:
-        """Count the lines at the very end that are this rank's (too): nothing came after them."""
-        return self._lines_at_end.get(rank, 0)
 
     def shows_at_end(self, trace: str) -> bool:
         """Tell whether a traceback is the last that is seen, whoever has said it."""
@@ -70,11 +65,9 @@ class Outlet:
         cut = data.rfind(b"\n") + 1
         if cut:
             self._pass(data[:cut])
-            self._count([0], data.count(b"\n"))
             self._write_lines_due()  # else a line that is begun at once would keep them waiting
         if cut < len(data):
             self._pass(data[cut:])
-            self._count([0], 0)
             self._last_passed = self.clock()
 
     def open_lines(self, rank: int) -> None:
@@ -120,7 +113,6 @@ class Outlet:
         self.flush()
         lines = text.encode(errors="replace").rstrip(b"\n") + b"\n"
         self._write_lines(lines, lines)
-        self._lines_at_end = {}
 
     @property
     def _has_open_line(self) -> bool:
@@ -142,8 +134,6 @@ class Outlet:
         if entries:
             texts = b"".join(entry.text + b"\n" for entry in entries)
             self._write_lines(b"".join(entry.to_line() for entry in entries), texts)
-            for entry in entries:
-                self._count(entry.ranks, 1)
 
     def _write_lines(self, lines: bytes, texts: bytes) -> None:
         """Write whole lines, never into the middle of another; the texts are without names."""
@@ -156,7 +146,3 @@ class Outlet:
         self._sink.write(data)
         self._seen.add(data)
         self._is_mid_line = not data.endswith(b"\n")
-
-    def _count(self, ranks: Iterable[int], num_lines: int) -> None:
-        before = self._lines_at_end
-        self._lines_at_end = {rank: before.get(rank, 0) + num_lines for rank in ranks}
