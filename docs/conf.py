@@ -15,5 +15,6 @@ html_theme = "furo"
 html_title = f"ferrodist {version}"
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["torch"]  # DDP is described also where there is no torch
 autodoc_typehints = "none"  # the docstrings say what matters; the signatures stay readable
 add_module_names = False
