@@ -310,7 +310,7 @@ def test_rank_and_world_are_those_of_the_backend():
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_torch_loader_takes_it_as_a_batch_sampler(world):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="its DataLoader is given the shards")
     data = torch.utils.data.TensorDataset(torch.arange(20) * 10)
     found = []
     for shards in world_of(world, 20, global_batch_size=8):

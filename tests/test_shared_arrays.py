@@ -69,7 +69,7 @@ def test_numpy_arrays_of_every_dtype_can_be_made(backend, dtype):
 
 
 def test_torch_tensors_of_every_dtype_can_be_made(backend):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="makes torch tensors")
     for dtype in DTYPES:
         x = backend.zeros((2, 3), getattr(torch, dtype), "torch")
         assert isinstance(x, torch.Tensor)
@@ -291,7 +291,7 @@ def test_shared_arrays_work_in_place(start_job):
 
 
 def test_torch_tensors_in_shared_memory_need_no_stage(start_job):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="makes torch tensors")
 
     def body(backend, pipe):
         import torch

@@ -50,7 +50,7 @@ class ProgramEnd:
         def exit(status: object = None, /) -> NoReturn:  # noqa: A001 -- it stands for sys.exit
             if _is_in_main_thread():
                 self._exit = f"sys.exit({_shown(status)}) at {caller_site()}"
-            previous_exit(status)  # type: ignore[arg-type]
+            previous_exit(status)  # type: ignore[arg-type]  # whatever it was given
 
         sys.excepthook = hook
         sys.exit = exit

@@ -2,8 +2,9 @@
 """Objects to bytes and back, by msgpack with a few types of our own. Reading never runs code.
 
 Tuples and sets are lists that begin with a mark, so that nesting stays msgpack's own and bounded.
-Pickle is used only where the caller asked for it by name, on both sides. Today those are threads of
-one process; a backend that reaches further must authenticate its peers before it allows this.
+Pickle is used only where the caller asked for it by name, on both sides. Those are threads of one
+process, or processes of one user on one host that have met as a job; a backend that reaches further
+must authenticate its peers before it allows this.
 """
 
 from __future__ import annotations
