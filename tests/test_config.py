@@ -20,6 +20,14 @@ GOOD = {
     "join_timeout": ("5", 5.0),
     "heartbeat": ("0.2", 0.2),
     "silence": ("1", 1.0),
+    "tcp_link": ("1e-5, 1e-9, 1e-10, 1e-6", (1e-5, 1e-9, 1e-10, 1e-6)),
+    "secret_file": ("/run/secret", "/run/secret"),
+    "socket_ifname": ("^lo,docker", "^lo,docker"),
+    "ports": ("29600-29699", (29600, 29699)),
+    "advertise": ("10.0.0.2:29600", "10.0.0.2:29600"),
+    "host_id": ("left", "left"),
+    "tls": ("1", True),
+    "walker": ("python", "python"),
 }
 
 
@@ -48,6 +56,10 @@ def test_a_setting_is_read_from_its_variable(name):
         ("piece_nbytes", "5000"),
         ("threads_link", "1,2,3"),
         ("threads_link", "1,2,3,-4"),
+        ("ports", "70000"),
+        ("ports", "29699-29600"),
+        ("ports", "free"),
+        ("walker", "rust"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_what_it_takes(name, text):

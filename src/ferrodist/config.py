@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ferrodist.errors import InvalidArgument
 
 DEFAULT_COLLECTIVE_TIMEOUT = 60.0
+AUTO = "auto"  # a backend's name: whatever suits the hosts that ranks are on
 
 
 class Default(enum.Enum):
@@ -58,6 +59,15 @@ def _is_link(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 4 and all(map(_is_positive, value))
 
 
+def _ports(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
+
+
+def _is_port_range(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and 0 <= value[0] <= value[1] <= 65535
+
+
 class _Form(NamedTuple):
     """How a setting is written, what values it takes, and both in words."""
 
@@ -76,6 +86,9 @@ _SIZE = _Form("bytes >= 4096, a multiple of 16", int, _is_size)
 _SWITCH = _Form("0 or 1", _flag, lambda value: isinstance(value, bool))
 _NAME = _Form("the name of a backend", str, lambda value: isinstance(value, str) and value != "")
 _LINK = _Form("four numbers > 0, by commas", _numbers, _is_link)
+_TEXT = _Form("text", str, lambda value: isinstance(value, str))
+_WALKER = _Form("native or python", str, lambda value: value in ("native", "python"))
+_PORTS = _Form("a port, or a range as 29600-29699; 0 is any free one", _ports, _is_port_range)
 
 
 def _setting(default: Any, form: _Form, what: str) -> Any:
@@ -109,13 +122,50 @@ class Config:
         _LINK,
         "cost of a link between threads: latency (s), s per byte, s per folded byte, s per message",
     )
-    backend: str = _setting("shared_memory", _NAME, "what init() makes when it is given no name")
+    tcp_link: tuple[float, float, float, float] = _setting(
+        (2.5e-5, 5e-10, 1e-10, 5e-6), _LINK, "the same of a TCP connection"
+    )
+    backend: str = _setting(
+        AUTO,
+        _NAME,
+        "what init() makes when it is given no name; auto is shared_memory on one host, hybrid on "
+        "several",
+    )
     join_timeout: float = _setting(
         60.0, _SECONDS, "how long the ranks of a job wait for each other at its start"
     )
     heartbeat: float = _setting(1.0, _SECONDS, "time between a process's signs of life")
     silence: float = _setting(
         10.0, _SECONDS, "a process without a sign of life for this long counts as lost"
+    )
+
+    secret_file: str = _setting(
+        "",
+        _TEXT,
+        "file with the secret of a job whose ranks are on several hosts, the same on all of them",
+    )
+    socket_ifname: str = _setting(
+        "",
+        _TEXT,
+        "network interfaces to use, as NCCL writes it: eth0,ib (prefixes), =eth0 (exactly), "
+        "^docker,lo (all but these); empty is the one that routes to rank 0",
+    )
+    ports: tuple[int, int] = _setting(
+        (0, 0), _PORTS, "where a rank listens for the others while they connect"
+    )
+    advertise: str = _setting(
+        "",
+        _TEXT,
+        "address:port that other ranks are told to connect to, where it is not the one listened at",
+    )
+    host_id: str = _setting(
+        "",
+        _TEXT,
+        "what this host is called; ranks of one name share memory. empty is found out",
+    )
+    tls: bool = _setting(False, _SWITCH, "encrypt what travels between processes by TCP")
+    walker: str = _setting(
+        "native", _WALKER, "what walks schedules over TCP: native code, or Python as a reference"
     )
 
     def __post_init__(self) -> None:
