@@ -7,7 +7,10 @@
 #include <exception>
 #include <new>
 
+#include "bind/plain_call.hpp"
 #include "bind/shared_group.hpp"
+#include "bind/turn.hpp"
+#include "shm/collectives.hpp"
 
 namespace ferrodist::bind {
 
@@ -21,8 +24,13 @@ nanobind::object bind_recv_at_once(nanobind::handle shared_group);
 // Whether calls may be made from this thread of this process, as far as native code knows.
 bool can_go_at_once(const SharedGroup& group);
 
-// Reads an int from 0 up to a limit; false sends the call the general way.
-bool read_index(PyObject* object, int limit, int& into);
+// A call that goes the short way: its turn, and each of its collectives; false if one failed.
+Turn begin_turn(SharedGroup& group, PyObject* const* args);
+bool run_task(Turn& turn, SharedGroup& group, const shm::Task& task);
+
+// The short way of a scatter, with the same arguments. Where a rank's array turns out not to fit its
+// part, gives the number of the turn and what the root has told: Python goes on from there.
+PyObject* scatter_at_once(SharedGroup& group, PyObject* const* args);
 
 using AtOnce = PyObject* (*)(PyObject* self, PyObject* const* args, Py_ssize_t num_args);
 
@@ -49,8 +57,5 @@ PyCFunction as_function() {
     const AtOnce safe = &call_safely<call, num_expected>;
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(safe));
 }
-
-// Callbacks of a Work run on such a thread, and must not communicate.
-void mark_progress_thread();
 
 }  // namespace ferrodist::bind

@@ -137,8 +137,8 @@ PyObject* scatter_at_once(SharedGroup& group, PyObject* const* args) {
     }
     const std::uint64_t fingerprint =
         begin_fingerprint(shm::Kind::scatter, -1, call.root, group.reproducible).value();
-    Turn turn(group, args);
-    if (!turn.run(first_task(call, fingerprint))) {
+    Turn turn = begin_turn(group, args);
+    if (!run_task(turn, group, first_task(call, fingerprint))) {
         return turn.fail();
     }
     nb::object place;
@@ -157,7 +157,7 @@ PyObject* scatter_at_once(SharedGroup& group, PyObject* const* args) {
                              nb::bytes(bytes, sizeof(call.leaf.numbers)).release().ptr());
     }
     std::byte* const target = try_plain_array(place.ptr())->data;
-    return turn.run(second_task(call, target, fingerprint + 1)) ? turn.end(place.ptr()) : turn.fail();
+    return run_task(turn, group, second_task(call, target, fingerprint + 1)) ? turn.end(place.ptr()) : turn.fail();
 }
 
 }  // namespace ferrodist::bind

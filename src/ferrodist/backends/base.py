@@ -210,6 +210,10 @@ class Backend(abc.ABC):
     def _leave(self, departure: Departure) -> None:
         """Tell the others that this rank makes no further calls."""
 
+    def simplest(self) -> Backend:
+        """Return the simplest backend for where the ranks are; this one is left for it."""
+        return self
+
     # -- what all have in common ----------------------------------------------------------------
 
     @property

@@ -1,102 +1,42 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""SharedTalk: one call in shared memory, and what becomes of it when it cannot succeed.
+"""SharedTalk: one call in shared memory.
 
 A difference is seen by every rank itself, in the first round of a collective: fingerprints of all
-are compared there. Then all exchange their calls, and each makes the same verdict. Losses, aborts
-and deadlines are seen by whoever waits; the first one's verdict, written where all can read it, is
-everybody's.
+are compared there. Then all exchange their calls, again in rounds. An algorithm that the caller
+names is walked by messages.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.backends import verdict
 from ferrodist.backends.base import Algorithm, Counts
+from ferrodist.backends.outcome import Ending, Outcome
 from ferrodist.backends.planner import walk_plan
-from ferrodist.backends.progress import ProgressThread
-from ferrodist.backends.shared_outcome import Ending, Outcome
-from ferrodist.backends.shared_texts import Statement, pack_statement, unpack_statement
-from ferrodist.backends.verdict import Verdict, died
+from ferrodist.backends.process_talk import ProcessTalk
+from ferrodist.backends.process_texts import Statement, pack_statement, unpack_statement
 from ferrodist.backends.walk_plan import lengths_of
 from ferrodist.buffer import Buffer, DType
-from ferrodist.call import MAX_TAG, Call, Kind
-from ferrodist.deadline import Deadline
+from ferrodist.call import MAX_TAG, Kind
 from ferrodist.errors import CollectiveMismatch
 from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferrodist.backends.shared_memory import SharedMemoryBackend
 
-logger = logging.getLogger("ferrodist")
-
-_REPORT_AFTER = 0.1  # seconds of waiting after which the others can read what this rank waits in
 _OBJECTION = _native.hash_text("objection")
 _TABLE = _native.hash_text("table of calls")
 _64_BITS = (1 << 64) - 1
 _WALK_TAG = MAX_TAG + 1  # no user's
 
-Found = tuple[type[CollectiveMismatch], str]
 
+class SharedTalk(ProcessTalk):
+    """One call in progress, in native rounds."""
 
-class Wait:
-    """What a wait does besides waiting: it tells the log, and the other ranks, what it is in."""
-
-    def __init__(self, backend: SharedMemoryBackend, where: str) -> None:
-        self.backend = backend
-        self.where = where
-        self.has_reported = False
-        self._started = time.monotonic()
-        self._notice = backend.config.notice
-        self._next_notice = self._started + self._notice
-
-    def look(self) -> None:
-        """Report a wait that lasts; native code asks for this about every 50 ms."""
-        now = time.monotonic()
-        if not self.has_reported and now - self._started > _REPORT_AFTER:
-            self.has_reported = True
-            self.backend.world.report(f"is in {self.where}{self.backend.group_name}")
-        if now >= self._next_notice:
-            self._notice *= 2
-            self._next_notice = now + self._notice
-            missing = verdict.names_of_ranks(self.backend.group.missing())
-            logger.warning(
-                "rank %d: still waiting for %s in %s", self.backend.rank, missing, self.where
-            )
-
-    def end(self) -> None:
-        """Take the report back."""
-        if self.has_reported:
-            self.backend.world.report("")
-
-
-class SharedTalk:
-    """One call in progress."""
-
-    def __init__(
-        self,
-        backend: SharedMemoryBackend,
-        sequence: int,
-        call: Call,
-        deadline: Deadline,
-        num_runs: int = 0,
-    ) -> None:
-        self.backend = backend
-        self.sequence = sequence
-        self.call = call
-        self.deadline = deadline
-        self._fingerprint = call.fingerprint()
-        self._num_runs = num_runs  # collectives of this call so far
-        self._is_background = isinstance(threading.current_thread(), ProgressThread)
-        self._wait: Wait | None = None
-
-    # -- doing it -------------------------------------------------------------------------------
+    backend: SharedMemoryBackend
 
     def run(
         self,
@@ -232,44 +172,7 @@ class SharedTalk:
             self._look,
         )
 
-    def _look(self) -> None:
-        if self._wait is None:
-            where = f"{self.call.kind.label} #{self.sequence} at {self.call.site}"
-            self._wait = Wait(self.backend, where)
-        self._wait.look()
-
-    def end(self) -> None:
-        """End the call, well or not."""
-        if self._wait is not None:
-            self._wait.end()
-
-    # -- when it fails --------------------------------------------------------------------------
-
-    def failure(self, outcome: int, culprit: int, error: BaseException | None) -> BaseException:
-        """Make the error that a native outcome means, and see that all ranks get the same."""
-        backend = self.backend
-        if outcome == Outcome.INTERRUPTED and error is not None:
-            return error
-        if outcome == Outcome.MISMATCH:
-            return self._settle(None)
-        if outcome in (Outcome.VERDICT, Outcome.GIVEN_UP):
-            given = backend.verdict_of(self.sequence)
-            assert given is not None
-            is_late = outcome == Outcome.GIVEN_UP and self._num_runs <= 1
-            return given.later(backend.rank) if is_late else given.now(backend.rank)
-        return backend.give(self._due(outcome, culprit)).now(backend.rank)
-
-    def _due(self, outcome: int, culprit: int) -> Verdict:
-        if outcome == Outcome.LATE:
-            missing = self.backend.group.missing() if culprit < 0 else [culprit]
-            return self.backend.expiry(self.call, self.sequence, self.deadline, missing)
-        if outcome == Outcome.LOST:
-            how = self.backend.departure_of(culprit)
-            return verdict.loss(self.call, self.sequence, culprit, how)
-        if outcome == Outcome.SILENT:
-            return verdict.loss(self.call, self.sequence, culprit, died(self.backend.silence))
-        what = "what it posted does not lie in its memory"
-        return verdict.corruption(self.call, self.sequence, culprit, what)
+    # -- when ranks differ ----------------------------------------------------------------------
 
     def disagree(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
         """Stop the others in their next round with a difference; all get the same verdict."""
@@ -277,22 +180,6 @@ class SharedTalk:
         if ending[0] in (Outcome.DONE, Outcome.MISMATCH):  # done: all ranks object
             return self._settle((error, text))
         raise self.failure(*ending)
-
-    def _settle(self, objection: Found | None) -> CollectiveMismatch:
-        """Exchange what all ranks have called, and make of it the verdict that all make."""
-        statements = self._hear_all(Statement(self.call, objection))
-        calls = [statement.call for statement in statements]
-        found = next((s.objection for s in statements if s.objection is not None), None)
-        given = (
-            verdict.disagreement(self.sequence, calls)
-            if found is None
-            else verdict.objection(self.sequence, calls, *found)
-        )
-        self.backend.settled = self.sequence
-        given = given._replace(text=given.text + self.backend.group_name)
-        made = given.now(self.backend.rank)
-        assert isinstance(made, CollectiveMismatch)
-        return made
 
     def _hear_all(self, mine: Statement) -> list[Statement]:
         """Tell all ranks what this one says, and hear what they say."""

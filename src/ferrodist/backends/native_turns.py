@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""SharedTurns: the turns of a group whose calls native code may number without asking."""
+"""NativeTurns: the turns of a group whose calls native code may number without asking."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-from ferrodist._native import SharedGroup
+from ferrodist.backends.native_group import NativeGroup
 from ferrodist.backends.turns import Turns
 
 
-class SharedTurns(Turns):
+class NativeTurns(Turns):
     """As Turns, with the numbers in native code, where the GIL guards them."""
 
-    def __init__(self, group: SharedGroup) -> None:
+    def __init__(self, group: NativeGroup) -> None:
         self._group = group
         self._changed = threading.Condition()
 

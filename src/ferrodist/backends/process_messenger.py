@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""SharedMessenger: the point-to-point calls of one rank, through queues in shared memory."""
+"""ProcessMessenger: the point-to-point calls of one rank, by the messages of a native group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ferrodist import _native
 from ferrodist.backends import message_errors, verdict
 from ferrodist.backends.messaging import Lanes
+from ferrodist.backends.native_group import Letter
+from ferrodist.backends.outcome import Outcome
 from ferrodist.backends.progress import ProgressThread
-from ferrodist.backends.shared_outcome import Outcome
 from ferrodist.backends.verdict import Departure
 from ferrodist.buffer import Buffer
 from ferrodist.call import Leaf, caller_site
@@ -21,7 +21,7 @@ from ferrodist.errors import ProtocolError, SizeMismatch
 from ferrodist.transports.framing import pack_array_header, unpack_shape
 
 if TYPE_CHECKING:
-    from ferrodist.backends.shared_memory import SharedMemoryBackend
+    from ferrodist.backends.process_backend import ProcessBackend
     from ferrodist.backends.turns import Turns
 
 _QUEUE_LOOK = 0.05  # seconds between looks while a receive waits for its turn
@@ -30,7 +30,7 @@ _QUEUE_LOOK = 0.05  # seconds between looks while a receive waits for its turn
 class _Mail:
     """One call: what errors name it, its deadline, and what becomes of a native outcome."""
 
-    def __init__(self, backend: SharedMemoryBackend, call: str, deadline: Deadline) -> None:
+    def __init__(self, backend: ProcessBackend, call: str, deadline: Deadline) -> None:
         self.backend = backend
         self.call = call
         self.deadline = deadline
@@ -60,7 +60,7 @@ class _Mail:
             return message_errors.lost(self.what, peer, rank, how, tags)
         if outcome == Outcome.LOST:
             return message_errors.lost(self.what, peer, rank, self._departure_of(peer), tags)
-        reason = "its queue does not lie in its memory"
+        reason = self.backend.damage_of(peer, "its queue")
         return message_errors.damaged(self.what, peer, rank, reason)
 
     def _departure_of(self, peer: int) -> Departure:
@@ -68,10 +68,10 @@ class _Mail:
         return self.backend.departure_of(peer) if is_gone else verdict.closing()
 
 
-class SharedMessenger:
+class ProcessMessenger:
     """Sends and receives arrays; receives from one peer with one tag keep program order."""
 
-    def __init__(self, backend: SharedMemoryBackend) -> None:
+    def __init__(self, backend: ProcessBackend) -> None:
         self._backend = weakref.proxy(backend)  # which holds on to this
         self._group = backend.group
         self._lanes = Lanes()
@@ -125,7 +125,7 @@ class SharedMessenger:
 
     def _post(
         self, source: Buffer, peer: int, tag: int, deadline: Deadline, call: str
-    ) -> tuple[_Mail, _native.Letter | None]:
+    ) -> tuple[_Mail, Letter | None]:
         """Send a message; the letter of a large one has to be settled."""
         mail = _Mail(self._backend, call, deadline)
         self._backend.refuse_if_aborted()
@@ -134,9 +134,7 @@ class SharedMessenger:
         header = pack_array_header(source.dtype, source.shape)
         return mail, self._group.post(peer, tag, header, source.memory)
 
-    def _settle(
-        self, mail: _Mail, letter: _native.Letter, peer: int, *, holds_caller: bool
-    ) -> None:
+    def _settle(self, mail: _Mail, letter: Letter, peer: int, *, holds_caller: bool) -> None:
         """Wait until a large message is with its receiver, or take it back."""
         outcome, culprit, error = self._group.settle(
             letter, mail.deadline.end, holds_caller, _is_background(), mail.look
@@ -162,7 +160,7 @@ class SharedMessenger:
         peer: int,
         tag: int,
         mail: _Mail,
-        meanwhile: _native.Letter | None,
+        meanwhile: Letter | None,
     ) -> None:
         header = pack_array_header(target.dtype, target.shape)
         try:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What native code offers to a rank that is a process, whatever its ranks are connected by.
+
+Only shapes, for the type checker: the classes themselves are in ``_native``, and its stub says what
+their methods do. What a single kind of group can do is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ferrodist.backends.outcome import Ending
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+Letter = Any  # a large message on its way: what ``post`` returns, to be handed back as it is
+
+
+class NativeWorld(Protocol):
+    """All processes of a job; ranks are those of the world."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes this process has sent."""
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes this process has received."""
+
+    def report(self, text: str) -> None:
+        """Show the others what this process waits in."""
+
+    def report_of(self, rank: int) -> str:
+        """Read what a process waits in; empty if it does not."""
+
+    def invitations_of(self, rank: int) -> Sequence[Sequence[int]]:
+        """List the groups, as world ranks, that a process waits to join."""
+
+
+class NativeGroup(Protocol):
+    """Some ranks, seen from one of them; ranks are those of the group."""
+
+    is_open: bool
+    reproducible: bool
+    timeout_ns: int
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def post(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Letter | None:
+        """Send a message; return the letter of a large one, which has to be settled."""
+
+    def settle(
+        self,
+        letter: Letter,
+        deadline: float,
+        holds_caller: bool,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> Ending:
+        """Wait until the memory of a letter may change."""
+
+    def take_back(self, letter: Letter) -> bool:
+        """Withdraw a letter; False if the receiver has it, or is taking it."""
+
+    def abandon(self, letter: Letter) -> None:
+        """End a letter, whatever has become of it."""
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        header: bytes,
+        target: WriteableBuffer,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+        meanwhile: Letter | None,
+    ) -> tuple[int, int, BaseException | None, bytes]:
+        """Receive a message; also return the header of one that was not expected."""
+
+    def waiting_tags(self, peer: int) -> list[int]:
+        """List the tags of messages that have come and nobody received."""
+
+    def line_up(self, change: int) -> None:
+        """Count receives that wait for their turn, or have it."""
+
+    def find_ring(self, peer: int) -> list[int]:
+        """Return the ring of sends that a send is part of, or nothing."""
+
+    # -- turns ----------------------------------------------------------------------------------
+
+    @property
+    def last_turn(self) -> int:
+        """The last number drawn."""
+
+    @property
+    def ended_turns(self) -> int:
+        """The number of the last turn that ended with all before it."""
+
+    def take_turn(self) -> int:
+        """Draw the next number."""
+
+    def end_turn(self, number: int) -> None:
+        """End a turn, also one that never came."""
+
+    # -- ranks and verdicts ---------------------------------------------------------------------
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has left."""
+
+    def missing(self) -> list[int]:
+        """List the ranks that have not come to where this one is."""
+
+    def last_call(self, rank: int) -> tuple[int, int]:
+        """Return sequence and kind of a rank's last call."""
+
+    def waited(self, rank: int, for_rank: int) -> float:
+        """Return how long a rank has slept for another, in seconds."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Tell whether a rank has left or died."""
+
+    def departure_of(self, rank: int) -> bytes | None:
+        """Return how a rank left, None if it did not say."""
+
+    def verdict(self, sequence: int | None) -> bytes | None:
+        """Return the verdict that concerns a call, or any."""
+
+    def give_verdict(self, sequence: int, text: bytes) -> bool:
+        """Give the verdict; False if there is one."""
+
+    def announce_closing(self) -> None:
+        """Say that no new calls come from this rank."""
+
+    def leave(self, departure: bytes) -> None:
+        """Say that nothing more comes from this rank, and how it left."""
+
+
+class NativeSplit(Protocol):
+    """Some ranks of a group on their way to be a group."""
+
+    def wait(self, deadline: float, look: Callable[[], None]) -> Ending:
+        """Wait for all members; return outcome, culprit and the error that ended the wait."""
+
+    def absent(self) -> list[int]:
+        """List the members that have not come."""
+
+    def group(self) -> Any:
+        """Return the group, of its parent's class, when all members have come."""
