@@ -66,12 +66,14 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """Make this process rank 2 of 5."""
-    job = Job("a job", 2, 5, secrets.token_bytes(32), Ends.create(5))
+    secret, ends = secrets.token_bytes(32), Ends.create(5)
+    job = Job("a job", 2, 5, secret, ends, local_rank=2, local_world_size=5)
     read, write = os.pipe()
     os.write(write, job.secret)
     os.close(write)
     os.set_inheritable(job.ends.file, True)
-    for name, value in Launch(2, 5, job.name, read, job.ends.file).to_environment().items():
+    launch = Launch(2, 5, job.name, read, job.ends.file, 2, 5, "")
+    for name, value in launch.to_environment().items():
         monkeypatch.setenv(name, value)
     yield job
     job.ends.close()

@@ -20,10 +20,21 @@ import pytest
 
 from ferrodist import AuthenticationError, InvalidArgument, ProtocolError, RendezvousError
 from ferrodist.deadline import Deadline
-from ferrodist.rendezvous import Job, Member, handshake, host, meet, roster, watch
+from ferrodist.rendezvous import (
+    Job,
+    Member,
+    arena_host,
+    handshake,
+    host,
+    meet,
+    reception,
+    roster,
+    watch,
+)
 from ferrodist.rendezvous.ends import Ends
-from ferrodist.rendezvous.guest import HELLO
 from ferrodist.rendezvous.handshake import greet_host
+from ferrodist.rendezvous.host import HELLO
+from ferrodist.rendezvous.launch import Endpoint
 from ferrodist.rendezvous.link import Kind, Link, drive
 from ferrodist.rendezvous.sources import plain, torchrun
 from ferrodist.rendezvous.unix_socket import address_of, try_connect
@@ -204,6 +215,14 @@ def test_a_rank_that_comes_alone_is_told_how_to_start_all():
     )
 
 
+def test_ranks_that_may_be_on_other_hosts_are_told_what_they_need():
+    job = replace(new_jobs(2)[0], endpoint=Endpoint("10.0.0.1", 29500), has_secret=False)
+    words = "if they are on other hosts, all ranks need FERRODIST_SECRET_FILE"
+    assert words in str(Rank(job, timeout=0.1).end().error)
+    for other in (replace(job, endpoint=Endpoint("localhost", 1)), replace(job, has_secret=True)):
+        assert words not in str(Rank(other, timeout=0.1).end().error)
+
+
 def test_a_guest_with_less_time_hears_the_reasons_too():
     jobs = new_jobs(3)
     ranks = [Rank(jobs[0], timeout=30.0), Rank(jobs[1], timeout=0.5)]
@@ -362,7 +381,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("kind", ["pidfd", "lifeline"])
 def test_a_watch_tells_when_a_process_is_gone_even_if_a_child_of_it_lives_on(kind, monkeypatch):
     if kind == "lifeline":
-        monkeypatch.setattr(host, "try_peer_pidfd", lambda connection, pid: None)
+        monkeypatch.setattr(arena_host, "try_peer_pidfd", lambda connection, pid: None)
     jobs = new_jobs(2)
     command = [sys.executable, "-c", RANK_1, kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -380,7 +399,7 @@ def test_a_watch_tells_when_a_process_is_gone_even_if_a_child_of_it_lives_on(kin
 
 def test_where_there_are_no_pidfds_lifelines_do_and_nothing_else_stays_open(monkeypatch):
     monkeypatch.setattr(watch, "try_pidfd", lambda pid: None)
-    monkeypatch.setattr(host, "try_peer_pidfd", lambda connection, pid: None)
+    monkeypatch.setattr(arena_host, "try_peer_pidfd", lambda connection, pid: None)
     held_before = set(watch._HELD)
     check_met(meet_all(new_jobs(3)))
     held = watch._HELD - held_before
@@ -568,12 +587,12 @@ def test_a_thousand_strangers_cost_nothing_and_one_line_a_second(caplog):
 
 
 def test_ranks_that_are_asked_to_come_again_do(monkeypatch):
-    monkeypatch.setattr(host, "_MOST_STRANGERS", -3)  # of four ranks one is served at a time
+    monkeypatch.setattr(reception, "_MOST_STRANGERS", -3)  # of four ranks one is served at a time
     check_met(meet_all(new_jobs(4)))
 
 
 def test_a_visitor_that_takes_too_long_is_sent_away(monkeypatch):
-    monkeypatch.setattr(host, "_VISIT_SECONDS", 0.1)
+    monkeypatch.setattr(reception, "_VISIT_SECONDS", 0.1)
     jobs = new_jobs(2)
     first = Rank(jobs[0])
     with connected(jobs[0]) as link:

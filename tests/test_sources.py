@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -16,12 +18,21 @@ from typing import Any
 
 import pytest
 
-from ferrodist import DistributedError, InvalidArgument, InvalidWorldSize, RendezvousError
-from ferrodist.rendezvous import Job
+from ferrodist import (
+    AuthenticationError,
+    DistributedError,
+    InvalidArgument,
+    InvalidWorldSize,
+    RendezvousError,
+)
+from ferrodist.rendezvous import Job, meet
 from ferrodist.rendezvous.ends import Ends
+from ferrodist.rendezvous.interfaces import list_interfaces
+from ferrodist.rendezvous.job import Through
 from ferrodist.rendezvous.launch import Launch
 from ferrodist.rendezvous.sources import ferrodist_run, find, mpi, plain, pmi, slurm, torchrun
 from ferrodist.rendezvous.sources.nesting import mark_outer_jobs
+from ferrodist.rendezvous.sources.node_list import expand
 from ferrodist.rendezvous.sources.place import Place, Stale
 
 # What the launchers of today set, as seen in a rank of each; what says nothing of a place is left
@@ -62,14 +73,25 @@ INTEL_MPI = {
     "MPI_LOCALNRANKS": "2",
 }
 PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+PLAIN_LOCAL = PLAIN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
     "SLURM_NTASKS": "8",
     "SLURM_PROCID": "1",
     "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node-1",
     "SLURM_STEP_NUM_NODES": "1",
     "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+SLURM_HOSTS = SLURM | {
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "rack[07-08]n[1,3],gpu5",
+    "SLURM_STEP_NUM_NODES": "5",
+    "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2),2(x3)",
 }
 SLURM_PMIX = SLURM | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.77.0"}
 BATCH = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
@@ -121,7 +143,7 @@ def launched() -> Iterator[dict[str, str]]:
     os.write(write, secrets.token_bytes(32))
     os.close(write)
     ours = {"RANK": "2", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "run-1-ab"}
-    yield TORCHRUN | ours | Launch(2, 4, "run-1-ab", read, ends.file).to_environment()
+    yield TORCHRUN | ours | Launch(2, 4, "run-1-ab", read, ends.file, 2, 4, "").to_environment()
     ends.close()
 
 
@@ -162,19 +184,23 @@ def test_nothing_set_is_a_world_of_one(find_and_log):
         (torchrun.read, TORCHRUN, "torchrun-1027417c-0fc5-0-localhost:38717"),
         (mpi.read_open_mpi, OPEN_MPI, "openmpi-prterun-vm-22607@1"),
         (pmi.read, INTEL_MPI, "pmi-vm:34567"),
-        (plain.read, PLAIN | {"LOCAL_WORLD_SIZE": "2"}, "plain-29500"),
+        (plain.read, PLAIN_LOCAL, "plain-29500"),
         (slurm.read, SLURM, "slurm-77.0-0"),
+        (mpi.read_pmix, SLURM_PMIX, "pmix-slurm.pmix.77.0"),
     ],
 )
 def test_a_source_says_place_and_job(read, environ, job):
     found = read(environ)
     assert (found.job, found.rank, found.world_size) == (job, 1, 2)
-    assert (found.several_hosts, found.master_address) == (None, None)
+    assert (found.local_rank, found.local_world_size) == (1, 2)
+    assert (found.several_hosts, found.is_host_told) == (None, True)
     assert read({}) is None
 
 
 def test_a_source_that_says_nothing_of_the_host_is_taken_at_its_word():
-    assert plain.read(PLAIN).master_address == "127.0.0.1"
+    assert not plain.read(PLAIN).is_host_told
+    assert plain.read(PLAIN).endpoint == ("127.0.0.1", 29500)
+    assert (plain.read(PLAIN).local_rank, plain.read(PLAIN).local_world_size) == (None, None)
     assert pmi.read(without(INTEL_MPI, "MPI_LOCALNRANKS")).several_hosts is None
 
 
@@ -527,9 +553,24 @@ def test_mpi_that_names_no_job_is_half_set():
         find.find_job(bare)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "JOB", "SECRET_FD", "ENDS_FD"])
+LAUNCH = Launch(3, 4, "name", 17, 18, 1, 2, "node-1:29500")
+
+
+@pytest.mark.parametrize("endpoint", ["node-1:29500", "[::1]:1"])
+def test_a_launch_is_read_as_it_was_written(endpoint):
+    launch = dataclasses.replace(LAUNCH, endpoint=endpoint)
+    assert Launch.from_environment(launch.to_environment()) == launch
+
+
+def test_a_launch_on_one_host_is_read_as_it_was_written():
+    launch = Launch(3, 4, "name", 17, 18, 3, 4, "")
+    assert Launch.from_environment(launch.to_environment()) == launch
+    assert launch.to_environment()["FERRODIST_ENDPOINT"] == ""
+
+
+@pytest.mark.parametrize("name", [field.name.upper() for field in dataclasses.fields(Launch)])
 def test_a_launch_that_is_half_set_names_what_is_missing(name):
-    variables = Launch(3, 4, "name", 17, 18).to_environment()
+    variables = LAUNCH.to_environment()
     with pytest.raises(InvalidArgument, match=rf"^FERRODIST_{name} not set, but FERRODIST_"):
         find.find_job(without(variables, f"FERRODIST_{name}"))
 
@@ -547,10 +588,18 @@ def test_a_launch_that_is_half_set_names_what_is_missing(name):
         ("SECRET_FD", "-3"),
         ("SECRET_FD", "99999999999"),
         ("ENDS_FD", "x"),
+        ("LOCAL_RANK", "x"),
+        ("LOCAL_RANK", "2"),
+        ("LOCAL_RANK", "0"),  # it would be rank 2 at most
+        ("LOCAL_WORLD_SIZE", "5"),
+        ("ENDPOINT", ""),  # rank 3 is the second of this host
+        ("ENDPOINT", "node-1"),
+        ("ENDPOINT", "node-1:0"),
+        ("ENDPOINT", "::1:29500"),
     ],
 )
 def test_a_launch_that_cannot_be_names_the_variables(name, value):
-    variables = Launch(3, 4, "name", 17, 18).to_environment()
+    variables = LAUNCH.to_environment()
     with pytest.raises(InvalidArgument, match=f"FERRODIST_{name}='{value}'"):
         find.find_job(variables | {f"FERRODIST_{name}": value})
 
@@ -610,7 +659,7 @@ def test_a_value_that_is_much_too_long_is_shown_in_part(environ, name):
 
 
 def test_a_launch_with_a_value_that_is_much_too_long_shows_it_in_part():
-    variables = Launch(3, 4, "name", 17, 18).to_environment() | {"FERRODIST_RANK": "7" * 5000}
+    variables = LAUNCH.to_environment() | {"FERRODIST_RANK": "7" * 5000}
     with pytest.raises(InvalidArgument, match=f"FERRODIST_RANK='{'7' * 60}\\.\\.\\.', FERR"):
         find.find_job(variables)
 
@@ -668,37 +717,265 @@ def test_more_ranks_than_one_host_holds_are_refused(environ, names):
 # -- several hosts -------------------------------------------------------------------------------
 
 
+SEVERAL = [
+    (TORCHRUN | {"WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=2, WORLD_SIZE=4"),
+    (
+        OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"},
+        "OMPI_COMM_WORLD_LOCAL_SIZE=2, OMPI_COMM_WORLD_SIZE=4",
+    ),
+    (INTEL_MPI | {"PMI_SIZE": "4"}, "MPI_LOCALNRANKS=2, PMI_SIZE=4"),
+    (
+        without(INTEL_MPI, "MPI_LOCALNRANKS") | {"SLURM_STEP_NUM_NODES": "2"},
+        "SLURM_STEP_NUM_NODES=2",
+    ),
+    (SLURM_PMIX | {"SLURM_STEP_NUM_NODES": "2"}, "SLURM_STEP_NUM_NODES=2"),
+    (SLURM_HOSTS, "SLURM_STEP_NUM_NODES=5"),
+    (PLAIN | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1, WORLD_SIZE=2"),
+    (
+        PLAIN | {"MASTER_ADDR": "192.0.2.77"},  # an address of nobody: RFC 5737
+        "MASTER_ADDR=192.0.2.77 is not an address of this host",
+    ),
+]
+
+
+@pytest.mark.parametrize(("environ", "shown"), SEVERAL)
+def test_ranks_on_several_hosts_are_known_and_logged(environ, shown, find_and_log):
+    job, line = find_and_log(environ)
+    assert job.several_hosts
+    assert job.hosts == shown
+    assert f", on several hosts ({shown})" in line
+
+
+@pytest.mark.parametrize(("environ", "shown"), SEVERAL)
+def test_ranks_on_several_hosts_share_no_memory_and_are_told_what_to_use(environ, shown):
+    job = find.find_job(environ)
+    with pytest.raises(RendezvousError) as caught:
+        meet(job, 0, 1.0)
+    text = str(caught.value)
+    assert f"are on several hosts ({job.source.name}: {shown}), and shared memory is of one" in text
+    assert "use the backend 'hybrid'" in text
+
+
+def test_ferrodist_run_says_where_rank_0_listens_on_several_hosts(find_and_log):
+    ends = Ends.create(4)
+    read, write = os.pipe()
+    os.write(write, secrets.token_bytes(32))
+    os.close(write)
+    launch = Launch(3, 4, "run-1-ab", read, ends.file, 1, 2, "[fd00::1]:29500")
+    job, _ = find_and_log(launch.to_environment())
+    ends.close()
+    assert (job.several_hosts, job.endpoint) == (True, ("fd00::1", 29500))
+    assert (job.local_rank, job.local_world_size) == (1, 2)
+    assert job.has_secret
+
+
+def test_ferrodist_run_on_one_host_needs_no_endpoint(launched):
+    job = find.find_job(launched)
+    assert (job.several_hosts, job.endpoint) == (False, None)
+    assert (job.local_rank, job.local_world_size) == (2, 4)
+
+
+def test_slurm_puts_rank_0_on_the_first_host_at_a_port_of_the_step():
+    one, same = slurm.read(SLURM_HOSTS).endpoint, slurm.read(SLURM_HOSTS).endpoint
+    other = slurm.read(SLURM_HOSTS | {"SLURM_STEP_ID": "1"}).endpoint
+    assert one == same
+    assert one.host == other.host == "rack07n1"
+    assert one.port != other.port
+    assert {one.port, other.port} <= set(range(20000, 30000))
+
+
 @pytest.mark.parametrize(
-    ("environ", "shown"),
+    ("change", "endpoint"),
     [
-        (TORCHRUN | {"WORLD_SIZE": "4"}, "torchrun: LOCAL_WORLD_SIZE=2, WORLD_SIZE=4"),
-        (
-            OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"},
-            "Open MPI: OMPI_COMM_WORLD_LOCAL_SIZE=2, OMPI_COMM_WORLD_SIZE=4",
-        ),
-        (INTEL_MPI | {"PMI_SIZE": "4"}, "MPI (PMI): MPI_LOCALNRANKS=2, PMI_SIZE=4"),
-        (
-            without(INTEL_MPI, "MPI_LOCALNRANKS") | {"SLURM_STEP_NUM_NODES": "2"},
-            "MPI (PMI): SLURM_STEP_NUM_NODES=2",
-        ),
-        (SLURM_PMIX | {"SLURM_STEP_NUM_NODES": "2"}, "PMIx: SLURM_STEP_NUM_NODES=2"),
-        (SLURM | {"SLURM_STEP_NUM_NODES": "2"}, "SLURM: SLURM_STEP_NUM_NODES=2"),
-        (
-            PLAIN | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-            "variables set by hand: LOCAL_WORLD_SIZE=1, WORLD_SIZE=2",
-        ),
-        (
-            PLAIN | {"MASTER_ADDR": "192.0.2.7"},  # an address of nobody: RFC 5737
-            "variables set by hand: MASTER_ADDR=192.0.2.7 is not an address of this host",
-        ),
+        ({"MASTER_PORT": "1234"}, ("rack07n1", 1234)),
+        ({"MASTER_PORT": "1234", "MASTER_ADDR": "[fd00::1]"}, ("fd00::1", 1234)),
     ],
 )
-def test_ranks_on_several_hosts_are_told_that_this_needs_tcp(environ, shown):
-    with pytest.raises(RendezvousError) as caught:
-        find.find_job(environ)
+def test_slurm_takes_the_address_that_is_given(change, endpoint):
+    assert slurm.read(SLURM_HOSTS | change).endpoint == endpoint
+
+
+def test_slurm_says_how_many_ranks_a_host_has():
+    sizes = [
+        slurm.read(SLURM_HOSTS | {"SLURM_NODEID": str(number)}).local_world_size
+        for number in range(6)
+    ]
+    assert sizes == [3, 3, 2, 2, 2, None]
+    odd = SLURM_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "3(x,2"}
+    assert slurm.read(odd).local_world_size is None
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node-1", ["node-1"]),
+        ("a,b", ["a", "b"]),
+        ("node[01-03,7],gpu5", ["node01", "node02", "node03", "node7", "gpu5"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("r[1-2]n[1,3].x", ["r1n1.x", "r1n3.x", "r2n1.x", "r2n3.x"]),
+    ],
+)
+def test_lists_of_hosts_are_read_as_slurm_writes_them(text, hosts):
+    assert list(expand(text)) == hosts
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,", "n[", "n[1-", "n[1--3]", "n[a]", "a b", "n[1]]"])
+def test_what_is_not_a_list_of_hosts_is_refused(text):
+    with pytest.raises(ValueError, match=r"at letter|is not a list of numbers"):
+        list(expand(text))
+
+
+def test_a_list_of_hosts_may_not_be_endless():
+    with pytest.raises(ValueError, match="too many"):
+        list(expand("n[0-999999999]"))
+
+
+def test_a_step_whose_hosts_cannot_be_read_says_so():
+    with pytest.raises(InvalidArgument, match=r"SLURM_STEP_NODELIST='n\['.*: expected hosts"):
+        find.find_job(SLURM_HOSTS | {"SLURM_STEP_NODELIST": "n["})
+    with pytest.raises(InvalidArgument, match="SLURM_STEP_NODELIST not set, but SLURM_STEP_NUM"):
+        find.find_job(without(SLURM_HOSTS, "SLURM_STEP_NODELIST"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "through"),
+    [
+        (TORCHRUN | {"WORLD_SIZE": "4"}, Through.TORCH_STORE),
+        (
+            TORCHRUN | {"WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "False"},
+            Through.SOCKETS,
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, Through.MPI),
+        (
+            OPEN_MPI
+            | {"OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "node-1", "MASTER_PORT": "1234"},
+            Through.SOCKETS,
+        ),
+        (INTEL_MPI | {"PMI_SIZE": "4"}, Through.MPI),
+        (SLURM_HOSTS, Through.SOCKETS),
+    ],
+)
+def test_ranks_meet_through_what_has_brought_them_together(environ, through):
+    assert find.find_job(environ).through is through
+
+
+def test_ranks_of_hydra_on_several_hosts_call_their_job_the_same(mpich):
+    several = mpich | {"PMI_SIZE": "4"}
+    assert pmi.read(several).job == "pmi-at-mpi"
+    where = {"MASTER_ADDR": "node-1", "MASTER_PORT": "1234"}
+    assert pmi.read(several | where).job == "pmi-at-node-1:1234"
+    assert pmi.read(several | {"PMI_JOBID": "77.0"}).job == "pmi-77.0"
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "x", "29 500"])
+def test_a_port_that_is_none_is_refused_where_it_is_needed(port):
+    assert not find.find_job(PLAIN | {"MASTER_PORT": port}).several_hosts
+    with pytest.raises(InvalidArgument, match=r"MASTER_PORT .*: expected a port from 1 to 65535"):
+        find.find_job(PLAIN | {"MASTER_PORT": port, "LOCAL_WORLD_SIZE": "1"})
+
+
+# -- the secret file -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    path.write_bytes(b"0123456789abcdef0123456789abcdef")
+    return path
+
+
+def with_secret(environ: dict[str, str], path: Path) -> dict[str, str]:
+    return environ | {"FERRODIST_SECRET_FILE": str(path)}
+
+
+@pytest.mark.parametrize("environ", [PLAIN, TORCHRUN, OPEN_MPI, INTEL_MPI, SLURM])
+def test_a_secret_file_is_the_secret_of_every_job(environ, secret_file, find_and_log):
+    job, line = find_and_log(with_secret(environ, secret_file))
+    assert job.has_secret
+    assert job.secret == hashlib.sha256(secret_file.read_bytes()).digest()
+    assert "0123456789abcdef" not in line + repr(job)
+    assert not find_and_log(environ)[0].has_secret
+
+
+def test_the_secret_of_ferrodist_run_counts_more_than_a_file(launched, secret_file):
+    job = find.find_job(with_secret(launched, secret_file))
+    assert job.secret != hashlib.sha256(secret_file.read_bytes()).digest()
+
+
+def test_a_world_of_one_needs_no_secret(tmp_path, find_and_log):
+    for environ in ({}, PLAIN | {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert find_and_log(with_secret(environ, tmp_path / "absent"))[0].world_size == 1
+
+
+def test_a_secret_may_come_through_a_pipe(find_and_log):
+    read, write = os.pipe()
+    os.write(write, b"x" * 40)
+    os.close(write)
+    job, _ = find_and_log(with_secret(PLAIN, Path(f"/dev/fd/{read}")))
+    os.close(read)
+    assert job.secret == hashlib.sha256(b"x" * 40).digest()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o666])
+def test_a_secret_that_others_can_read_is_none(mode, secret_file):
+    secret_file.chmod(mode)
+    with pytest.raises(AuthenticationError) as caught:
+        find.find_job(with_secret(PLAIN, secret_file))
     text = str(caught.value)
-    assert f"are on several hosts ({shown}). That needs the TCP backend, which this version" in text
-    assert text.endswith("start all ranks on one host")
+    assert text.startswith(f"FERRODIST_SECRET_FILE={secret_file} has mode 0{mode:o}, so others")
+    assert f"'chmod 600 {secret_file}'" in text
+    assert "0123456789abcdef" not in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_a_secret_of_another_user_is_none(secret_file):
+    os.chown(secret_file, 65534, -1)
+    with pytest.raises(AuthenticationError, match="belongs to user 65534, who then knows the"):
+        find.find_job(with_secret(PLAIN, secret_file))
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"), [(b"", "has 0 bytes"), (b"x" * 31, "31 bytes"), (b"x" * 65537, "over")]
+)
+def test_a_secret_of_the_wrong_size_is_none(content, shown, secret_file):
+    secret_file.write_bytes(content)
+    with pytest.raises(AuthenticationError, match=shown) as caught:
+        find.find_job(with_secret(PLAIN, secret_file))
+    assert "xxx" not in str(caught.value)
+    assert "(umask 077; head -c 32 /dev/urandom > ~/.ferrodist-secret)" in str(caught.value)
+
+
+def test_a_secret_file_that_is_not_there_says_how_to_make_one(tmp_path):
+    with pytest.raises(AuthenticationError, match="cannot be read: No such file") as caught:
+        find.find_job(with_secret(PLAIN, tmp_path / "absent"))
+    assert "export FERRODIST_SECRET_FILE=~/.ferrodist-secret" in str(caught.value)
+    with pytest.raises(AuthenticationError, match="is neither a file nor a pipe"):
+        find.find_job(with_secret(PLAIN, tmp_path))
+
+
+OWN_ADDRESS = next((one.address for one in list_interfaces() if not one.is_loopback), None)
+
+
+@pytest.mark.skipif(OWN_ADDRESS is None, reason="this host has only loopback")
+def test_an_address_of_this_host_means_several_only_with_a_secret_file(secret_file):
+    environ = PLAIN | {"MASTER_ADDR": OWN_ADDRESS}
+    assert not find.find_job(environ).several_hosts
+    assert find.find_job(with_secret(environ, secret_file)).several_hosts
+    told = environ | {"LOCAL_WORLD_SIZE": "2"}
+    assert not find.find_job(with_secret(told, secret_file)).several_hosts
+
+
+def test_loopback_is_one_host_with_a_secret_file_too(secret_file):
+    for host in ("127.0.0.1", "localhost", "::1"):
+        environ = PLAIN | {"MASTER_ADDR": host}
+        assert not find.find_job(with_secret(environ, secret_file)).several_hosts
+
+
+def test_a_name_that_is_not_known_yet_is_of_another_host(secret_file):
+    environ = PLAIN | {"MASTER_ADDR": "rank-0.invalid"}  # RFC 2606: it never resolves
+    job = find.find_job(with_secret(environ, secret_file))
+    assert job.hosts == "MASTER_ADDR=rank-0.invalid is not known to this host yet"
 
 
 def test_a_world_of_one_is_on_one_host_wherever_its_address_is(find_and_log):

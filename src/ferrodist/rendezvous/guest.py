@@ -1,102 +1,116 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The guest's side: every rank but 0 comes to rank 0, and leaves with everybody's files."""
+"""The guest's side: every rank but 0 comes to rank 0, wherever that listens."""
 
 from __future__ import annotations
 
-import os
 import random
-import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import ProtocolError, RendezvousError
-from ferrodist.rendezvous import roster, start_errors
+from ferrodist.errors import RendezvousError
+from ferrodist.rendezvous import start_errors
 from ferrodist.rendezvous.early_ends import EarlyEnds
 from ferrodist.rendezvous.failure import hear
 from ferrodist.rendezvous.handshake import greet_host
-from ferrodist.rendezvous.job import Job, Member
+from ferrodist.rendezvous.job import Job
 from ferrodist.rendezvous.link import Kind, Link, Talk, drive
-from ferrodist.rendezvous.roster import Entry
-from ferrodist.rendezvous.unix_socket import address_of, check_user, peer_of, try_connect
-from ferrodist.rendezvous.watch import Lifeline
+from ferrodist.rendezvous.meeting_point import MeetingPoint
 
-HELLO = struct.Struct("!Qd")  # pid, seconds within which the host has to decide
+T = TypeVar("T")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # between two attempts to reach the host
-
-
-def join(job: Job, arena: int, deadline: Deadline) -> list[Member]:
-    """Go to rank 0 and return all members when everybody has them."""
-    lifeline = Lifeline()
-    is_held = False
-    try:
-        entries = _visit_until_heard(job, [arena, lifeline.watch], deadline)
-        is_held = entries[job.rank].is_lifeline
-    finally:
-        if is_held:
-            lifeline.keep()
-        else:
-            lifeline.close()
-    return [entry.member for entry in entries]
+_FIRST_PAUSE = 0.001  # seconds between two attempts to reach the host; it doubles
+_PAUSE_IF_BUSY = 0.02
 
 
-def _visit_until_heard(job: Job, files: list[int], deadline: Deadline) -> list[Entry]:
-    while True:
-        link = _reach(job, deadline)
+class Visit:
+    """A way to rank 0: ``talk`` goes there and says something; ``link`` is open until ``close``."""
+
+    def __init__(self, job: Job, point: MeetingPoint, deadline: Deadline) -> None:
+        self._job = job
+        self._point = point
+        self._deadline = deadline
+        self._who = ""
+        self.link: Link | None = None
+
+    def start(self, talk: Callable[[Link], Talk[T]]) -> T:
+        """Connect to rank 0, shake hands, and talk; again if rank 0 is too busy to listen."""
+        while True:
+            self.link = self._reach()
+            try:
+                return self.go_on(self._greet_and(talk), self._deadline)
+            except BlockingIOError as error:  # too many visitors: we are asked to come again
+                self.close()
+                if self._deadline.remaining() <= 0:
+                    raise self._no_answer(self._deadline) from error
+                time.sleep(random.uniform(1, 5) * _PAUSE_IF_BUSY)  # not all at the same moment
+            except BaseException:
+                self.close()
+                raise
+
+    def go_on(self, talk: Callable[[Link], Talk[T]], deadline: Deadline) -> T:
+        """Talk on an open link; raises RendezvousError if rank 0 is gone or does not answer."""
+        link = self.link
+        if link is None:
+            raise RendezvousError(
+                "the connection to rank 0 was closed", rank=0, this_rank=self._job.rank
+            )
         try:
-            return _visit(link, job, files, deadline)
-        except BlockingIOError:  # too many visitors: we are asked to come again
-            time.sleep(random.uniform(1, 5) * _LONGEST_PAUSE)  # not all at the same moment
-        finally:
-            link.close()
+            return drive(talk(link), link, deadline)
+        except EOFError as error:
+            _hear_last_words(link)
+            EarlyEnds(self._job).look_at_once(_others(self._job))
+            raise start_errors.host_left(self._job, self._who) from error
+        except TimeoutError as error:
+            raise self._no_answer(deadline) from error
 
+    def _nobody(self) -> RendezvousError:
+        return start_errors.missing_host(self._job, self._point.address, self._deadline)
 
-def _reach(job: Job, deadline: Deadline) -> Link:
-    """Connect to rank 0, which may not have started yet."""
-    pause, early_ends = _FIRST_PAUSE, EarlyEnds(job)
-    while (connection := try_connect(job)) is None:
-        if deadline.remaining() <= 0:
-            raise start_errors.missing_host(job, address_of(job.name), deadline)
-        early_ends.look(_others(job))
-        time.sleep(min(pause, max(0.0, deadline.remaining())))
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    return Link(connection)
-
-
-def _visit(link: Link, job: Job, files: list[int], deadline: Deadline) -> list[Entry]:
-    peer = peer_of(link.socket)
-    check_user(peer)
-    try:
-        return drive(_talk(link, job, files, deadline), link, deadline)
-    except EOFError as error:
-        _hear_last_words(link)
-        EarlyEnds(job).look_at_once(_others(job))
-        raise start_errors.host_left(job, peer.pid) from error
-    except TimeoutError as error:
-        raise RendezvousError(
-            f"rank 0 of job {job.name!r} (pid {peer.pid}) did not answer within {deadline}; "
-            f"{start_errors.this_process(job)}",
+    def _no_answer(self, deadline: Deadline) -> RendezvousError:
+        return RendezvousError(
+            f"rank 0 of job {self._job.name!r} ({self._who}) did not answer within {deadline}; "
+            f"{start_errors.this_process(self._job)}",
             rank=0,
-            this_rank=job.rank,
-        ) from error
+            this_rank=self._job.rank,
+        )
+
+    def close(self) -> None:
+        """End the connection; once is enough."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    def _greet_and(self, talk: Callable[[Link], Talk[T]]) -> Callable[[Link], Talk[T]]:
+        def both(link: Link) -> Talk[T]:
+            yield from greet_host(link, self._job, where=self._point.where())
+            return (yield from talk(link))
+
+        return both
+
+    def _reach(self) -> Link:
+        """Connect to rank 0, which may not have started yet."""
+        pause, early_ends = _FIRST_PAUSE, EarlyEnds(self._job)
+        while (connection := self._point.try_connect()) is None:
+            if self._deadline.remaining() <= 0:
+                raise self._no_answer(self._deadline) if self._who else self._nobody()
+            early_ends.look(_others(self._job))
+            time.sleep(min(pause, max(0.0, self._deadline.remaining())))
+            pause = min(2 * pause, self._point.longest_pause)
+        try:
+            self._who = str(self._point.identify(connection))
+        except BaseException:
+            connection.close()
+            raise
+        return Link(connection)
 
 
-def _talk(link: Link, job: Job, files: list[int], deadline: Deadline) -> Talk[list[Entry]]:
-    yield from greet_host(link, job)
-    link.send(Kind.HELLO, HELLO.pack(os.getpid(), _patience(deadline)), files)
-    entries: list[Entry] = []
-    try:
-        while len(entries) < job.world_size:
-            entries += roster.unpack((yield from hear(link, Kind.ROSTER)))
-            link.send(Kind.TAKEN)
-        if [entry.member.rank for entry in entries] != list(range(job.world_size)):
-            raise ProtocolError("rank 0 sent a roster that is not of this world", rank=0)
-        yield from hear(link, Kind.GO)
-    except BaseException:
-        roster.close_entries(entries)
-        raise
-    return entries
+def patience(deadline: Deadline) -> float:
+    """Return when the host has to give up so that we hear its reasons in time."""
+    remaining = deadline.remaining()
+    return remaining - min(0.5, remaining / 10)
 
 
 def _hear_last_words(link: Link) -> None:
@@ -107,9 +121,3 @@ def _hear_last_words(link: Link) -> None:
 
 def _others(job: Job) -> list[int]:
     return [rank for rank in range(job.world_size) if rank != job.rank]
-
-
-def _patience(deadline: Deadline) -> float:
-    """Return when the host has to give up so that we hear its reasons in time."""
-    remaining = deadline.remaining()
-    return remaining - min(0.5, remaining / 10)

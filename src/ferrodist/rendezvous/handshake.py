@@ -8,15 +8,19 @@
     PROOF: HMAC("gues", both greetings, job)  ->
                                           <-  WELCOME
 
-A proof covers the role, all that both sides have said and the job's name, so it cannot be sent
-back, used again, or taken to another job. Only then the host compares what both have said.
+A proof covers the role, all that both sides have said (their ranks too) and the job's name, so it
+cannot be sent back, used again, or taken to another rank or job. Only then the host compares what
+both have said. From the same follow keys that only these two have: every message after the WELCOME
+is sealed with one, and one is handed out for what comes after messages.
 """
 
 from __future__ import annotations
 
+import enum
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ferrodist.errors import AuthenticationError, ProtocolError
@@ -26,7 +30,24 @@ from ferrodist.rendezvous.link import Kind, Link, Talk
 from ferrodist.version import __version__
 
 _GREETING = struct.Struct("!32sII32s")
-_HOST, _GUEST = b"host", b"gues"  # of one length, like everything else in a proof but the name
+_LINK, _TO_HOST, _TO_GUEST = b"link", b"toho", b"togu"  # of one length, like all but the name
+
+
+class Purpose(enum.Enum):
+    """What a handshake is for; one that is meant for this is no good for that."""
+
+    MEETING = b"host", b"gues"
+    MESH = b"answ", b"call"
+
+    @property
+    def host(self) -> bytes:
+        """What stands in the proof of the one who listens."""
+        return self.value[0]
+
+    @property
+    def guest(self) -> bytes:
+        """What stands in the proof of the one who comes."""
+        return self.value[1]
 
 
 class Greeting(NamedTuple):
@@ -51,35 +72,68 @@ class Greeting(NamedTuple):
             raise ProtocolError("a greeting that cannot be read") from error
 
 
-def greet_host(link: Link, job: Job) -> Talk[None]:
-    """Shake hands as a guest; raises AuthenticationError if the host does not know the secret."""
+def greet_host(
+    link: Link, job: Job, purpose: Purpose = Purpose.MEETING, *, rank: int = 0, where: str = ""
+) -> Talk[bytes]:
+    """Shake hands as a guest of a rank, and return the key that both have now.
+
+    Raises AuthenticationError if whoever listens does not know the secret, or is another rank.
+    """
     mine = _new_greeting(job).pack()
     link.send(Kind.GREETING, mine)
-    theirs = (yield from failure.hear(link, Kind.GREETING, believe=False)).body
-    proof = (yield from failure.hear(link, Kind.PROOF, believe=False)).body
-    if not hmac.compare_digest(proof, _prove(job, _HOST, mine, theirs)):
+    try:
+        theirs = (yield from failure.hear(link, Kind.GREETING, believe=False)).body
+        proof = (yield from failure.hear(link, Kind.PROOF, believe=False)).body
+    except ProtocolError as error:
+        raise ProtocolError(
+            f"whoever listens{where} for job {job.name!r} is no rank of ferrodist: {error}",
+            rank=rank,
+            this_rank=job.rank,
+        ) from error
+    if not hmac.compare_digest(proof, _prove(job, purpose.host, mine, theirs)):
         raise AuthenticationError(
-            f"whoever listens for job {job.name!r} does not know its secret: it belongs to "
+            f"whoever listens{where} for job {job.name!r} does not know its secret: it belongs to "
             "another job of this name, or to nobody you know",
-            rank=0,
+            rank=rank,
             this_rank=job.rank,
         )
-    link.send(Kind.PROOF, _prove(job, _GUEST, mine, theirs))
     host = Greeting.unpack(theirs)
-    check_version(host.version, job)
+    if host.rank != rank:  # before we prove anything: it must not take us for its own guest
+        raise AuthenticationError(
+            f"rank {host.rank} of job {job.name!r} listens{where}, where rank {rank} should",
+            rank=host.rank,
+            this_rank=job.rank,
+        )
+    link.send(Kind.PROOF, _prove(job, purpose.guest, mine, theirs))
+    link.seal_sent(_prove(job, _TO_HOST, mine, theirs))
+    check_version(host.version, job, rank)
     yield from failure.hear(link, Kind.WELCOME)
+    link.seal_received(_prove(job, _TO_GUEST, mine, theirs))
+    return _prove(job, _LINK, mine, theirs)
 
 
-def greet_guest(link: Link, job: Job) -> Talk[Greeting]:
-    """Shake hands as the host; return what the guest has proved to have said."""
+def greet_guest(
+    link: Link,
+    job: Job,
+    purpose: Purpose = Purpose.MEETING,
+    check: Callable[[Greeting], None] = lambda greeting: None,
+) -> Talk[tuple[Greeting, bytes]]:
+    """Shake hands as the host; return what the guest has proved to have said, and the key.
+
+    ``check`` looks at what it has said, and raises if it is not welcome all the same.
+    """
     theirs = (yield from link.receive(Kind.GREETING)).body
     greeting, mine = Greeting.unpack(theirs), _new_greeting(job).pack()
     link.send(Kind.GREETING, mine)
-    link.send(Kind.PROOF, _prove(job, _HOST, theirs, mine))
+    link.send(Kind.PROOF, _prove(job, purpose.host, theirs, mine))
     proof = (yield from link.receive(Kind.PROOF)).body
-    if not hmac.compare_digest(proof, _prove(job, _GUEST, theirs, mine)):
+    if not hmac.compare_digest(proof, _prove(job, purpose.guest, theirs, mine)):
         raise AuthenticationError("a visitor does not know the job's secret")
-    return greeting
+    link.seal_received(_prove(job, _TO_HOST, theirs, mine))
+    check(greeting)
+    link.send(Kind.WELCOME)
+    link.seal_sent(_prove(job, _TO_GUEST, theirs, mine))
+    return greeting, _prove(job, _LINK, theirs, mine)
 
 
 def check_version(other: str, job: Job, rank: int = 0) -> None:

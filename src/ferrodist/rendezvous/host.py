@@ -1,157 +1,115 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The host's side: rank 0 receives all others, and hands everybody's files to everybody.
+"""Host: rank 0 while the ranks of a job meet, whatever they have come for.
 
-Visitors are served side by side, each with a bound of its own, so that one that is slow or talks
-nonsense holds up nobody.
+It lets in who belongs to the job, knows who is there, and tells all of them when it cannot work
+out. What the guests are served is up to the classes made of it.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
 import selectors
 import struct
-import time
-from contextlib import suppress
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, ProtocolError, RendezvousError
-from ferrodist.rendezvous import failure, roster, start_errors
+from ferrodist.rendezvous import failure, start_errors
 from ferrodist.rendezvous.early_ends import EarlyEnds
-from ferrodist.rendezvous.guest import HELLO
-from ferrodist.rendezvous.handshake import (
-    Greeting,
-    check_version,
-    greet_guest,
-)
-from ferrodist.rendezvous.job import Job, Member
-from ferrodist.rendezvous.link import Kind, Link, Message, Talk, close_files, drive, wait_seconds
-from ferrodist.rendezvous.roster import Entry
-from ferrodist.rendezvous.unix_socket import Peer, check_user, open_listener, peer_of
-from ferrodist.rendezvous.watch import open_own_watch, try_peer_pidfd
+from ferrodist.rendezvous.handshake import Greeting, check_version, greet_guest
+from ferrodist.rendezvous.job import Job
+from ferrodist.rendezvous.link import Kind, Link, Message, Talk, close_files, wait_seconds
+from ferrodist.rendezvous.meeting_point import MeetingPoint
+from ferrodist.rendezvous.reception import Peer, Reception
 
-logger = logging.getLogger("ferrodist")
-
-_MOST_STRANGERS = 64  # visitors at once beyond those that are expected
-_VISIT_SECONDS = 5.0  # for a visitor to become a guest
-_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+HELLO = struct.Struct("!Qd")  # pid, seconds within which the host has to decide
 
 
-class _Visitor(NamedTuple):
-    """A connection whose handshake goes on."""
+class Guest(NamedTuple):
+    """A rank that is here, and who it is in words."""
 
     link: Link
-    peer: Peer
-    talk: Talk[None]
-    deadline: Deadline
-
-
-def receive_all(job: Job, arena: int, deadline: Deadline) -> list[Member]:
-    """Wait for all ranks and return the members when everybody has them."""
-    host = Host(job, arena, deadline)
-    try:
-        host.gather()
-        return host.hand_out()
-    except BaseException as error:
-        host.give_up(error)
-        raise
-    finally:
-        host.close()
+    pid: int
+    who: str
 
 
 class Host:
-    """Rank 0 while the ranks meet."""
+    """Rank 0 while the ranks meet. ``hello`` is how guests introduce themselves."""
 
-    def __init__(self, job: Job, arena: int, deadline: Deadline) -> None:
+    hello = Kind.ARRIVAL
+
+    def __init__(self, job: Job, point: MeetingPoint, deadline: Deadline) -> None:
         self._job = job
         self._deadline = deadline
-        self._listener = open_listener(job)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._visitors: dict[Link, _Visitor] = {}  # the oldest first
-        self._guests: dict[int, Link] = {}
-        own = Member(0, os.getpid(), os.dup(arena), open_own_watch())
-        self._entries = {0: Entry(own, is_lifeline=False)}
+        self._guests: dict[int, Guest] = {}
         self._refusals: list[str] = []
-        self._fatal: ProtocolError | None = None
-        self._quiet_until = 0.0
+        self._fatal: DistributedError | None = None
         self._early_ends = EarlyEnds(job)
-
-    # -- waiting for ranks ------------------------------------------------------------------------
-
-    def gather(self) -> None:
-        """Serve visitors until every rank is a guest."""
-        size = self._job.world_size
-        while len(self._guests) < size - 1:
-            for key, _ in self._selector.select(self._until_next_end()):
-                if isinstance(key.data, _Visitor):
-                    self._go_on_with(key.data)
-                elif key.data is not None:
-                    raise self._left(key.data)
-                else:
-                    self._accept()
-            self._end_overdue_visits()
-            self._early_ends.look(rank for rank in range(size) if rank not in self._entries)
-            if self._fatal is not None:
-                raise self._fatal
-            if self._deadline.remaining() <= 0:
-                pids = {rank: entry.member.pid for rank, entry in self._entries.items()}
-                seconds = self._deadline.seconds or 0.0
-                raise start_errors.missing_ranks(self._job, pids, seconds, self._refusals)
-
-    def _until_next_end(self) -> float:
-        deadlines = [self._deadline, *(visitor.deadline for visitor in self._visitors.values())]
-        return wait_seconds(min(deadline.remaining() for deadline in deadlines))
-
-    def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            if error.errno not in _OUT_OF_FILES or not self._visitors:
-                raise
-            self._end_oldest_visit()
-            return
-        link, peer = Link(connection), peer_of(connection)
-        try:
-            check_user(peer)
-        except DistributedError as error:
-            link.close()
-            self._log_refusal(error)
-            return
-        if len(self._visitors) >= self._job.world_size + _MOST_STRANGERS:
-            self._end_oldest_visit()
-        visitor = _Visitor(link, peer, self._talk(link, peer), Deadline(_VISIT_SECONDS))
-        self._visitors[link] = visitor
-        self._selector.register(link, selectors.EVENT_READ, visitor)
-        self._go_on_with(visitor)
-
-    def _go_on_with(self, visitor: _Visitor) -> None:
-        """Hear what a visitor has to say now; what is wrong with it is its own affair."""
-        if visitor.link not in self._visitors:
-            return  # its visit was ended a moment ago
-        try:
-            next(visitor.talk)
-        except StopIteration:
-            return  # it is a guest
-        except (EOFError, OSError) as error:
-            self._end_visit(visitor)
-            self._log_refusal(error)
-
-    def _talk(self, link: Link, peer: Peer) -> Talk[None]:
-        """Make a guest of a visitor."""
-        try:
-            greeting = yield from greet_guest(link, self._job)
-            self._check(greeting, peer)
-            link.send(Kind.WELCOME)
-            hello = yield from link.receive(Kind.HELLO)
-            self._admit(link, peer, greeting.rank, hello)
-        except DistributedError as error:
-            failure.tell(link, error)
+            self._reception = Reception(
+                job,
+                point.open_listener(),
+                self._selector,
+                identify=point.identify,
+                receive=self._receive,
+            )
+        except BaseException:
+            self._selector.close()
             raise
+        self._own_name = point.describe_self()
+
+    # -- serving ----------------------------------------------------------------------------------
+
+    def is_full(self) -> bool:
+        """Tell whether every rank is here."""
+        return len(self._guests) == self._job.world_size - 1
+
+    def serve_until(self, is_done: Callable[[], bool]) -> None:
+        """Serve visitors and guests; raises RendezvousError for ranks that do not come or leave."""
+        while not is_done():
+            for key, _ in self._selector.select(wait_seconds(self._seconds_to_next_end())):
+                if not self._reception.take(key.data):
+                    self._hear(key.data)
+            self._reception.end_overdue_visits()
+            self._early_ends.look(rank for rank in self._others() if rank not in self._guests)
+            self._look_at_the_clock()
+
+    def _hear(self, rank: int) -> None:
+        """Go on with a guest who has something to say; here it can only leave."""
+        raise self._left(rank)
+
+    def _seconds_to_next_end(self) -> float:
+        return min(self._deadline.remaining(), self._reception.seconds_to_next_end())
+
+    def _look_at_the_clock(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+        if self._deadline.remaining() > 0:
+            return
+        if self.is_full():
+            raise self._overdue()
+        here = {0: self._own_name, **{rank: guest.who for rank, guest in self._guests.items()}}
+        seconds = self._deadline.seconds or 0.0
+        raise start_errors.missing_ranks(self._job, here, seconds, self._refusals)
+
+    def _overdue(self) -> RendezvousError:
+        return RendezvousError(f"the ranks of job {self._job.name!r} did not get ready in time")
+
+    def _left(self, rank: int) -> RendezvousError:
+        return start_errors.left(self._job, rank, self._guests[rank].who)
+
+    def _others(self) -> range:
+        return range(1, self._job.world_size)
+
+    # -- from visitor to guest --------------------------------------------------------------------
+
+    def _receive(self, link: Link, peer: Peer) -> Talk[None]:
+        greeting, _ = yield from greet_guest(
+            link, self._job, check=lambda greeting: self._check(greeting, peer)
+        )
+        message = yield from link.receive(Kind.HELLO, Kind.ARRIVAL)
+        self._admit(link, peer, greeting.rank, message)
 
     def _check(self, greeting: Greeting, peer: Peer) -> None:
         """Refuse a process that has proved to be of this job and yet does not fit into it."""
@@ -163,125 +121,71 @@ class Host:
             raise
         if greeting.world_size != size:
             theirs = greeting.world_size
-            raise self._refused(start_errors.wrong_world_size(self._job, rank, theirs, peer.pid))
-        if not 0 < rank < size:
+            raise self._refused(
+                start_errors.wrong_world_size(self._job, rank, theirs, str(peer), self._own_name)
+            )
+        if rank not in self._others():
             raise self._refused(RendezvousError(f"rank {rank} cannot join", rank=rank))
-        self._check_is_new(rank, peer)
+        self._check_is_new(rank, str(peer))
 
-    def _check_is_new(self, rank: int, peer: Peer) -> None:
-        if rank in self._entries:
-            first = self._entries[rank].member.pid
-            raise self._refused(start_errors.second_process(self._job, rank, first, peer.pid))
+    def _check_is_new(self, rank: int, who: str) -> None:
+        if rank in self._guests:
+            first = self._guests[rank].who
+            raise self._refused(start_errors.second_process(self._job, rank, first, who))
 
     def _refused(self, error: RendezvousError) -> RendezvousError:
         """Remember a refusal: if a rank is missing in the end, it says why."""
         self._refusals = [*self._refusals[-3:], f"refused: {error}"]
         return error
 
-    def _admit(self, link: Link, peer: Peer, rank: int, hello: Message) -> None:
+    def _admit(self, link: Link, peer: Peer, rank: int, message: Message) -> None:
         try:
-            self._check_is_new(rank, peer)
-            pid, seconds = _read_hello(hello)
+            pid, seconds, name = _read_hello(message)
+            who = _in_words(peer, pid, name)
+            self._check_is_new(rank, who)
+            if message.kind is not self.hello:
+                self._fatal = start_errors.different_purposes(self._job, rank, who)
+                raise self._fatal
+            self._take(link, peer, rank, pid, message.files)
         except DistributedError:
-            close_files(hello.files)
+            close_files(message.files)
             raise
-        arena, lifeline = hello.files
-        pidfd = try_peer_pidfd(link.socket, peer.pid)
-        if pidfd is not None:
-            os.close(lifeline)
-        watch = lifeline if pidfd is None else pidfd
-        self._entries[rank] = Entry(Member(rank, peer.pid or pid, arena, watch), pidfd is None)
-        self._guests[rank] = link
-        del self._visitors[link]
-        self._selector.modify(link, selectors.EVENT_READ, rank)
+        self._guests[rank] = Guest(link, peer.pid or pid, who)
+        self._reception.admit(link, rank)
         if seconds < self._deadline.remaining():
             self._deadline = Deadline(seconds)
 
-    def _end_overdue_visits(self) -> None:
-        for visitor in list(self._visitors.values()):
-            if visitor.deadline.remaining() <= 0:
-                self._send_away(visitor)
-
-    def _end_oldest_visit(self) -> None:
-        self._send_away(next(iter(self._visitors.values())))
-
-    def _send_away(self, visitor: _Visitor) -> None:
-        """End a visit that takes too long; a rank of ours will come again."""
-        with suppress(EOFError):
-            visitor.link.send(Kind.BUSY)
-        self._end_visit(visitor)
-        self._log_refusal(f"pid {visitor.peer.pid} did not finish the handshake")
-
-    def _end_visit(self, visitor: _Visitor) -> None:
-        del self._visitors[visitor.link]
-        self._selector.unregister(visitor.link)
-        visitor.talk.close()
-        visitor.link.close()
-
-    def _log_refusal(self, reason: object) -> None:
-        """Log that a visitor was turned away, at most once a second."""
-        if time.monotonic() >= self._quiet_until:
-            self._quiet_until = time.monotonic() + 1.0
-            logger.warning("job %r: turned a connection away: %s", self._job.name, reason)
-
-    def _left(self, rank: int) -> RendezvousError:
-        return start_errors.left(self._job, rank, self._entries[rank].member.pid)
-
-    # -- all are here -----------------------------------------------------------------------------
-
-    def hand_out(self) -> list[Member]:
-        """Give everybody all files, one guest after the other, and let all go."""
-        self._listener.close()
-        entries = [self._entries[rank] for rank in range(self._job.world_size)]
-        for rank, link in self._guests.items():
-            try:
-                drive(_give(link, entries), link, self._deadline)
-            except EOFError as error:
-                raise self._left(rank) from error
-            except TimeoutError as error:
-                pid = self._entries[rank].member.pid
-                raise RendezvousError(
-                    f"rank {rank} (pid {pid}) has joined and then not answered", rank=rank
-                ) from error
-        for link in self._guests.values():
-            with suppress(EOFError):  # who dies from now on is found by the watches
-                link.send(Kind.GO)
-        return [entry.member for entry in entries]
+    def _take(self, link: Link, peer: Peer, rank: int, pid: int, files: list[int]) -> None:
+        """Take what a new guest has brought; if this raises, the files are closed."""
 
     # -- the end ----------------------------------------------------------------------------------
 
     def give_up(self, error: BaseException) -> None:
         """Tell all guests why the ranks will not meet."""
-        for link in self._guests.values():
-            failure.tell(link, error)
-        roster.close_entries(list(self._entries.values()))
+        for guest in self._guests.values():
+            failure.tell(guest.link, error, 0)
 
     def close(self) -> None:
         """Close all sockets."""
-        self._listener.close()
+        self._reception.close()
         self._selector.close()
-        for link in [*self._visitors, *self._guests.values()]:
-            link.close()
+        for guest in self._guests.values():
+            guest.link.close()
 
 
-def _give(link: Link, entries: list[Entry]) -> Talk[None]:
-    """Hand a roster over; each part is taken before the next is sent.
-
-    The kernel bounds how many files a user may have on their way.
-    """
-    for body, files in roster.pack(entries):
-        link.send(Kind.ROSTER, body, files)
-        yield from link.receive(Kind.TAKEN)
+def _in_words(peer: Peer, pid: int, name: str) -> str:
+    if not peer.address:
+        return f"pid {peer.pid or pid}"
+    return f"pid {pid} on {name}, {peer.address}"
 
 
-def _read_hello(hello: Message) -> tuple[int, float]:
-    """Return the guest's pid, and how long it can wait."""
-    if len(hello.files) != 2:
-        raise roster.no_room_for_files(f"{len(hello.files)} of 2 files of a rank arrived")
+def _read_hello(message: Message) -> tuple[int, float, str]:
+    """Return the guest's pid, how long it can wait, and its host's name."""
+    head, name = message.body[: HELLO.size], message.body[HELLO.size :]
     try:
-        pid, seconds = HELLO.unpack(hello.body)
+        pid, seconds = HELLO.unpack(head)
     except struct.error as error:
         raise ProtocolError("a hello that cannot be read") from error
     if not seconds > 0:  # not a number, perhaps
         raise ProtocolError("a hello with a time that is none")
-    return pid, seconds
+    return pid, seconds, name.decode(errors="replace")

@@ -8,6 +8,7 @@ wait for the other side. ``drive`` runs one talk to its end; a host runs many at
 from __future__ import annotations
 
 import enum
+import hmac
 import math
 import os
 import select
@@ -26,8 +27,13 @@ Talk = Generator[None, None, T]
 _HEADER = struct.Struct("!4sBI")  # magic, kind, bytes that follow
 _MAGIC = b"frd1"
 _LONGEST_WAIT = 0.2
+_COUNTER = struct.Struct("!Q")
+_TAG_NBYTES = 16
 
 RANKS_PER_ROSTER = 126  # a message carries at most 253 files, a rank has two
+LONGEST_NAME = 64  # bytes of a host's name
+LONGEST_KEY = 256  # bytes of a key in the store
+LARGEST_VALUE = 1 << 16
 
 
 class Kind(enum.IntEnum):
@@ -42,6 +48,15 @@ class Kind(enum.IntEnum):
     GO = 7  # all have everything
     BUSY = 8  # come again
     FAILURE = 9  # the ranks will not meet, and why
+    ARRIVAL = 10  # who I am; I have no files
+    SET = 11  # keep this in the store
+    GET = 12  # tell me what is in the store, now or soon
+    ADD = 13  # count in the store
+    VALUE = 14  # what the store answers
+    ABSENT = 15  # it has no such thing, and time is up
+    REFUSED = 16  # it does not do that, and why
+    LEAVE = 17  # I have all I came for
+    READY = 18  # I am linked to all
 
 
 class _Bounds(NamedTuple):
@@ -59,6 +74,15 @@ _BOUNDS = {
     Kind.GO: _Bounds(),
     Kind.BUSY: _Bounds(),
     Kind.FAILURE: _Bounds(1 << 16),
+    Kind.ARRIVAL: _Bounds(16 + LONGEST_NAME),
+    Kind.SET: _Bounds(2 + LONGEST_KEY + LARGEST_VALUE),
+    Kind.GET: _Bounds(8 + LONGEST_KEY),
+    Kind.ADD: _Bounds(8 + LONGEST_KEY),
+    Kind.VALUE: _Bounds(LARGEST_VALUE),
+    Kind.ABSENT: _Bounds(),
+    Kind.REFUSED: _Bounds(1 << 12),
+    Kind.LEAVE: _Bounds(),
+    Kind.READY: _Bounds(),
 }
 
 
@@ -70,12 +94,31 @@ class Message(NamedTuple):
     files: list[int]
 
 
+class _Seal:
+    """The tags of the messages that go one way; each covers its number, so none fits twice."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def next_tag(self, frame: bytes) -> bytes:
+        data = _COUNTER.pack(self._count) + frame
+        self._count += 1
+        return hmac.digest(self._key, data, "sha256")[:_TAG_NBYTES]
+
+    def check(self, frame: bytes, tag: bytes) -> None:
+        if not hmac.compare_digest(self.next_tag(frame), tag):
+            raise ProtocolError("a message was changed on its way, or is not of this connection")
+
+
 class Link:
     """One end of a connection. The other side ending it raises EOFError here."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.socket = connection
+        self._send_seal: _Seal | None = None
+        self._receive_seal: _Seal | None = None
 
     def fileno(self) -> int:
         """Return the socket's number, for selectors."""
@@ -85,12 +128,25 @@ class Link:
         """End the connection."""
         self.socket.close()
 
+    def seal_sent(self, key: bytes) -> None:
+        """From now on, mark every message with a key.
+
+        Whoever sits on the way between two hosts can then neither change, repeat nor drop one.
+        """
+        self._send_seal = _Seal(key)
+
+    def seal_received(self, key: bytes) -> None:
+        """From now on, refuse messages that are not so marked."""
+        self._receive_seal = _Seal(key)
+
     def send(self, kind: Kind, body: bytes = b"", files: Sequence[int] = ()) -> None:
         """Send a message at once.
 
         It never has to wait: all are small, and no side sends much before it hears an answer.
         """
         frame = _HEADER.pack(_MAGIC, kind, len(body)) + body
+        if self._send_seal is not None:
+            frame += self._send_seal.next_tag(frame)
         try:
             # Not socket.send_fds and recv_fds: they drop their flags.
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
@@ -112,10 +168,26 @@ class Link:
                 words = " or ".join(kind.name for kind in expected)
                 raise ProtocolError(f"expected {words}, got bytes that are no such message")
             body = yield from self._read(nbytes, most_files, files)
+            if self._receive_seal is not None:
+                tag = yield from self._read(_TAG_NBYTES, most_files, files)
+                self._receive_seal.check(header + body, tag)
         except BaseException:
             close_files(files)
             raise
         return Message(kind, body, files)
+
+    def starts_with(self, kind: Kind) -> bool:
+        """Tell whether a message of this kind comes next, and leave it where it is.
+
+        Raises EOFError at the end, BlockingIOError if nothing has come.
+        """
+        try:
+            start = self.socket.recv(_HEADER.size, socket.MSG_PEEK)
+        except ConnectionError as error:
+            raise EOFError("the other side is gone") from error
+        if not start:
+            raise EOFError("the other side has ended the connection")
+        return start[:5] == _HEADER.pack(_MAGIC, kind, 0)[:5]
 
     def _read(self, nbytes: int, most_files: int, files: list[int]) -> Talk[bytes]:
         """Read exactly so many bytes, and add the files that come with them."""

@@ -6,27 +6,29 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from ferrodist.config import variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import RendezvousError
 from ferrodist.rendezvous.ends import how_ended
+from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.job import Job
 
 _SHOWN = 16  # ranks named in a text
 
 
 def missing_ranks(
-    job: Job, pids: Mapping[int, int], seconds: float, refusals: Sequence[str]
+    job: Job, present: Mapping[int, str], seconds: float, refusals: Sequence[str]
 ) -> RendezvousError:
     """Make rank 0's error: these processes came in time, by rank, and the others did not."""
     source, size = job.source, job.world_size
-    missing = [rank for rank in range(size) if rank not in pids]
-    here = _listed([f"rank {rank} (pid {pid})" for rank, pid in pids.items()])
+    missing = [rank for rank in range(size) if rank not in present]
+    here = _listed([f"rank {rank} ({who})" for rank, who in present.items()])
     head = (
         f"{_listed([f'rank {rank}' for rank in missing])} of {size} did not join job "
         f"{job.name!r} within {seconds:.1f} s; here: {here}; {source.world_size}={size} is from "
         f"{source.name}"
     )
-    is_alone = len(pids) == 1 and not refusals and job.ends is None
+    is_alone = len(present) == 1 and not refusals and job.ends is None
     advice = _if_alone(job) if is_alone else _if_some_are_missing(job)
     text = "\n".join([head, *refusals, advice])
     return RendezvousError(text, missing=missing, rank=missing[0])
@@ -35,15 +37,26 @@ def missing_ranks(
 def _if_alone(job: Job) -> str:
     return (
         "only this process was started, or the others do not call ferrodist.init(), as every rank "
-        f"has to: {job.source.start_of(job.world_size)}. {_if_inherited(job, 'this process')}"
+        f"has to: {job.source.start_of(job.world_size)}{_if_elsewhere(job)}"
+        f"{_if_between_hosts(job)}. "
+        f"{_if_inherited(job, 'this process')}"
     )
 
 
 def _if_some_are_missing(job: Job) -> str:
     return (
         "look at the output of the missing ones: they were not started, ended or hang before "
-        f"ferrodist.init(), or have another {job.source.job}"
+        f"ferrodist.init(), or have another {job.source.job}{_if_between_hosts(job)}"
+        f"{_if_elsewhere(job)}"
     )
+
+
+def _if_elsewhere(job: Job) -> str:
+    """Say what is missing if ranks are on other hosts, where nobody could tell."""
+    is_open = job.endpoint is not None and not is_loopback(job.endpoint.host)
+    if job.several_hosts or job.has_secret or not is_open:
+        return ""
+    return f"; if they are on other hosts, all ranks need {variable('secret_file')}"
 
 
 def missing_host(job: Job, address: str, deadline: Deadline) -> RendezvousError:
@@ -52,19 +65,25 @@ def missing_host(job: Job, address: str, deadline: Deadline) -> RendezvousError:
         f"rank 0 of job {job.name!r} did not come within {deadline}: nobody listens at {address}; "
         f"{this_process(job)}\n"
         f"look at the output of rank 0: it ended or hangs before ferrodist.init(), or has another "
-        f"{job.source.job} or {job.source.world_size}=1. If it was not started, "
-        f"{job.source.start_of(job.world_size)}. {_if_inherited(job, 'this process')}",
+        f"{job.source.job} or {job.source.world_size}=1{_if_between_hosts(job)}. If it was not "
+        f"started, {job.source.start_of(job.world_size)}. {_if_inherited(job, 'this process')}",
         rank=0,
         missing=[0],
         this_rank=job.rank,
     )
 
 
-def second_process(job: Job, rank: int, first_pid: int, pid: int) -> RendezvousError:
+def _if_between_hosts(job: Job) -> str:
+    if not job.several_hosts or job.endpoint is None:
+        return ""
+    return f"; or a firewall keeps ranks from {job.endpoint}, which 'ferrodist doctor' can tell"
+
+
+def second_process(job: Job, rank: int, first: str, second: str) -> RendezvousError:
     """Make the error of a process that comes for a rank which is there already."""
     return RendezvousError(
-        f"rank {rank} of job {job.name!r} is there twice: pid {first_pid} has joined, pid {pid} "
-        f"came second and was refused; {_what_to_change(job, rank, f'pid {pid}')}",
+        f"rank {rank} of job {job.name!r} is there twice: {first} has joined, {second} "
+        f"came second and was refused; {_what_to_change(job, rank, second)}",
         rank=rank,
     )
 
@@ -92,11 +111,11 @@ def host_of_another_user(job: Job, address: str, pid: int, uid: int) -> Rendezvo
     )
 
 
-def wrong_world_size(job: Job, rank: int, size: int, pid: int) -> RendezvousError:
+def wrong_world_size(job: Job, rank: int, size: int, who: str, host: str) -> RendezvousError:
     """Make the error of a guest that believes in another world size than this host."""
     source = job.source
     return RendezvousError(
-        f"rank {rank} (pid {pid}) was started for a world of {size}, rank 0 (pid {os.getpid()}) "
+        f"rank {rank} ({who}) was started for a world of {size}, rank 0 ({host}) "
         f"for a world of {job.world_size}: {source.world_size}, from {source.name}, must be the "
         f"same on every rank of job {job.name!r}, and another job needs another {source.job}",
         rank=rank,
@@ -105,20 +124,41 @@ def wrong_world_size(job: Job, rank: int, size: int, pid: int) -> RendezvousErro
     )
 
 
-def left(job: Job, rank: int, pid: int) -> RendezvousError:
+def different_purposes(job: Job, rank: int, who: str) -> RendezvousError:
+    """Make the error of a guest that has come for another backend than this host's."""
+    return RendezvousError(
+        f"rank {rank} ({who}) and rank 0 of job {job.name!r} do not make the same backend: one "
+        "shares memory and one does not; give all ranks the same name in init() and "
+        f"{variable('backend')}",
+        rank=rank,
+    )
+
+
+def several_hosts(job: Job) -> RendezvousError:
+    """Make the error of ranks that want to share memory and are not on one host."""
+    return RendezvousError(
+        f"the {job.world_size} ranks of job {job.name!r} are on several hosts "
+        f"({job.source.name}: {job.hosts}), and shared memory is of one host: use the backend "
+        "'hybrid', which shares memory within each host, or 'tcp', or start all ranks on one host",
+        this_rank=job.rank,
+        world_size=job.world_size,
+    )
+
+
+def left(job: Job, rank: int, who: str) -> RendezvousError:
     """Make the error of a guest that has joined and left again."""
     how = (job.ends and job.ends.how(rank)) or "ended or gave up"
     return RendezvousError(
-        f"rank {rank} (pid {pid}) {how} before all ranks of job {job.name!r} had joined; look at "
+        f"rank {rank} ({who}) {how} before all ranks of job {job.name!r} had joined; look at "
         "its own output",
         rank=rank,
     )
 
 
-def host_left(job: Job, pid: int) -> RendezvousError:
+def host_left(job: Job, who: str) -> RendezvousError:
     """Make a guest's error: rank 0 was there and is no longer."""
     return RendezvousError(
-        f"rank 0 (pid {pid}) of job {job.name!r} is gone: it ended before all ranks had joined, or "
+        f"rank 0 ({who}) of job {job.name!r} is gone: it ended before all ranks had joined, or "
         f"they all had, without this one; look at its own output; {this_process(job)}",
         rank=0,
         this_rank=job.rank,

@@ -12,20 +12,50 @@ import hashlib
 import os
 import socket
 import struct
-from typing import NamedTuple
 
 from ferrodist.errors import AuthenticationError, RendezvousError
 from ferrodist.rendezvous.job import Job
+from ferrodist.rendezvous.reception import Peer
 from ferrodist.rendezvous.start_errors import host_of_another_user, second_host
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
-class Peer(NamedTuple):
-    """The process at the other end; pid 0 if it is in another pid namespace."""
+class UnixPoint:
+    """The MeetingPoint of the ranks of one host."""
 
-    pid: int
-    uid: int
+    longest_pause = 0.02
+    towards = ""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def address(self) -> str:
+        """Where rank 0 listens, in words."""
+        return address_of(self._job.name)
+
+    def where(self) -> str:
+        """Add nothing: the name of the job says it."""
+        return ""
+
+    def open_listener(self) -> socket.socket:
+        """Listen as rank 0."""
+        return open_listener(self._job)
+
+    def try_connect(self) -> socket.socket | None:
+        """Connect to rank 0; None if it does not listen, or not yet."""
+        return try_connect(self._job)
+
+    def identify(self, connection: socket.socket) -> Peer:
+        """Ask the kernel who is at the other end, and refuse other users."""
+        peer = peer_of(connection)
+        check_user(peer)
+        return peer
+
+    def describe_self(self) -> str:
+        """Say who this process is, as the others are named."""
+        return f"pid {os.getpid()}"
 
 
 def address_of(job_name: str) -> str:

@@ -12,7 +12,7 @@ import termios
 from ferrodist.config import variable
 from ferrodist.rendezvous.ends import Ends
 from ferrodist.rendezvous.job import SECRET_NBYTES
-from ferrodist.rendezvous.launch import Launch
+from ferrodist.rendezvous.launch import Launch, try_endpoint
 from ferrodist.rendezvous.sources.nesting import has_inner_job
 from ferrodist.rendezvous.sources.place import Environment, Place, Stale
 from ferrodist.rendezvous.sources.source import Source
@@ -39,6 +39,10 @@ def read(environ: Environment) -> Place | Stale | None:
         launch.job,
         launch.rank,
         launch.world_size,
+        several_hosts=f"{variable('endpoint')}={launch.endpoint}" if launch.endpoint else None,
+        endpoint=try_endpoint(launch.endpoint),
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size,
         secret=secret,
         ends=Ends(launch.ends_fd),
     )

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from ferrodist.config import variable
 from ferrodist.errors import DistributedError, InvalidArgument, RendezvousError
 from ferrodist.rendezvous.job import SECRET_NBYTES, Job
+from ferrodist.rendezvous.job_secret import known_secret, secret_from_file
 from ferrodist.rendezvous.launch import brief
 from ferrodist.rendezvous.sources import ferrodist_run, mpi, plain, pmi, slurm, torchrun
+from ferrodist.rendezvous.sources.hosts import show_hosts
 from ferrodist.rendezvous.sources.nesting import is_outer_job
-from ferrodist.rendezvous.sources.one_host import check_one_host
 from ferrodist.rendezvous.sources.place import Environment, Place, Stale
 
 logger = logging.getLogger("ferrodist")
@@ -49,25 +50,41 @@ def find_job(environ: Environment) -> Job:
 
     Raises:
         InvalidArgument: for variables that are half set, wrong or contradict each other.
-        RendezvousError: for those of another process or of several hosts.
+        RendezvousError: for those of another process.
+        AuthenticationError: for a file with a secret that others can read, or that is none.
     """
     place, others = _find(environ)
     if place is None:
         logger.info("no launcher has started this process: a world of one")
         return Job(f"alone-{os.getpid()}", 0, 1, os.urandom(SECRET_NBYTES))
     _check_name(place)
-    check_one_host(place)
+    secret = place.secret or _secret_of_file(environ, place)
+    hosts = show_hosts(place, has_secret=secret is not None)
     is_doubtful = place.world_size == 1 and any(other.world_size > 1 for other in others)
     level = logging.WARNING if is_doubtful else logging.INFO
-    logger.log(level, "%s", "; ".join([_describe(place), *(other.words for other in others)]))
+    words = [_describe(place, hosts), *(other.words for other in others)]
+    logger.log(level, "%s", "; ".join(words))
     return Job(
         place.job,
         place.rank,
         place.world_size,
-        place.secret or _known_secret(place.job),
+        secret or known_secret(place.job),
         place.ends,
         place.source,
+        several_hosts=hosts != "",
+        hosts=hosts,
+        endpoint=place.endpoint,
+        through=place.through,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        has_secret=secret is not None,
     )
+
+
+def _secret_of_file(environ: Environment, place: Place) -> bytes | None:
+    """Read the file with a secret if there is one, and anybody to keep it from."""
+    path = environ.get(variable("secret_file"))
+    return secret_from_file(path) if path and place.world_size > 1 else None
 
 
 def _find(environ: Environment) -> tuple[Place | None, list[_Other]]:
@@ -109,12 +126,13 @@ def _hear_others(environ: Environment, winner: Place, outer: Sequence[_Read]) ->
             yield _Other(f"{found.source.name}: {words}", found.world_size)
 
 
-def _describe(place: Place) -> str:
+def _describe(place: Place, hosts: str) -> str:
     source = place.source
+    where = f", on several hosts ({hosts})" if hosts else ""
     variables = f"{source.rank}={place.rank}, {source.world_size}={place.world_size}"
     return (
         f"rank {place.rank} of {place.world_size} in job {place.job!r}, from {source.name} "
-        f"({variables})"
+        f"({variables}){where}"
     )
 
 
@@ -132,12 +150,3 @@ def _check_name(place: Place) -> None:
             "some of its bytes are no text (UTF-8)",
             got=brief(place.job),
         ) from error
-
-
-def _known_secret(job: str) -> bytes:
-    """Make the secret of a job whose launcher gives none.
-
-    It keeps nobody out: it follows from the name, so that there is one handshake for all jobs. What
-    protects the job is that the socket is of this host, and each end checks the other's user.
-    """
-    return hashlib.sha256(f"ferrodist job {job}".encode()).digest()

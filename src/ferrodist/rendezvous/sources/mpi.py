@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from ferrodist.errors import InvalidArgument
+from ferrodist.rendezvous.job import Through
+from ferrodist.rendezvous.launch import Endpoint
 from ferrodist.rendezvous.sources import slurm
 from ferrodist.rendezvous.sources.place import (
     Environment,
@@ -13,6 +15,8 @@ from ferrodist.rendezvous.sources.place import (
     require,
     show_difference,
     shown,
+    try_endpoint_of,
+    try_number,
 )
 from ferrodist.rendezvous.sources.source import Source
 
@@ -25,7 +29,7 @@ OPEN_MPI = Source(
     job=f"mpiexec ({_NAMESPACE})",
     start="start all ranks with 'mpiexec -n {size} python script.py'",
 )
-_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+_LOCAL_RANK, _LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
 
 PMIX = Source(
     name="PMIx",
@@ -49,7 +53,16 @@ def read_open_mpi(environ: Environment) -> Place | None:
         rank,
         world_size,
         several_hosts=show_difference(environ, OPEN_MPI, _LOCAL_SIZE, OPEN_MPI.world_size),
+        endpoint=(endpoint := try_endpoint_of(environ)),
+        through=way_of(endpoint),
+        local_rank=try_number(environ, _LOCAL_RANK),
+        local_world_size=try_number(environ, _LOCAL_SIZE),
     )
+
+
+def way_of(endpoint: Endpoint | None) -> Through:
+    """Return how ranks of MPI meet between hosts: at an address if one is given, else by MPI."""
+    return Through.MPI if endpoint is None else Through.SOCKETS
 
 
 def _job_of(environ: Environment, names: tuple[str, ...]) -> str:
@@ -77,4 +90,14 @@ def read_pmix(environ: Environment) -> Place | None:
     require(environ, PMIX, PMIX.rank, _NAMESPACE, PMIX.world_size)
     rank, world_size = rank_and_size(environ, PMIX, PMIX.rank, PMIX.world_size)
     job = f"pmix-{environ[_NAMESPACE]}"
-    return Place(PMIX, job, rank, world_size, several_hosts=slurm.show_hosts(environ))
+    return Place(
+        PMIX,
+        job,
+        rank,
+        world_size,
+        several_hosts=slurm.show_hosts(environ),
+        endpoint=(endpoint := try_endpoint_of(environ)),
+        through=way_of(endpoint),
+        local_rank=slurm.try_local_rank(environ),
+        local_world_size=slurm.try_local_size(environ),
+    )

@@ -9,10 +9,13 @@ from typing import NamedTuple
 
 from ferrodist.errors import InvalidArgument
 from ferrodist.rendezvous.ends import Ends
-from ferrodist.rendezvous.launch import brief, number, quoted
+from ferrodist.rendezvous.job import Through
+from ferrodist.rendezvous.launch import Endpoint, brief, number, quoted
 from ferrodist.rendezvous.sources.source import Source
 
 Environment = Mapping[str, str]
+
+MASTER_ADDRESS, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class Place:
     """Which rank of which job a process is, as one source says.
 
     ``several_hosts`` is what shows that there are more hosts than this one; where the source says
-    nothing of it, ``master_address`` may. Only ``ferrodist run`` gives ``secret`` and ``ends``.
+    nothing of it (``is_host_told`` is false), ``endpoint`` may. That is where rank 0 listens, with
+    port -1 if what stands there is none. Only ``ferrodist run`` gives ``secret`` and ``ends``.
     """
 
     source: Source
@@ -28,7 +32,11 @@ class Place:
     rank: int
     world_size: int
     several_hosts: str | None = None
-    master_address: str | None = None
+    is_host_told: bool = True
+    endpoint: Endpoint | None = None
+    through: Through = Through.SOCKETS
+    local_rank: int | None = None
+    local_world_size: int | None = None
     secret: bytes | None = field(default=None, repr=False)
     ends: Ends | None = field(default=None, repr=False, compare=False)
 
@@ -89,3 +97,22 @@ def show_difference(
             f"from 1 to {world_size}"
         )
     return None if here == everywhere else shown(environ, names)
+
+
+def try_number(environ: Environment, name: str) -> int | None:
+    """Read a number that is good to know; None if it is not there, or none."""
+    value = number(environ.get(name, ""))
+    return value if value >= 0 else None
+
+
+def try_endpoint_of(environ: Environment) -> Endpoint | None:
+    """Read where rank 0 listens, from the variables that torch has made common."""
+    if not environ.get(MASTER_ADDRESS) or not environ.get(MASTER_PORT):
+        return None
+    return Endpoint(without_brackets(environ[MASTER_ADDRESS]), number(environ[MASTER_PORT]))
+
+
+def without_brackets(host: str) -> str:
+    """Return a host without the brackets that addresses have before a port, as in [::1]:29500."""
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    return host[1:-1] if is_bracketed else host

@@ -6,6 +6,8 @@ from __future__ import annotations
 from ferrodist.errors import InvalidArgument
 from ferrodist.rendezvous.launch import number
 from ferrodist.rendezvous.sources.place import (
+    MASTER_ADDRESS,
+    MASTER_PORT,
     Environment,
     Place,
     is_set,
@@ -13,6 +15,8 @@ from ferrodist.rendezvous.sources.place import (
     require,
     show_difference,
     shown,
+    try_endpoint_of,
+    try_number,
 )
 from ferrodist.rendezvous.sources.source import Source
 from ferrodist.rendezvous.sources.torchrun import RUN_ID
@@ -27,23 +31,26 @@ SOURCE = Source(
         "'ferrodist run -n {size} script.py'"
     ),
 )
-_ADDRESS, _PORT, _LOCAL_SIZE = "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"
+_LOCAL_RANK, _LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 
 
 def read(environ: Environment) -> Place | None:
     """Read the variables, unless they are torchrun's. An address alone says nothing."""
     if is_set(environ, RUN_ID) or not is_set(environ, SOURCE.rank, SOURCE.world_size):
         return None
-    require(environ, SOURCE, SOURCE.rank, SOURCE.world_size, _ADDRESS, _PORT)
+    require(environ, SOURCE, SOURCE.rank, SOURCE.world_size, MASTER_ADDRESS, MASTER_PORT)
     rank, world_size = rank_and_size(environ, SOURCE, SOURCE.rank, SOURCE.world_size)
     return Place(
         SOURCE,
         # Not after the address: one rank says localhost, another 127.0.0.1, and both are right.
-        f"plain-{environ[_PORT]}",
+        f"plain-{environ[MASTER_PORT]}",
         rank,
         world_size,
         several_hosts=show_difference(environ, SOURCE, _LOCAL_SIZE, SOURCE.world_size),
-        master_address=None if is_set(environ, _LOCAL_SIZE) else environ[_ADDRESS],
+        is_host_told=is_set(environ, _LOCAL_SIZE),
+        endpoint=try_endpoint_of(environ),
+        local_rank=try_number(environ, _LOCAL_RANK),
+        local_world_size=try_number(environ, _LOCAL_SIZE),
     )
 
 

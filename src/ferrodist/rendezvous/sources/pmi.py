@@ -3,7 +3,8 @@
 
 MPICH's launcher, Hydra, gives a job no name. But every rank holds a socket, PMI_FD, whose other end
 belongs to the one process that has started the ranks of this host: that process names the job. The
-socket is MPI's own; it is looked at, never read, written or closed.
+socket is MPI's own; it is looked at, never read, written or closed. On several hosts there is such
+a process on each, and what names the job is where its ranks meet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from ferrodist.errors import InvalidArgument
 from ferrodist.rendezvous.launch import number
-from ferrodist.rendezvous.sources import slurm
+from ferrodist.rendezvous.sources import mpi, slurm
 from ferrodist.rendezvous.sources.place import (
     Environment,
     Place,
@@ -26,6 +27,8 @@ from ferrodist.rendezvous.sources.place import (
     require,
     show_difference,
     shown,
+    try_endpoint_of,
+    try_number,
 )
 from ferrodist.rendezvous.sources.source import Source
 from ferrodist.rendezvous.unix_socket import peer_of
@@ -39,7 +42,7 @@ SOURCE = Source(
 )
 _SOCKET = "PMI_FD"
 _NAMES = ("PMI_JOBID", "PMI_PORT")  # where there is no socket, or nobody to be seen behind it
-_LOCAL_SIZE = "MPI_LOCALNRANKS"
+_LOCAL_RANK, _LOCAL_SIZE = "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
 _START_TIME = 22  # the field of /proc/<pid>/stat
 
 
@@ -54,12 +57,20 @@ def read(environ: Environment) -> Place | Stale | None:
     except OSError:
         return Stale(SOURCE, _why_stale(environ))
     elsewhere = show_difference(environ, SOURCE, _LOCAL_SIZE, SOURCE.world_size)
+    elsewhere = elsewhere or slurm.show_hosts(environ)
+    endpoint = try_endpoint_of(environ)
+    if elsewhere:
+        job = environ.get(_NAMES[0]) or f"at-{endpoint or 'mpi'}"
     return Place(
         SOURCE,
         f"pmi-{job}",
         rank,
         world_size,
-        several_hosts=elsewhere or slurm.show_hosts(environ),
+        several_hosts=elsewhere,
+        endpoint=endpoint,
+        through=mpi.way_of(endpoint),
+        local_rank=try_number(environ, _LOCAL_RANK),
+        local_world_size=try_number(environ, _LOCAL_SIZE),
     )
 
 

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Interfaces: which addresses this host has, and at which of them other hosts find it.
+
+No name of this host is looked up for that: it may lead to loopback, or to another network. What
+counts is the address that the kernel would send from.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ferrodist.config import variable
+from ferrodist.errors import RendezvousError
+
+_SIOCGIFCONF = 0x8912
+_MOST_ADDRESSES = 1024
+_REQUEST = struct.Struct("16s2xH4s16x" if struct.calcsize("P") == 8 else "16s2xH4s8x")
+_IPV6_TABLE = Path("/proc/net/if_inet6")
+# Addresses of nobody (RFC 5737, RFC 3849): what is sent there takes the default route.
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")
+_LINK_LOCAL = "fe80:"
+_ANY_PORT = 9  # nothing is sent
+
+
+class Interface(NamedTuple):
+    """One address of a network interface; an interface with several stands there several times."""
+
+    name: str
+    address: str
+    family: socket.AddressFamily
+    is_loopback: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+def list_interfaces() -> list[Interface]:
+    """List the addresses of all interfaces that are up, IPv4 first."""
+    return [*_list_ipv4(), *_list_ipv6()]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Tell whether a pattern as of NCCL_SOCKET_IFNAME takes an interface.
+
+    It is a list of prefixes, by commas. ``=`` before the list asks for whole names, ``^`` for all
+    but these, ``^=`` for both. An empty one takes all.
+    """
+    is_excluding = pattern.startswith("^")
+    pattern = pattern.removeprefix("^")
+    is_exact = pattern.startswith("=")
+    words = [word.strip() for word in pattern.removeprefix("=").split(",") if word.strip()]
+    if not words:
+        return True
+    is_in_list = name in words if is_exact else name.startswith(tuple(words))
+    return is_in_list != is_excluding
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address, or the name localhost, is of this host alone."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def source_address(towards: str) -> str:
+    """Return the address of this host from which it reaches another; nothing is sent.
+
+    Raises OSError if the name cannot be resolved, or no route leads there.
+    """
+    error: OSError = OSError(f"{towards} has no address")
+    for family, _, _, _, where in socket.getaddrinfo(towards, _ANY_PORT, type=socket.SOCK_DGRAM):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(where)
+            except OSError as found:
+                error = found
+                continue
+            return str(probe.getsockname()[0])
+    raise error
+
+
+def choose_address(pattern: str, towards: str = "") -> tuple[str, str]:
+    """Choose where other ranks find this one: the name of an interface, and its address.
+
+    It is the address that routes to ``towards``, which is rank 0's. Where that is this very host
+    under a name that is only known here (127.0.1.1), or nothing is known of rank 0, it is the one
+    of the default route. If there is a pattern, it is that of an interface which matches.
+    """
+    known = list_interfaces()
+    candidates = [one for one in known if matches(pattern, one.name)]
+    if pattern and not candidates:
+        raise no_interface(pattern, known)
+    wanted = _try_source(towards)
+    if pattern:
+        chosen = _best(candidates, wanted, towards)
+        return chosen.name, chosen.address
+    address = wanted or (_best(candidates, None, towards).address if candidates else "127.0.0.1")
+    return name_of(address, known), address
+
+
+def name_of(address: str, known: Sequence[Interface] | None = None) -> str:
+    """Name the interface that has an address; '?' if none is seen to."""
+    interfaces = list_interfaces() if known is None else known
+    plain = address.partition("%")[0]
+    found = (one.name for one in interfaces if one.address.partition("%")[0] == plain)
+    return next(found, "lo" if is_loopback(address) else "?")
+
+
+def no_interface(pattern: str, known: Sequence[Interface]) -> RendezvousError:
+    """Make the error of a pattern that no interface matches."""
+    there = ", ".join(map(str, known)) or "none that is up"
+    return RendezvousError(
+        f"{variable('socket_ifname')}={pattern!r} matches no network interface of this host; there "
+        f"are: {there}",
+        got=pattern,
+    )
+
+
+def _try_source(towards: str) -> str | None:
+    """Return the address that routes to rank 0, or to hosts elsewhere; None if there is none."""
+    places = [towards] if towards else []
+    if not is_loopback(towards):
+        places += [one for one in _ELSEWHERE if ":" in one or ":" not in towards]
+    found = []
+    for place in places:
+        try:
+            found.append(source_address(place))
+        except OSError:
+            continue
+        is_useful = not (is_loopback(found[-1]) or found[-1].startswith(_LINK_LOCAL))
+        if is_loopback(towards) or is_useful:
+            return found[-1]
+    return found[0] if found else None
+
+
+def _best(candidates: Sequence[Interface], wanted: str | None, towards: str) -> Interface:
+    """Take the address that is wanted if it is there, else one that is most like it."""
+    family = socket.AF_INET6 if ":" in (wanted or towards) else socket.AF_INET
+
+    def penalty(one: Interface) -> tuple[bool, ...]:
+        is_link_local = one.address.startswith(_LINK_LOCAL)
+        return one.address != wanted, one.is_loopback, is_link_local, one.family != family
+
+    return min(candidates, key=penalty)
+
+
+def _list_ipv4() -> list[Interface]:
+    """Ask the kernel; on systems that do not know the question there is loopback."""
+    room = array.array("B", bytes(_REQUEST.size * _MOST_ADDRESSES))
+    where, _ = room.buffer_info()
+    question = struct.pack("iP", len(room), where)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, _SIOCGIFCONF, question)
+        except OSError:
+            return [Interface("lo", "127.0.0.1", socket.AF_INET, is_loopback=True)]
+    nbytes, _ = struct.unpack("iP", answer)
+    found = []
+    for name, _, packed in _REQUEST.iter_unpack(room.tobytes()[:nbytes]):
+        # An address of its own may have a label: eth0:1 is eth0.
+        label = name.partition(b"\0")[0].decode(errors="replace").partition(":")[0]
+        address = socket.inet_ntop(socket.AF_INET, packed)
+        found.append(Interface(label, address, socket.AF_INET, is_loopback(address)))
+    return found
+
+
+def _list_ipv6() -> list[Interface]:
+    try:
+        lines = _IPV6_TABLE.read_text().splitlines()
+    except OSError:
+        return []  # no IPv6 here
+    found = []
+    for line in lines:
+        digits, *_, name = line.split()
+        address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+        if address.startswith(_LINK_LOCAL):
+            address = f"{address}%{name}"  # it means nothing without the interface
+        found.append(Interface(name, address, socket.AF_INET6, is_loopback(address)))
+    return found
