@@ -5,11 +5,13 @@
 #include "bind/rooms.hpp"
 
 NB_MODULE(_native, module) {
-    module.doc() = "The native part of ferrodist: fold kernels, hashes, and shared memory.";
+    module.doc() = "The native part of ferrodist: fold kernels, hashes, shared memory and TCP.";
     // What init() made lives as long as the process; at its end that is no leak.
     nanobind::set_leak_warnings(false);
     ferrodist::bind::load_numpy();
     ferrodist::bind::add_hash(module);
     ferrodist::bind::add_fold(module);
     ferrodist::bind::add_shm(module);
+    ferrodist::bind::add_net(module);
+    ferrodist::bind::add_frames(module);
 }

@@ -8,6 +8,8 @@ namespace ferrodist::bind {
 
 void add_hash(nanobind::module_& module);
 void add_fold(nanobind::module_& module);
+void add_frames(nanobind::module_& module);
+void add_net(nanobind::module_& module);
 void add_shm(nanobind::module_& module);
 
 }  // namespace ferrodist::bind

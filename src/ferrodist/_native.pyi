@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The native part of ferrodist: fold kernels, hashes, and shared memory.
+"""The native part of ferrodist: fold kernels, hashes, shared memory and TCP.
 
 Codes are those of DType and ReduceOp. Buffers are C-contiguous, of any alignment, and taken as
 bytes. A test holds names, parameters and docstrings against the module.
@@ -271,3 +271,272 @@ class Split:
 
 def mark_progress_thread() -> None:
     """Say that the calling thread runs callbacks, which must not communicate."""
+
+class Mesh:
+    """A process's connections to all other ranks."""
+
+    def __init__(
+        self,
+        rank: int,
+        links: Sequence[tuple[int, bytes]],
+        heartbeat: float,
+        silence: float,
+        piece_nbytes: int,
+        has_a_core_each: bool,
+    ) -> None: ...
+    def first_group(self) -> TcpGroup:
+        """Make the group of all."""
+
+    def report(self, text: str) -> None:
+        """Keep what this process waits in for those who ask."""
+
+    def report_of(self, rank: int) -> str:
+        """Return what a process was last heard to wait in; empty if it did not."""
+
+    def invitations_of(self, rank: int) -> list[list[int]]:
+        """List the groups, as world ranks, that a process waits to join."""
+
+    def start_trace(self) -> None:
+        """Begin to write down the pieces of collectives."""
+
+    def stop_trace(self) -> list[tuple[bool, int, int, int]]:
+        """Return the pieces since: is_sent, peer, sequence, nbytes."""
+
+    def finish(self) -> None:
+        """End all connections in order: what was sent arrives."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes this process has sent."""
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes this process has received."""
+
+class Plan:
+    """The steps of one rank, where its cells lie, and how to fold."""
+
+    def __init__(
+        self,
+        table: ReadableBuffer,
+        ranges: ReadableBuffer,
+        scratch_nbytes: ReadableBuffer,
+        dtype: int,
+        op: int,
+        divisor: int,
+        is_wide: bool,
+        divides_at_end: bool,
+        peers: Sequence[int],
+    ) -> None: ...
+
+class TcpLetter:
+    """A large message on its way."""
+
+class TcpGroup:
+    """Ranks that do collectives over TCP."""
+
+    def post(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> TcpLetter | None:
+        """Send a message; return the letter of a large one, which has to be settled."""
+
+    def settle(
+        self,
+        letter: TcpLetter,
+        deadline: float,
+        holds_caller: bool,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> Ending:
+        """Wait until the memory of a letter may change."""
+
+    def take_back(self, letter: TcpLetter) -> bool:
+        """Withdraw a letter; False if the receiver has accepted it."""
+
+    def abandon(self, letter: TcpLetter) -> None:
+        """End a letter, whatever has become of it."""
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        header: bytes,
+        target: WriteableBuffer,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+        meanwhile: TcpLetter | None,
+    ) -> tuple[int, int, BaseException | None, bytes]:
+        """Receive a message; also return the header of one that was not expected."""
+
+    def waiting_tags(self, peer: int) -> list[int]:
+        """List the tags of messages that have come and nobody received."""
+
+    def line_up(self, change: int) -> None:
+        """Count receives that wait for their turn, or have it."""
+
+    def find_ring(self, peer: int) -> list[int]:
+        """Return the ring of sends that a send is part of, or nothing."""
+
+    @property
+    def at_once(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
+        """The short way of a call: (backend, kind, x, out, op, root)."""
+
+    def keep_plan(
+        self,
+        kind: int,
+        dtype: int,
+        op: int,
+        root: int,
+        nbytes: int,
+        reproducible: bool,
+        alias_safe: bool,
+        plan: Plan,
+    ) -> None:
+        """Keep the plan of a call on one array, for the short way."""
+
+    def forget_plans(self) -> None:
+        """Drop all plans of the short way."""
+
+    def enter(self, kind: int, sequence: int, fingerprint: int) -> int:
+        """Enter a call whose first part is done elsewhere; return an outcome."""
+
+    def look_round(self) -> tuple[int, int]:
+        """Look for what stands in the way of the current call: outcome and culprit."""
+
+    def exit(self) -> None:
+        """Leave a call whose last part was done elsewhere."""
+
+    def walk(
+        self,
+        plan: Plan,
+        source: ReadableBuffer | None,
+        target: WriteableBuffer | None,
+        in_place: bool,
+        sequence: int,
+        fingerprint: int,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> Ending:
+        """Do what a plan says; return outcome, culprit and the error that ended a wait."""
+
+    def exchange(
+        self,
+        kind: int,
+        to: int,
+        outgoing: ReadableBuffer | None,
+        peer: int,
+        incoming: WriteableBuffer | None,
+        sequence: int,
+        fingerprint: int,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> Ending:
+        """Send one piece of a collective and receive one at once; either may lack."""
+
+    def hear_all(
+        self,
+        sequence: int,
+        statement: bytes,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> tuple[int, int, BaseException | None, list[bytes]]:
+        """Tell all ranks what this one has called; return an ending, and what all have."""
+
+    def take_turn(self) -> int:
+        """Draw the next number."""
+
+    def end_turn(self, number: int) -> None:
+        """End a turn, also one that never came."""
+
+    @property
+    def last_turn(self) -> int:
+        """The last number drawn."""
+
+    @property
+    def ended_turns(self) -> int:
+        """The number of the last turn that ended with all before it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls may be made."""
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None: ...
+    @property
+    def reproducible(self) -> bool:
+        """What calls are fingerprinted with."""
+
+    @reproducible.setter
+    def reproducible(self, value: bool) -> None: ...
+    @property
+    def timeout_ns(self) -> int:
+        """How long a call may wait; 0 is for ever."""
+
+    @timeout_ns.setter
+    def timeout_ns(self, value: int) -> None: ...
+    def missing(self) -> list[int]:
+        """Ask all ranks, and list those that hold up the current call."""
+
+    def last_call(self, rank: int) -> tuple[int, int]:
+        """Return sequence and kind of a rank's last call, as last heard."""
+
+    def waited(self, rank: int, for_rank: int) -> float:
+        """Return how long this rank has waited for another, in seconds."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Tell whether a rank has left or died."""
+
+    def departure_of(self, rank: int) -> bytes | None:
+        """Return how a rank left, None if it did not say."""
+
+    def flaw_of(self, rank: int) -> str:
+        """Say what is wrong with the connection to a rank; empty if nothing is."""
+
+    def verdict(self, sequence: int | None) -> bytes | None:
+        """Return the verdict that concerns a call, or any."""
+
+    def give_verdict(self, sequence: int, text: bytes) -> bool:
+        """Propose a verdict; the first one on a call stands."""
+
+    def announce_closing(self) -> None:
+        """Say that no new calls come from this rank."""
+
+    def leave(self, departure: bytes) -> None:
+        """Say that nothing more comes from this rank, and how it left."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has left."""
+
+class TcpSplit:
+    """Some ranks of a group on their way to be a group."""
+
+    def __init__(self, parent: TcpGroup, members: Sequence[int], identity: int) -> None: ...
+    def wait(self, deadline: float, look: Callable[[], None]) -> Ending:
+        """Wait for all members; return outcome, culprit and the error that ended the wait."""
+
+    def absent(self) -> list[int]:
+        """List the members that have not come."""
+
+    def group(self) -> TcpGroup:
+        """Return the group, when all members have come."""
+
+def encode_frame(
+    kind: int,
+    group: int,
+    sequence: int,
+    fingerprint: int,
+    tag: int,
+    payload: ReadableBuffer,
+    key: bytes,
+    source: int,
+    number: int,
+) -> bytearray:
+    """Lay a frame out as bytes, signed with a key of 32 bytes."""
+
+def decode_frame(
+    data: ReadableBuffer, key: bytes, source: int, number: int, piece_nbytes: int
+) -> tuple[int, int, int, int, int, memoryview]:
+    """Check a frame; return kind, group, sequence, fingerprint, tag and payload."""

@@ -14,6 +14,8 @@ _BUILT_IN = {
     "simulated": "ferrodist.backends.simulated:SimulatedBackend",
     "shared_memory": _SHARED_MEMORY,
     "shm": _SHARED_MEMORY,
+    "tcp": "ferrodist.backends.tcp:TcpBackend",
+    "hybrid": "ferrodist.backends.hybrid:HybridBackend",
 }
 
 

@@ -34,12 +34,12 @@ class LinkModel(NamedTuple):
 
 
 # Rough figures of one two-core machine: a thread wakes another in tens of microseconds, a flag in
-# shared memory is seen in one, loopback TCP has a round trip of 130 us and moves 2 GB/s. Memory is
-# copied and folded at 5 to 10 GB/s. Only their ratios decide which schedule is chosen.
+# shared memory is seen in one, TCP takes 10 us on loopback, some more through a switch, and moves
+# 2 GB/s. Memory is copied and folded at 5 to 10 GB/s. Only their ratios decide what is chosen.
 LINKS = {
     "threads": LinkModel(2e-5, 2e-10, 1e-10, 2e-5, is_serial=True),
     "shared_memory": LinkModel(1e-6, 1e-10, 1e-10, 2e-7),
-    "tcp": LinkModel(6.5e-5, 5e-10, 1e-10, 1.5e-5),
+    "tcp": LinkModel(2.5e-5, 5e-10, 1e-10, 5e-6),
 }
 
 

@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Meshes, groups over TCP, splits and plans for Python.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+#include "bind/answer.hpp"
+#include "bind/buffers.hpp"
+#include "bind/gil_watch.hpp"
+#include "bind/items.hpp"
+#include "bind/rooms.hpp"
+#include "bind/tcp_group.hpp"
+#include "net/split.hpp"
+#include "net/walker.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ferrodist::bind {
+namespace {
+
+using net::Bytes;
+using net::Ending;
+using net::Group;
+using net::Mesh;
+using net::Plan;
+using Unlocked = nb::gil_scoped_release;
+
+constexpr std::uint64_t any_sequence = std::numeric_limits<std::uint64_t>::max();
+
+// A large message on its way; holds on to the sender's memory.
+struct TcpLetter {
+    View payload;
+    std::shared_ptr<net::Letter> letter;
+};
+
+Bytes bytes_of(const View& view) { return {static_cast<const std::byte*>(view.data()), view.nbytes()}; }
+
+Bytes bytes_of(const nb::bytes& bytes) {
+    return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
+}
+
+std::optional<nb::bytes> maybe_bytes(const std::optional<std::string>& text) {
+    return text ? std::optional(nb::bytes(text->data(), text->size())) : std::nullopt;
+}
+
+void require(bool is_right, const char* problem) {
+    if (!is_right) {
+        throw nb::value_error(problem);
+    }
+}
+
+void require_peer(const TcpGroup& self, int peer) {
+    require(peer >= 0 && peer < self.group->size() && peer != self.group->rank(), "no such peer");
+}
+
+void require_rank(const TcpGroup& self, int rank) {
+    require(rank >= 0 && rank < self.group->size(), "no such rank");
+}
+
+shm::Patience patience_of(const TcpGroup& self, GilWatch& watch, double deadline, bool in_background) {
+    return {&watch, deadline_ns(deadline), in_background ? shm::no_spins : self.group->mesh().spins()};
+}
+
+// -- meshes ----------------------------------------------------------------------------------------
+
+std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::pair<int, nb::bytes>>& links, double heartbeat,
+                               double silence, std::uint64_t piece_nbytes, bool has_a_core_each) {
+    std::vector<net::LinkSpec> specs;
+    for (const auto& [socket, key] : links) {
+        const Bytes session = bytes_of(key);
+        std::vector<std::byte> own(session.begin(), session.end());
+        require(socket < 0 || own.size() == net::FrameKey::session_nbytes, "a key has 32 bytes");
+        own.resize(net::FrameKey::session_nbytes);
+        specs.push_back({socket, std::move(own)});
+    }
+    require(rank >= 0 && static_cast<std::size_t>(rank) < specs.size(), "no such rank");
+    require(piece_nbytes > 0, "a piece has at least one byte");
+    return std::make_shared<Mesh>(rank, specs, net::MeshOptions{to_ns(heartbeat), to_ns(silence), piece_nbytes,
+                                                                has_a_core_each});
+}
+
+TcpGroup* first_group(const std::shared_ptr<Mesh>& mesh) {
+    std::vector<int> members(static_cast<std::size_t>(mesh->size()));
+    std::iota(members.begin(), members.end(), 0);
+    auto* const made = [&] {
+        const net::Lock guard = mesh->lock();
+        return new TcpGroup(std::make_shared<Group>(mesh, 0, std::move(members), nullptr));
+    }();
+    mesh->start();
+    return made;
+}
+
+std::vector<std::tuple<bool, int, std::uint64_t, std::uint64_t>> stop_trace(Mesh& mesh) {
+    std::vector<std::tuple<bool, int, std::uint64_t, std::uint64_t>> found;
+    for (const net::Trace& one : mesh.stop_trace()) {
+        found.emplace_back(one.is_sent, one.peer, one.sequence, one.nbytes);
+    }
+    return found;
+}
+
+// -- collectives -----------------------------------------------------------------------------------
+
+std::shared_ptr<Plan> new_plan(nb::handle table, nb::handle ranges, nb::handle scratch, std::size_t dtype,
+                               std::size_t op, std::uint64_t divisor, bool is_wide, bool divides_at_end,
+                               const std::vector<int>& peers) {
+    require(dtype < num_dtypes && op < num_ops && can_fold(static_cast<DType>(dtype), static_cast<Op>(op)),
+            "this op makes no sense for this dtype");
+    const View ints = readable(table), spans = readable(ranges), sizes = readable(scratch);
+    const net::Folding folding{static_cast<DType>(dtype), static_cast<Op>(op), divisor, is_wide, divides_at_end};
+    return std::make_shared<Plan>(
+        std::span(static_cast<const std::int32_t*>(ints.data()), ints.nbytes() / 4),
+        std::span(static_cast<const std::uint64_t*>(spans.data()), spans.nbytes() / 8),
+        std::span(static_cast<const std::uint64_t*>(sizes.data()), sizes.nbytes() / 8), folding, peers);
+}
+
+Answer walk(TcpGroup& self, const Plan& plan, nb::handle source, nb::handle target, bool in_place,
+            std::uint64_t sequence, std::uint64_t fingerprint, double deadline, bool in_background,
+            nb::handle look) {
+    require(plan.num_ranks() <= self.group->size(), "a plan of another world");
+    std::optional<View> input, output;
+    net::Task task{nullptr, nullptr, in_place, sequence, fingerprint};
+    if (!source.is_none()) {
+        task.source = static_cast<const std::byte*>(input.emplace(readable(source)).data());
+    }
+    if (!target.is_none()) {
+        task.target = static_cast<std::byte*>(output.emplace(writable(target)).data());
+    }
+    require((input ? input->nbytes() : 0) >= plan.source_nbytes(), "the source is too short");
+    require((output ? output->nbytes() : 0) >= plan.target_nbytes(), "the target is too short");
+    GilWatch watch(look.ptr(), nullptr, in_background);
+    const shm::Patience patience = patience_of(self, watch, deadline, in_background);
+    watch.let_go();
+    const Ending ending = net::walk(*self.group, plan, task, patience);
+    watch.take_back();
+    return answer(ending, watch);
+}
+
+Answer exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgoing, int peer, nb::handle incoming,
+                std::uint64_t sequence, std::uint64_t fingerprint, double deadline, bool in_background,
+                nb::handle look) {
+    std::optional<View> out, in;
+    if (!outgoing.is_none()) {
+        require_peer(self, to);
+        out.emplace(readable(outgoing));
+    }
+    if (!incoming.is_none()) {
+        require_peer(self, peer);
+        in.emplace(writable(incoming));
+    }
+    const net::Task task{nullptr, nullptr, false, sequence, fingerprint};
+    GilWatch watch(look.ptr(), nullptr, in_background);
+    const shm::Patience patience = patience_of(self, watch, deadline, in_background);
+    watch.let_go();
+    const Ending ending =
+        net::exchange(*self.group, kind, out ? to : -1, out ? bytes_of(*out) : Bytes{}, in ? peer : -1,
+                      in ? static_cast<std::byte*>(in->data()) : nullptr, in ? in->nbytes() : 0, task, patience);
+    watch.take_back();
+    return answer(ending, watch);
+}
+
+std::tuple<int, int, nb::object, nb::list> hear_all(TcpGroup& self, std::uint64_t sequence, const nb::bytes& statement,
+                                                    double deadline, bool in_background, nb::handle look) {
+    GilWatch watch(look.ptr(), nullptr, in_background);
+    const shm::Patience patience = patience_of(self, watch, deadline, in_background);
+    std::vector<std::string> statements;
+    watch.let_go();
+    const Ending ending = self.group->hear_all(sequence, bytes_of(statement), patience, statements);
+    watch.take_back();
+    nb::list found;
+    for (const std::string& one : statements) {
+        found.append(nb::bytes(one.data(), one.size()));
+    }
+    const auto [outcome, culprit, error] = answer(ending, watch);
+    return {outcome, culprit, error, found};
+}
+
+// -- messages --------------------------------------------------------------------------------------
+
+nb::object post(TcpGroup& self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle payload) {
+    require_peer(self, peer);
+    View view = readable(payload);
+    std::shared_ptr<net::Letter> letter;
+    {
+        Unlocked unlocked;
+        letter = self.group->letters().post(peer, tag, bytes_of(header), bytes_of(view));
+    }
+    return letter == nullptr ? nb::none() : nb::cast(new TcpLetter{std::move(view), std::move(letter)},
+                                                     nb::rv_policy::take_ownership);
+}
+
+Answer settle(TcpGroup& self, TcpLetter& held, double deadline, bool holds_caller, bool in_background,
+              nb::handle look) {
+    GilWatch watch(look.ptr(), nullptr, in_background);
+    const shm::Patience patience = patience_of(self, watch, deadline, in_background);
+    watch.let_go();
+    const Ending ending = self.group->letters().settle(*held.letter, holds_caller, patience);
+    watch.take_back();
+    return answer(ending, watch);
+}
+
+std::tuple<int, int, nb::object, nb::bytes> receive(TcpGroup& self, int peer, std::uint32_t tag,
+                                                    const nb::bytes& header, nb::handle target, double deadline,
+                                                    bool in_background, nb::handle look,
+                                                    [[maybe_unused]] TcpLetter* meanwhile) {
+    require_peer(self, peer);
+    const View view = writable(target);
+    std::vector<std::byte> found;
+    GilWatch watch(look.ptr(), nullptr, in_background);
+    const shm::Patience patience = patience_of(self, watch, deadline, in_background);
+    watch.let_go();
+    const Ending ending =
+        self.group->letters().receive(peer, tag, bytes_of(header), static_cast<std::byte*>(view.data()),
+                                      view.nbytes(), patience, found);
+    watch.take_back();
+    const auto [outcome, culprit, error] = answer(ending, watch);
+    return {outcome, culprit, error, nb::bytes(reinterpret_cast<const char*>(found.data()), found.size())};
+}
+
+void add_messages(nb::module_& module, nb::class_<TcpGroup>& group) {
+    nb::class_<TcpLetter>(module, "TcpLetter", "A large message on its way.");
+    group
+        .def("post", &post, "peer"_a, "tag"_a, "header"_a, "payload"_a,
+             "Send a message; return the letter of a large one, which has to be settled.")
+        .def("settle", &settle, "letter"_a, "deadline"_a, "holds_caller"_a, "in_background"_a, "look"_a,
+             "Wait until the memory of a letter may change.")
+        .def("take_back", [](TcpGroup& self, TcpLetter& held) {
+            Unlocked unlocked;
+            return self.group->letters().take_back(*held.letter);
+        }, "letter"_a, "Withdraw a letter; False if the receiver has accepted it.")
+        .def("abandon", [](TcpGroup& self, TcpLetter& held) {
+            Unlocked unlocked;
+            self.group->letters().abandon(*held.letter);
+        }, "letter"_a, "End a letter, whatever has become of it.")
+        .def("receive", &receive, "peer"_a, "tag"_a, "header"_a, "target"_a, "deadline"_a, "in_background"_a,
+             "look"_a, "meanwhile"_a.none(),
+             "Receive a message; also return the header of one that was not expected.")
+        .def("waiting_tags", [](TcpGroup& self, int peer) {
+            require_rank(self, peer);
+            Unlocked unlocked;
+            return self.group->letters().waiting_tags(peer);
+        }, "peer"_a, "List the tags of messages that have come and nobody received.")
+        .def("line_up", [](TcpGroup& self, int change) {
+            Unlocked unlocked;
+            self.group->line_up(change);
+        }, "change"_a, "Count receives that wait for their turn, or have it.")
+        .def("find_ring", [](TcpGroup& self, int peer) {
+            require_peer(self, peer);
+            Unlocked unlocked;
+            return self.group->find_ring(peer);
+        }, "peer"_a, "Return the ring of sends that a send is part of, or nothing.");
+}
+
+void add_turns(nb::class_<TcpGroup>& group) {
+    group
+        .def("take_turn", [](TcpGroup& self) { return self.turns.take(); }, "Draw the next number.")
+        .def("end_turn", [](TcpGroup& self, std::uint64_t number) { self.turns.end(number); }, "number"_a,
+             "End a turn, also one that never came.")
+        .def_prop_ro("last_turn", [](const TcpGroup& self) { return self.turns.last(); }, "The last number drawn.")
+        .def_prop_ro("ended_turns", [](const TcpGroup& self) { return self.turns.ended(); },
+                     "The number of the last turn that ended with all before it.")
+        .def_rw("is_open", &TcpGroup::is_open, "Whether calls may be made.")
+        .def_rw("reproducible", &TcpGroup::reproducible, "What calls are fingerprinted with.")
+        .def_rw("timeout_ns", &TcpGroup::timeout_ns, "How long a call may wait; 0 is for ever.");
+}
+
+void add_endings(nb::class_<TcpGroup>& group) {
+    group
+        .def("missing", [](TcpGroup& self) {
+            Unlocked unlocked;
+            return self.group->missing();
+        }, "Ask all ranks, and list those that hold up the current call.")
+        .def("last_call", [](TcpGroup& self, int rank) {
+            require_rank(self, rank);
+            Unlocked unlocked;
+            return self.group->last_call(rank);
+        }, "rank"_a, "Return sequence and kind of a rank's last call, as last heard.")
+        .def("waited", [](TcpGroup& self, int rank, int for_rank) {
+            require_rank(self, for_rank);
+            Unlocked unlocked;
+            return rank == self.group->rank() ? static_cast<double>(self.group->waited_ns(for_rank)) * 1e-9 : 0.0;
+        }, "rank"_a, "for_rank"_a, "Return how long this rank has waited for another, in seconds.")
+        .def("is_gone", [](TcpGroup& self, int rank) {
+            require_rank(self, rank);
+            Unlocked unlocked;
+            const net::Lock guard = self.group->mesh().lock();
+            return self.group->is_gone(rank);
+        }, "rank"_a, "Tell whether a rank has left or died.")
+        .def("departure_of", [](TcpGroup& self, int rank) {
+            require_rank(self, rank);
+            std::optional<std::string> found;
+            {
+                Unlocked unlocked;
+                found = self.group->departure_of(rank);
+            }
+            return maybe_bytes(found);
+        }, "rank"_a, "Return how a rank left, None if it did not say.")
+        .def("flaw_of", [](TcpGroup& self, int rank) {
+            require_rank(self, rank);
+            Unlocked unlocked;
+            return self.group->flaw_of(rank);
+        }, "rank"_a, "Say what is wrong with the connection to a rank; empty if nothing is.")
+        .def("verdict", [](TcpGroup& self, std::optional<std::uint64_t> sequence) {
+            std::optional<std::string> found;
+            {
+                Unlocked unlocked;
+                found = self.group->verdict(sequence.value_or(any_sequence));
+            }
+            return maybe_bytes(found);
+        }, "sequence"_a.none(), "Return the verdict that concerns a call, or any.")
+        .def("give_verdict", [](TcpGroup& self, std::uint64_t sequence, const nb::bytes& text) {
+            Unlocked unlocked;
+            self.group->give_verdict(sequence, {text.c_str(), text.size()});
+            return true;
+        }, "sequence"_a, "text"_a, "Propose a verdict; the first one on a call stands.")
+        .def("announce_closing", [](TcpGroup& self) {
+            Unlocked unlocked;
+            self.group->announce_closing();
+        }, "Say that no new calls come from this rank.")
+        .def("leave", [](TcpGroup& self, const nb::bytes& departure) {
+            const std::uint64_t after = self.turns.ended();
+            Unlocked unlocked;
+            self.group->leave({departure.c_str(), departure.size()}, after);
+        }, "departure"_a, "Say that nothing more comes from this rank, and how it left.")
+        .def_prop_ro("has_left", [](TcpGroup& self) {
+            Unlocked unlocked;
+            return self.group->has_left();
+        }, "Whether this rank has left.");
+}
+
+void add_mesh(nb::module_& module) {
+    nb::class_<Mesh>(module, "Mesh", "A process's connections to all other ranks.")
+        .def(nb::new_(&new_mesh), "rank"_a, "links"_a, "heartbeat"_a, "silence"_a, "piece_nbytes"_a,
+             "has_a_core_each"_a)
+        .def("first_group", &first_group, nb::rv_policy::take_ownership, "Make the group of all.")
+        .def("report", [](Mesh& self, std::string text) {
+            Unlocked unlocked;
+            self.report(std::move(text));
+        }, "text"_a, "Keep what this process waits in for those who ask.")
+        .def("report_of", [](Mesh& self, int rank) {
+            require(rank >= 0 && rank < self.size(), "no such rank");
+            std::string text;
+            {
+                Unlocked unlocked;
+                text = self.report_of(rank);
+            }
+            // It may be cut in the middle of a letter.
+            return nb::steal<nb::str>(
+                PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+        }, "rank"_a, "Return what a process was last heard to wait in; empty if it did not.")
+        .def("invitations_of", [](Mesh& self, int rank) {
+            Unlocked unlocked;
+            return self.invitations_of(rank);
+        }, "rank"_a, "List the groups, as world ranks, that a process waits to join.")
+        .def("start_trace", &Mesh::start_trace, "Begin to write down the pieces of collectives.")
+        .def("stop_trace", &stop_trace, "Return the pieces since: is_sent, peer, sequence, nbytes.")
+        .def("finish", [](Mesh& self) {
+            Unlocked unlocked;
+            self.finish();
+        }, "End all connections in order: what was sent arrives.")
+        .def_prop_ro("sent_nbytes", &Mesh::sent_nbytes, "Bytes this process has sent.")
+        .def_prop_ro("received_nbytes", &Mesh::received_nbytes, "Bytes this process has received.");
+}
+
+void add_group(nb::module_& module) {
+    nb::class_<Plan>(module, "Plan", "The steps of one rank, where its cells lie, and how to fold.")
+        .def(nb::new_(&new_plan), "table"_a, "ranges"_a, "scratch_nbytes"_a, "dtype"_a, "op"_a, "divisor"_a,
+             "is_wide"_a, "divides_at_end"_a, "peers"_a);
+    nb::class_<TcpGroup> group(module, "TcpGroup", "Ranks that do collectives over TCP.");
+    add_messages(module, group);
+    add_turns(group);
+    add_endings(group);
+    group
+        .def_prop_ro("at_once", [](nb::handle self) { return bind_tcp_at_once(self); },
+                     "The short way of a call: (backend, kind, x, out, op, root).")
+        .def("keep_plan", [](TcpGroup& self, int kind, int dtype, int op, int root, std::uint64_t nbytes,
+                             bool reproducible, bool alias_safe, const std::shared_ptr<Plan>& plan) {
+            self.plans[{kind, dtype, op, root, nbytes, reproducible}] = {plan, alias_safe};
+        }, "kind"_a, "dtype"_a, "op"_a, "root"_a, "nbytes"_a, "reproducible"_a, "alias_safe"_a, "plan"_a,
+             "Keep the plan of a call on one array, for the short way.")
+        .def("forget_plans", [](TcpGroup& self) { self.plans.clear(); }, "Drop all plans of the short way.")
+        .def("enter", [](TcpGroup& self, std::uint32_t kind, std::uint64_t sequence, std::uint64_t fingerprint) {
+            Unlocked unlocked;
+            const net::Lock guard = self.group->mesh().lock();
+            const Ending ending = self.group->enter(sequence, kind, fingerprint);
+            self.group->set_waiting_for(net::waits_elsewhere);
+            return static_cast<int>(ending.outcome);
+        }, "kind"_a, "sequence"_a, "fingerprint"_a,
+             "Enter a call whose first part is done elsewhere; return an outcome.")
+        .def("look_round", [](TcpGroup& self) {
+            Unlocked unlocked;
+            const Ending ending = self.group->look_round();
+            return std::pair(static_cast<int>(ending.outcome), ending.culprit);
+        }, "Look for what stands in the way of the current call: outcome and culprit.")
+        .def("exit", [](TcpGroup& self) {
+            Unlocked unlocked;
+            const net::Lock guard = self.group->mesh().lock();
+            self.group->exit();
+        }, "Leave a call whose last part was done elsewhere.")
+        .def("walk", &walk, "plan"_a, "source"_a.none(), "target"_a.none(), "in_place"_a, "sequence"_a,
+             "fingerprint"_a, "deadline"_a, "in_background"_a, "look"_a,
+             "Do what a plan says; return outcome, culprit and the error that ended a wait.")
+        .def("exchange", &exchange, "kind"_a, "to"_a, "outgoing"_a.none(), "peer"_a, "incoming"_a.none(),
+             "sequence"_a, "fingerprint"_a, "deadline"_a, "in_background"_a, "look"_a,
+             "Send one piece of a collective and receive one at once; either may lack.")
+        .def("hear_all", &hear_all, "sequence"_a, "statement"_a, "deadline"_a, "in_background"_a, "look"_a,
+             "Tell all ranks what this one has called; return an ending, and what all have.");
+    nb::class_<net::Split>(module, "TcpSplit", "Some ranks of a group on their way to be a group.")
+        .def("__init__", [](net::Split* self, const TcpGroup& parent, std::vector<int> members,
+                            std::uint64_t identity) {
+            for (const int member : members) {
+                require_rank(parent, member);
+            }
+            new (self) net::Split(parent.group, std::move(members), identity);
+        }, "parent"_a, "members"_a, "identity"_a)
+        .def("wait", [](net::Split& self, double deadline, nb::handle look) {
+            GilWatch watch(look.ptr());
+            const shm::Patience patience{&watch, deadline_ns(deadline), shm::no_spins};
+            watch.let_go();
+            const Ending ending = self.wait(patience);
+            watch.take_back();
+            return answer(ending, watch);
+        }, "deadline"_a, "look"_a, "Wait for all members; return outcome, culprit and the error that ended the wait.")
+        .def("absent", [](net::Split& self) {
+            Unlocked unlocked;
+            return self.absent();
+        }, "List the members that have not come.")
+        .def("group", [](const net::Split& self) { return new TcpGroup(self.group()); },
+             nb::rv_policy::take_ownership, "Return the group, when all members have come.");
+}
+
+}  // namespace
+
+void add_net(nb::module_& module) {
+    add_mesh(module);
+    add_group(module);
+}
+
+}  // namespace ferrodist::bind

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// TcpGroup: a group over TCP as Python sees it, and the order of its calls. Touched only with the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <tuple>
+
+#include "bind/turn_counter.hpp"
+#include "net/group.hpp"
+#include "net/plan.hpp"
+
+namespace ferrodist::bind {
+
+struct TcpGroup {
+    explicit TcpGroup(std::shared_ptr<net::Group> native) : group(std::move(native)) {}
+
+    // kind, dtype, op, root (-1 where there is none), bytes of one rank's array, reproducible
+    using PlanKey = std::tuple<int, int, int, int, std::uint64_t, bool>;
+    struct KeptPlan {
+        std::shared_ptr<net::Plan> plan;
+        bool is_alias_safe;
+    };
+
+    std::shared_ptr<net::Group> group;
+    TurnCounter turns;
+    std::map<PlanKey, KeptPlan> plans;  // of calls on one plain array
+    bool is_open = true;                // takes calls
+    bool reproducible = false;          // part of the fingerprint
+    std::int64_t timeout_ns = 0;
+};
+
+// A built-in function bound to a TcpGroup: (backend, kind, x, out, op, root) -> the result, or
+// NotImplemented for whatever needs the general way.
+nanobind::object bind_tcp_at_once(nanobind::handle group);
+
+}  // namespace ferrodist::bind

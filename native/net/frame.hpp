@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The wire: what a frame looks like as bytes. No other file knows.
+//
+// A frame is a header of 72 bytes and a payload. All numbers are little-endian:
+//
+//     u32 magic   u8 version   u8 kind   u16 epoch   u32 source   u32 tag
+//     u64 group   u64 sequence   u64 fingerprint   u64 number   u64 length   u64 digest   u64 seal
+//
+// `number` counts the frames of one direction of one link from 1: none can be left out, repeated or
+// moved. `digest` is a keyed hash of the payload, `seal` one of all of the header before it. So a
+// header is believed, and its length, before anything is set aside for the payload.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <variant>
+
+#include "net/digest.hpp"
+
+namespace ferrodist::net {
+
+constexpr std::size_t header_nbytes = 72;
+constexpr std::uint8_t wire_version = 2;
+
+enum class FrameKind : std::uint8_t {
+    heartbeat,  // I am alive
+    data,       // a piece of a collective
+    credit,     // I have consumed so many bytes of this group's pieces: sequence
+    letter,     // a whole message: payload is its header and its content
+    offer,      // a large message: sequence is its number, fingerprint its size, payload its header
+    accept,     // send it
+    content,    // a part of it
+    taken,      // I do not want it any more: your memory may change
+    withdraw,   // forget my offer
+    abandoned,  // there is nothing more of it to come
+    join,       // I want to be in this group: payload lists its members
+    unjoin,     // no longer
+    closing,    // no new calls from me: sequence counts my receives in flight
+    left,       // nothing more from me in this group after call sequence, and why
+    propose,    // to the group's keeper: this verdict is due
+    verdict,    // from there: this is the verdict
+    differ,     // to the group's keeper: ranks differ in this call, and this is mine
+    ask,        // from there: tell me your call
+    statement,  // from there: the call of the rank in tag
+    poll,       // what are you doing in this group?
+    desk,       // this
+    ring,       // we wait for each other in a ring of sends
+    report,     // to the group's keeper: I wait in this call
+    last = report,
+};
+
+struct Header {
+    FrameKind kind{};
+    std::uint32_t source = 0;
+    std::uint32_t tag = 0;
+    std::uint64_t group = 0;
+    std::uint64_t sequence = 0;
+    std::uint64_t fingerprint = 0;
+    std::uint64_t number = 0;
+    std::uint64_t length = 0;
+    std::uint64_t digest = 0;
+    std::uint16_t epoch = 0;
+};
+
+using HeaderBytes = std::array<std::byte, header_nbytes>;
+
+// The longest payload a frame of this kind may have; `piece` is that of a piece.
+std::uint64_t longest_payload(FrameKind kind, std::uint64_t piece);
+
+// Lays a header out and seals it.
+HeaderBytes encode(const Header& header, const FrameKey& key);
+
+// Why bytes are no header.
+using Flaw = std::string_view;
+
+// Reads a header back; everything in it is as it must be for this link at this moment, or it is a Flaw.
+std::variant<Header, Flaw> decode(const std::byte* bytes, const FrameKey& key, std::uint32_t source,
+                                  std::uint64_t number, std::uint64_t piece);
+
+}  // namespace ferrodist::net

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Group: ranks that do collectives over a mesh: the pieces they send each other, who has left, and
+// what was decided about calls that cannot succeed.
+//
+// Its lowest rank that is still there is the *keeper* of its verdicts, in the thread of its mesh: the
+// first one proposed for a call stands, and all get it from there. When ranks differ in a call, whoever
+// finds out tells it; it asks all for their calls and hands everybody all of them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "net/letters.hpp"
+#include "net/mesh.hpp"
+
+namespace ferrodist::net {
+
+// Where a piece that is awaited goes.
+struct Place {
+    std::byte* into;
+    std::size_t size;
+};
+
+// What a rank was last heard to do.
+struct Desk {
+    std::uint64_t poll = 0;
+    std::uint64_t sequence = 0;
+    std::uint32_t kind = 0;
+    std::uint32_t is_inside = 0;
+    std::int32_t waiting_for = -1;
+    std::int32_t sending_to = -1;
+};
+
+constexpr int waits_elsewhere = -2;  // for none of the ranks, and yet is not stuck
+
+class Group {
+public:
+    struct Verdict {
+        std::uint64_t sequence;
+        std::string text;
+    };
+
+    // `members` are world ranks. With the lock of the mesh held.
+    Group(std::shared_ptr<Mesh> mesh, std::uint64_t id, std::vector<int> members, std::shared_ptr<Group> parent);
+    ~Group();
+    Group(const Group&) = delete;
+    Group& operator=(const Group&) = delete;
+
+    Mesh& mesh() const { return *mesh_; }
+    const std::shared_ptr<Mesh>& shared_mesh() const { return mesh_; }
+    std::uint64_t id() const { return id_; }
+    int rank() const { return rank_; }
+    int size() const { return static_cast<int>(members_.size()); }
+    const std::vector<int>& members() const { return members_; }
+    int world_rank(int rank) const { return members_[static_cast<std::size_t>(rank)]; }
+    // The rank in this group of a rank of the world; -1 if it is not a member.
+    int rank_of(int world_rank) const;
+
+    // -- pieces of collectives: with the lock held, one call at a time --------------------------
+
+    // Enters a call; an ending if there is nothing to be won in it.
+    Ending enter(std::uint64_t sequence, std::uint32_t kind, std::uint64_t fingerprint);
+    void exit() { desk_.is_inside = 0; }
+    // Whether so many bytes may go to a rank now.
+    bool has_window(int peer, std::uint64_t nbytes) const;
+    // Sends a piece from memory that must not change while the ticket counts it.
+    void send_piece(int peer, Bytes piece, Ticket& ticket);
+    // Lets go of the memory of pieces that are not with the kernel yet.
+    void take_back_pieces(int peer, Ticket& ticket);
+    // Says where the next piece of a rank goes, after those that are expected already.
+    void expect(int peer, std::byte* into, std::size_t size) { peer_of(peer).places.push_back({into, size}); }
+    // How many pieces have come to the places said for them.
+    std::size_t num_here(int peer) { return peer_of(peer).num_filled; }
+    bool has_piece(int peer) { return !peer_of(peer).pieces.empty(); }
+    // Takes a piece that was not expected when it came, as far as there is one; empty memory if it is
+    // no piece of this size: then `flaw` says what is wrong.
+    std::optional<Payload> take_piece(int peer, std::size_t size, Ending& flaw);
+    // Ends all expectations, fulfilled or not.
+    void forget(int peer);
+    // What stands in the way of a call that waits for a rank, or for nobody (-1).
+    Ending trouble(int peer);
+    // The same for what takes longer to find; tells the keeper that this rank waits, and in what.
+    Ending slow_trouble();
+    void note_wait(int peer, std::int64_t ns) { peer_of(peer).waited_ns += ns; }
+    void set_waiting_for(int peer) {
+        desk_.waiting_for = peer;
+        last_awaited_ = peer >= 0 ? peer : last_awaited_;
+    }
+
+    // -- who is there: with the lock held -------------------------------------------------------
+
+    bool has_left(int rank) const { return peers_[static_cast<std::size_t>(rank)].has_left; }
+    bool is_gone(int rank) const { return has_left(rank) || !mesh_->is_up(world_rank(rank)); }
+    bool sends_no_more(int rank) const { return is_gone(rank) || peers_[static_cast<std::size_t>(rank)].is_closing; }
+    bool takes_no_more(int rank) const;
+    // How the absence of a rank ends a wait: lost, or corrupt.
+    Ending loss(int rank) const;
+    // The verdict on a call, or an abort of a group around this one.
+    const Verdict* find_verdict(std::uint64_t sequence) const;
+
+    // -- without it -----------------------------------------------------------------------------
+
+    std::optional<std::string> verdict(std::uint64_t sequence);
+    // What stands in the way of a call that waits for something else than pieces.
+    Ending look_round();
+    // Proposes a verdict and waits, for a second at most, for the one that stands.
+    void give_verdict(std::uint64_t sequence, std::string_view text);
+    // Tells what this rank has called and hears what all have.
+    Ending hear_all(std::uint64_t sequence, Bytes statement, const Patience& patience,
+                    std::vector<std::string>& statements);
+    // Asks all ranks what they do; those that have not come to this rank's call, or else those that
+    // the others wait for.
+    std::vector<int> missing();
+    std::pair<std::uint64_t, std::uint32_t> last_call(int rank);
+    void announce_closing();
+    void leave(std::string_view departure, std::uint64_t after);
+    bool has_left();
+    std::optional<std::string> departure_of(int rank);
+    std::string flaw_of(int rank);
+    std::int64_t waited_ns(int rank);
+    void line_up(int change);
+    std::vector<int> find_ring(int peer);
+
+    Letters& letters() { return letters_; }
+    // A send that holds its caller begins to wait for its receiver.
+    void begin_send(int peer) {
+        desk_.sending_to = peer;
+        ring_.clear();
+    }
+    void set_sending_to(int peer) { desk_.sending_to = peer; }
+
+    // -- frames: called by the mesh, with the lock held -----------------------------------------
+
+    std::byte* place_for(int world_rank, const Header& header);
+    void on_frame(int world_rank, const Header& header, Payload payload, bool is_void);
+    // A rank that had come to this group has given it up before all were there.
+    void on_unjoin(int world_rank);
+    // Sends a frame of this group to a rank of it.
+    void send(int rank, Header header, Bytes payload = {}, bool is_urgent = false);
+    void send_to_all(const Header& header, Bytes payload = {}, bool is_urgent = false);
+
+private:
+    struct Piece {
+        std::uint64_t sequence, fingerprint;
+        Payload payload;
+    };
+    struct Peer {
+        std::deque<Piece> pieces;  // that came before they were expected
+        std::vector<Place> places;  // where those go that are expected
+        std::size_t num_filled = 0;
+        std::uint64_t sent = 0, credited = 0;       // bytes of pieces to this rank
+        std::uint64_t consumed = 0, told = 0;       // bytes of pieces from it
+        bool has_left = false, is_closing = false;
+        std::uint64_t left_after = 0, num_receives = 0;
+        std::string departure;
+        std::int64_t waited_ns = 0;
+        std::uint64_t seen = 0;  // the last call of which a piece has come
+        Desk desk;
+        std::vector<std::uint64_t> has_seen;  // the same of each rank, as this one answered
+        std::uint64_t reported = 0, reported_fingerprint = 0;  // the call it waits in, as the keeper hears
+    };
+
+    Peer& peer_of(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+    void drop_old(Peer& peer, int rank);
+    void consume(int rank, std::uint64_t nbytes);
+    Place* next_place(int rank, const Header& header);
+    void on_piece(int rank, const Header& header, Payload payload, bool is_void);
+    int keeper() const;
+    void on_propose(std::uint64_t sequence, Bytes text);
+    void on_differ(int rank, std::uint64_t sequence, Payload payload);
+    void on_statement(const Header& header, Bytes text);
+    void on_report(int rank, std::uint64_t sequence, std::uint64_t fingerprint);
+    void ask_all(std::uint64_t sequence);
+    void on_ring(Bytes payload);
+    void on_poll(int rank, std::uint64_t poll);
+    void on_desk(int rank, Bytes payload);
+    void poll_all();
+    Ending find_dead();
+    std::uint64_t seen_of(int rank) const;
+
+    std::shared_ptr<Mesh> mesh_;
+    const std::uint64_t id_;
+    const std::vector<int> members_;
+    int rank_;
+    std::shared_ptr<Group> parent_;
+    std::vector<int> ranks_by_world_;
+    std::vector<Peer> peers_;
+    Letters letters_;
+    Desk desk_;  // of this rank
+    std::uint64_t fingerprint_ = 0;
+    std::uint64_t asked_ = 0;  // the last call that ranks were found to differ in
+    std::vector<Verdict> verdicts_;
+    std::uint64_t stated_ = 0;  // the call that the statements are about
+    std::vector<std::optional<std::string>> statements_;
+    std::uint64_t heard_ = 0;  // the same on the keeper's way back
+    std::vector<std::optional<std::string>> heard_statements_;
+    std::uint64_t last_report_ = 0;
+    std::uint64_t last_poll_ = 0;  // for dead ranks
+    std::int64_t next_poll_ns_ = 0;
+    int last_awaited_ = -1;
+    std::vector<int> ring_;
+    bool is_closing_ = false;
+    std::uint64_t num_receives_ = 0;
+};
+
+}  // namespace ferrodist::net

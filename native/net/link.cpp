@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "net/link.hpp"
+
+#include <errno.h>
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <variant>
+
+#include "shm/futex.hpp"
+
+namespace ferrodist::net {
+namespace {
+
+constexpr std::size_t staging_nbytes = 64 * 1024;
+constexpr int socket_buffer_nbytes = 4 << 20;
+constexpr std::size_t large_payload = 32 * 1024;
+constexpr std::size_t frames_at_once = 16;
+constexpr std::size_t send_at_once = 1 << 20;
+constexpr std::size_t pump_at_once = 4 << 20;  // then other links have their turn
+
+// Blocks of one size that were given back. Each begins with its size, before what its user sees.
+class Recycling {
+public:
+    std::byte* take(std::size_t nbytes) {
+        if (nbytes <= large) {
+            const std::lock_guard guard(mutex_);
+            if (nbytes > small && !kept_.empty()) {
+                std::byte* block = kept_.back();
+                kept_.pop_back();
+                return block + before;
+            }
+        }
+        const std::size_t size = nbytes > small && nbytes <= large ? large : nbytes;
+        auto* block = static_cast<std::byte*>(::operator new(before + size));
+        std::memcpy(block, &size, sizeof size);
+        return block + before;
+    }
+
+    void give_back(std::byte* memory) noexcept {
+        std::byte* block = memory - before;
+        std::size_t size;
+        std::memcpy(&size, block, sizeof size);
+        if (size == large) {
+            const std::lock_guard guard(mutex_);
+            if (kept_.size() < most) {
+                kept_.push_back(block);
+                return;
+            }
+        }
+        ::operator delete(block);
+    }
+
+private:
+    static constexpr std::size_t before = 64, small = 32 * 1024, large = 256 * 1024, most = 64;
+    std::mutex mutex_;
+    std::vector<std::byte*> kept_ = [] {
+        std::vector<std::byte*> none;
+        none.reserve(most);
+        return none;
+    }();
+};
+
+Recycling& recycling() {
+    static auto* const one = new Recycling;  // outlives every block
+    return *one;
+}
+
+}  // namespace
+
+void Recycle::operator()(std::byte* memory) const noexcept { recycling().give_back(memory); }
+
+Memory new_memory(std::size_t nbytes) { return Memory(recycling().take(nbytes)); }
+
+Link::Link(int socket, Bytes session, std::uint32_t source, std::uint32_t peer, std::uint64_t piece)
+    : last_heard_ns(shm::now_ns()), socket_(socket), out_key_(session, source), in_key_(session, peer),
+      source_(source), peer_(peer), piece_(piece), staging_(staging_nbytes) {
+    if (socket_ >= 0) {
+        enlarge_buffers();
+    }
+}
+
+Link::~Link() { close(); }
+
+void Link::enlarge_buffers() const {
+    // Twice as fast on loopback as what the kernel finds by itself; it may grant less.
+    for (const int which : {SO_SNDBUF, SO_RCVBUF}) {
+        ::setsockopt(socket_, SOL_SOCKET, which, &socket_buffer_nbytes, sizeof socket_buffer_nbytes);
+    }
+}
+
+void Link::close() {
+    if (socket_ >= 0) {
+        ::close(std::exchange(socket_, -1));
+    }
+}
+
+void Link::fail(State state, std::string why) {
+    if (state_ == State::up) {
+        flaw_ = std::move(why);
+        state_ = state;
+    }
+    if (state != State::broken) {
+        return;
+    }
+    for (std::deque<Outgoing>* queue : {&queue_, &urgent_}) {  // nobody need wait for it to go out
+        for (Outgoing& frame : *queue) {
+            if (frame.ticket != nullptr) {
+                --frame.ticket->pending;
+            }
+        }
+        queue->clear();
+    }
+    sent_ = 0;
+    is_writable_ = false;
+    is_finished_ = true;
+}
+
+// -- going out ------------------------------------------------------------------------------------
+
+void Link::send_copy(const Header& header, Bytes payload, bool is_urgent) {
+    if (socket_ < 0 || is_finished_) {
+        return;
+    }
+    auto own = payload.empty() ? nullptr : new_memory(payload.size());
+    if (own != nullptr) {
+        std::memcpy(own.get(), payload.data(), payload.size());
+    }
+    const std::byte* data = own.get();
+    (is_urgent ? urgent_ : queue_).push_back({header, data, payload.size(), std::move(own), nullptr});
+}
+
+void Link::send_in_place(const Header& header, Bytes payload, Ticket& ticket) {
+    if (socket_ < 0 || is_finished_) {
+        return;
+    }
+    ++ticket.pending;
+    queue_.push_back({header, payload.data(), payload.size(), nullptr, &ticket});
+}
+
+void Link::seal(Outgoing& frame) {
+    frame.header.source = source_;
+    frame.header.number = ++num_sent_;
+    frame.header.length = frame.size;
+    frame.header.digest = frame.size == 0 ? 0 : out_key_.digest({frame.data, frame.size});
+    frame.bytes = encode(frame.header, out_key_);
+    frame.is_sealed = true;
+}
+
+// The frame of which a part has gone out.
+Link::Outgoing* Link::begun() {
+    return sent_ == 0 ? nullptr : &(is_urgent_begun_ ? urgent_ : queue_).front();
+}
+
+void Link::flush() {
+    while (is_writable_ && !is_idle() && socket_ >= 0) {
+        std::array<iovec, 2 * frames_at_once> parts;
+        std::size_t num_parts = 0, nbytes = 0;
+        const auto add = [&](Outgoing& frame, std::size_t skip) {
+            if (!frame.is_sealed) {
+                seal(frame);
+            }
+            if (skip < header_nbytes) {
+                parts[num_parts++] = {frame.bytes.data() + skip, header_nbytes - skip};
+                nbytes += header_nbytes - skip;
+                skip = header_nbytes;
+            }
+            if (const std::size_t done = skip - header_nbytes; done < frame.size) {
+                parts[num_parts++] = {const_cast<std::byte*>(frame.data) + done, frame.size - done};
+                nbytes += frame.size - done;
+            }
+        };
+        // What goes out: the frame that has begun, then what is urgent and sealed already, then the
+        // rest in order. A frame is sealed when it is offered to the kernel, so its number is its place.
+        if (Outgoing* frame = begun()) {
+            add(*frame, sent_);
+        } else if (!queue_.empty() && queue_.front().is_sealed) {
+            is_urgent_begun_ = false;
+            add(queue_.front(), 0);
+        } else if (!urgent_.empty()) {
+            is_urgent_begun_ = true;
+            add(urgent_.front(), 0);
+        } else {
+            is_urgent_begun_ = false;
+            for (Outgoing& frame : queue_) {
+                if (num_parts + 2 > parts.size() || nbytes >= send_at_once) {
+                    break;
+                }
+                add(frame, 0);
+            }
+        }
+        msghdr message{};
+        message.msg_iov = parts.data();
+        message.msg_iovlen = num_parts;
+        const ssize_t sent = ::sendmsg(socket_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0) {
+            if (errno == EINTR) {
+                continue;
+            }
+            if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) {
+                is_writable_ = false;
+                return;
+            }
+            return fail(State::broken, std::string("the connection failed (") + std::strerror(errno) + ")");
+        }
+        took(static_cast<std::size_t>(sent));
+        if (static_cast<std::size_t>(sent) < nbytes) {
+            is_writable_ = false;
+        }
+    }
+}
+
+// Counts off bytes that the kernel has taken.
+void Link::took(std::size_t nbytes) {
+    sent_nbytes_ += nbytes;
+    std::deque<Outgoing>& queue = is_urgent_begun_ ? urgent_ : queue_;
+    sent_ += nbytes;
+    while (!queue.empty() && queue.front().is_sealed) {
+        const std::size_t whole = header_nbytes + queue.front().size;
+        if (sent_ < whole) {
+            return;
+        }
+        sent_ -= whole;
+        if (queue.front().ticket != nullptr) {
+            --queue.front().ticket->pending;
+        }
+        queue.pop_front();
+    }
+}
+
+std::uint64_t Link::detach(Ticket& ticket) {
+    std::uint64_t dropped = 0;
+    for (auto frame = queue_.begin(); frame != queue_.end();) {
+        if (frame->ticket != &ticket) {
+            ++frame;
+        } else if (!frame->is_sealed) {
+            dropped += frame->size;
+            frame = queue_.erase(frame);
+        } else {
+            frame->ticket = nullptr;
+            copy_rest(*frame++);
+        }
+    }
+    ticket.pending = 0;
+    if (std::any_of(queue_.begin(), queue_.end(), [](const Outgoing& one) { return one.is_lost; })) {
+        fail(State::broken, "there was no memory to go on with a frame");
+    }
+    return dropped;
+}
+
+// Keeps what is left of a frame that the other side waits for.
+void Link::copy_rest(Outgoing& frame) {
+    if (frame.size == 0) {
+        return;
+    }
+    try {
+        frame.own = new_memory(frame.size);
+    } catch (const std::bad_alloc&) {
+        frame.is_lost = true;
+        return;
+    }
+    std::memcpy(frame.own.get(), frame.data, frame.size);
+    frame.data = frame.own.get();
+}
+
+void Link::finish() {
+    if (socket_ >= 0 && !is_finished_) {
+        is_finished_ = true;
+        ::shutdown(socket_, SHUT_WR);
+    }
+}
+
+bool Link::is_delivered() const {
+    int waiting = 0;
+    return socket_ < 0 || state_ == State::broken || ::ioctl(socket_, SIOCOUTQ, &waiting) != 0 || waiting == 0;
+}
+
+// -- coming in ------------------------------------------------------------------------------------
+
+bool Link::pump(FrameHandler& handler) {
+    for (std::size_t total = 0; state_ == State::up && socket_ >= 0;) {
+        if (begin_ == end_) {
+            begin_ = end_ = 0;
+        } else if (end_ == staging_.size()) {
+            std::memmove(staging_.data(), staging_.data() + begin_, end_ - begin_);
+            end_ -= begin_;
+            begin_ = 0;
+        }
+        // A payload that is under way goes to its place, and what is behind it to the staging: after a
+        // large one only a header, for what follows is probably as large and need not be copied.
+        const std::size_t rest = has_header_ ? header_.length - filled_ : 0;
+        const std::size_t room = header_.length >= large_payload && end_ - begin_ < header_nbytes
+                                     ? std::min(header_nbytes - (end_ - begin_), staging_.size() - end_)
+                                     : staging_.size() - end_;
+        iovec parts[2] = {{into_ == nullptr ? nullptr : into_ + filled_, rest}, {staging_.data() + end_, room}};
+        const bool is_direct = rest > 0;
+        const ssize_t got = is_direct ? ::readv(socket_, parts, 2)
+                                      : ::recv(socket_, parts[1].iov_base, parts[1].iov_len, MSG_DONTWAIT);
+        if (got < 0) {
+            if (errno == EINTR) {
+                continue;
+            }
+            if (errno == EAGAIN || errno == EWOULDBLOCK) {
+                return true;
+            }
+            fail(State::broken, std::string("the connection failed (") + std::strerror(errno) + ")");
+            return true;
+        }
+        if (got == 0) {
+            fail(has_header_ || begin_ != end_ ? State::broken : State::ended, "its connection ended");
+            return true;
+        }
+        const auto nbytes = static_cast<std::size_t>(got);
+        const std::size_t asked = rest + parts[1].iov_len;
+        last_heard_ns = shm::now_ns();
+        received_nbytes_ += nbytes;
+        total += nbytes;
+        filled_ += is_direct ? std::min(rest, nbytes) : 0;
+        end_ += is_direct ? nbytes - std::min(rest, nbytes) : nbytes;
+        try {
+            parse(handler);
+        } catch (const std::bad_alloc&) {
+            fail(State::corrupt, "there is no memory for a frame of " + std::to_string(header_.length) + " bytes");
+        }
+        if (nbytes < asked && !is_at_end_) {
+            return true;
+        }
+        if (total >= pump_at_once) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Takes frames out of what has been read.
+void Link::parse(FrameHandler& handler) {
+    while (state_ == State::up) {
+        if (!has_header_ && !begin_payload(handler)) {
+            return;
+        }
+        const std::size_t part = std::min(header_.length - filled_, end_ - begin_);
+        if (part > 0) {
+            std::memcpy(into_ + filled_, staging_.data() + begin_, part);
+            filled_ += part;
+            begin_ += part;
+        }
+        if (filled_ < header_.length || !end_payload(handler)) {
+            return;
+        }
+    }
+}
+
+// Reads a header; false if it is not there yet, or is none.
+bool Link::begin_payload(FrameHandler& handler) {
+    if (end_ - begin_ < header_nbytes) {
+        return false;
+    }
+    const auto found = decode(staging_.data() + begin_, in_key_, peer_, num_received_ + 1, piece_);
+    if (const Flaw* flaw = std::get_if<Flaw>(&found)) {
+        fail(State::corrupt, std::string(*flaw));
+        return false;
+    }
+    header_ = std::get<Header>(found);
+    begin_ += header_nbytes;
+    ++num_received_;
+    has_header_ = true;
+    is_void_ = false;
+    filled_ = 0;
+    into_ = header_.length == 0 ? nullptr : handler.place_for(static_cast<int>(peer_), header_);
+    payload_ = {nullptr, header_.length};
+    if (into_ == nullptr && header_.length > 0) {
+        payload_.memory = new_memory(header_.length);
+        into_ = payload_.memory.get();
+    }
+    return true;
+}
+
+// A payload is complete: checks it and hands it on.
+bool Link::end_payload(FrameHandler& handler) {
+    const bool is_right = is_void_ || header_.length == 0 ||
+                          in_key_.digest({into_, header_.length}) == header_.digest;
+    has_header_ = false;
+    if (!is_right) {
+        fail(State::corrupt, "the digest does not fit the payload");
+        return false;
+    }
+    handler.on_frame(static_cast<int>(peer_), header_, std::move(payload_), is_void_);
+    into_ = nullptr;
+    return true;
+}
+
+void Link::give_up_place(const std::byte* begin, std::size_t size) {
+    if (!has_header_ || payload_.memory != nullptr || into_ < begin || into_ >= begin + size) {
+        return;
+    }
+    is_void_ = true;
+    try {
+        payload_.memory = new_memory(header_.length);
+    } catch (const std::bad_alloc&) {
+        has_header_ = false;
+        return fail(State::corrupt, "there was no memory for the rest of a frame");
+    }
+    into_ = payload_.memory.get();
+}
+
+}  // namespace ferrodist::net

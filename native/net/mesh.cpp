@@ -1,0 +1,451 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "net/mesh.hpp"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <set>
+#include <system_error>
+
+#include "net/group.hpp"
+
+namespace ferrodist::net {
+namespace {
+
+constexpr std::uint32_t wake_up = UINT32_MAX;
+constexpr std::int64_t ms = 1'000'000;
+constexpr std::chrono::milliseconds nap{20};  // of the thread of the mesh while others read
+
+// All meshes of this process, so that a forked child closes its copies of their sockets: while it has
+// them, the others would not hear of this process's death.
+struct Register {
+    std::mutex mutex;
+    std::set<Mesh*> meshes;
+};
+
+Register& all_meshes() {
+    static auto* const one = new Register;  // outlives every mesh
+    return *one;
+}
+
+std::set<int>& sockets_to_close() {
+    static auto* const one = new std::set<int>;
+    return *one;
+}
+
+void close_in_child() {
+    for (const int socket : sockets_to_close()) {
+        ::close(socket);
+    }
+    all_meshes().mutex.unlock();
+}
+
+void watch_forks() {
+    static const int is_watched = pthread_atfork([] { all_meshes().mutex.lock(); },
+                                                 [] { all_meshes().mutex.unlock(); }, close_in_child);
+    (void)is_watched;
+}
+
+}  // namespace
+
+Mesh::Mesh(int rank, const std::vector<LinkSpec>& specs, const MeshOptions& options)
+    : reports(specs.size()), rank_(rank), options_(options), sent_at_last_beat_(specs.size()) {
+    watch_forks();
+    epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
+    wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (epoll_ < 0 || wake_ < 0) {
+        throw std::system_error(errno, std::system_category(), "epoll");
+    }
+    epoll_event wake{};
+    wake.events = EPOLLIN;
+    wake.data.u32 = wake_up;
+    ::epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &wake);
+    const std::lock_guard guard(all_meshes().mutex);
+    for (std::size_t peer = 0; peer < specs.size(); ++peer) {
+        links_.push_back(std::make_unique<Link>(specs[peer].socket, specs[peer].session,
+                                                static_cast<std::uint32_t>(rank),
+                                                static_cast<std::uint32_t>(peer), options.piece_nbytes));
+        if (specs[peer].socket < 0) {
+            continue;
+        }
+        epoll_event event{};
+        event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+        event.data.u32 = static_cast<std::uint32_t>(peer);
+        if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, specs[peer].socket, &event) != 0) {
+            throw std::system_error(errno, std::system_category(), "epoll_ctl");
+        }
+        sockets_to_close().insert(specs[peer].socket);
+    }
+    for (const int own : {epoll_, wake_}) {
+        sockets_to_close().insert(own);
+    }
+}
+
+void Mesh::start() {
+    if (size() == 1 || background_.joinable()) {
+        return;
+    }
+    sigset_t all, before;  // signals are for the program's own threads
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    background_ = std::thread([this] { run_in_background(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Mesh::~Mesh() {
+    if (birth_.is_of_ancestor()) {
+        if (background_.joinable()) {
+            background_.detach();  // it is not in this process
+        }
+        for (auto& link : links_) {
+            link.release();  // its socket was closed, and the number may be another file's by now
+        }
+        return;
+    }
+    {
+        const Lock guard = lock();
+        is_ending_ = true;
+        idle_.notify_all();
+        notify();
+    }
+    if (background_.joinable()) {
+        background_.join();
+    }
+    const std::lock_guard guard(all_meshes().mutex);
+    for (auto& link : links_) {
+        sockets_to_close().erase(link->socket());
+        link->close();
+    }
+    for (const int own : {epoll_, wake_}) {
+        sockets_to_close().erase(own);
+        ::close(own);
+    }
+}
+
+// -- sending --------------------------------------------------------------------------------------
+
+void Mesh::send(int peer, const Header& header, Bytes payload, bool is_urgent) {
+    Link& to = link(peer);
+    to.send_copy(header, payload, is_urgent);
+    to.flush();
+}
+
+bool Mesh::is_silent(int peer) const {
+    return peer != rank_ &&
+           shm::now_ns() - links_[static_cast<std::size_t>(peer)]->last_heard_ns > options_.silence_ns;
+}
+
+// -- reading --------------------------------------------------------------------------------------
+
+void Mesh::notify() {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
+}
+
+// Waits for events without the lock, and handles them with it; false if a signal ended the wait.
+bool Mesh::handle_events(int timeout_ms, Lock& lock) {
+    std::array<epoll_event, 64> events;
+    if (!unfinished_.empty()) {
+        timeout_ms = 0;
+    }
+    lock.unlock();
+    const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), timeout_ms);
+    const bool is_signal = count < 0 && errno == EINTR;
+    lock.lock();
+    for (const int peer : std::exchange(unfinished_, {})) {
+        serve(peer);
+    }
+    for (int i = 0; i < count; ++i) {
+        const std::uint32_t peer = events[static_cast<std::size_t>(i)].data.u32;
+        if (peer == wake_up) {
+            std::uint64_t drained;
+            [[maybe_unused]] const ssize_t got = ::read(wake_, &drained, sizeof drained);
+            ++tick_;
+            continue;
+        }
+        const std::uint32_t flags = events[static_cast<std::size_t>(i)].events;
+        if (flags & EPOLLOUT) {
+            link(static_cast<int>(peer)).set_writable();
+        }
+        if (flags & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) {  // there is no further edge for it
+            link(static_cast<int>(peer)).note_end();
+        }
+        serve(static_cast<int>(peer));
+    }
+    return !is_signal;
+}
+
+// Reads from a rank and writes to it, as far as that goes.
+void Mesh::serve(int peer) {
+    Link& from = link(peer);
+    const Link::State before = from.state();
+    if (!from.pump(*this)) {
+        unfinished_.push_back(peer);
+    }
+    from.flush();
+    ++tick_;
+    if (from.state() != before && num_sleepers_ > 0) {
+        changed_.notify_all();
+    }
+}
+
+void Mesh::run_in_background() {
+    Lock guard = lock();
+    std::uint64_t calls_before = 0;
+    while (!is_ending_) {
+        beat();
+        if (num_callers_ > 0 || num_calls_ != calls_before) {
+            calls_before = num_calls_;
+            idle_.wait_for(guard, nap);
+            if (num_callers_ == 0 && !is_ending_) {
+                handle_events(0, guard);
+            }
+        } else {
+            const std::int64_t rest = next_beat_ns_ - shm::now_ns();
+            handle_events(static_cast<int>(std::clamp<std::int64_t>(rest / ms + 1, 1, 1000)), guard);
+        }
+        if (is_polling_) {
+            notify();  // what a caller waits for may have been handled here
+        }
+        changed_.notify_all();
+    }
+}
+
+// Sends a sign of life where nothing else was sent for a while.
+void Mesh::beat() {
+    const std::int64_t now = shm::now_ns();
+    if (now < next_beat_ns_) {
+        return;
+    }
+    next_beat_ns_ = now + options_.heartbeat_ns;
+    for (int peer = 0; peer < size(); ++peer) {
+        std::uint64_t& before = sent_at_last_beat_[static_cast<std::size_t>(peer)];
+        if (peer != rank_ && link(peer).num_sent() == before && link(peer).is_idle() && !is_finished_) {
+            send(peer, {.kind = FrameKind::heartbeat}, {}, true);
+        }
+        before = link(peer).num_sent();
+    }
+}
+
+// -- frames ---------------------------------------------------------------------------------------
+
+std::byte* Mesh::place_for(int peer, const Header& header) {
+    const auto found = groups_.find(header.group);
+    return found == groups_.end() ? nullptr : found->second->place_for(peer, header);
+}
+
+void Mesh::on_frame(int peer, const Header& header, Payload payload, bool is_void) {
+    if (header.kind == FrameKind::heartbeat) {
+        return;
+    }
+    if (header.kind == FrameKind::join || header.kind == FrameKind::unjoin) {
+        on_join(peer, header, payload.bytes());
+        return;
+    }
+    if (const auto found = groups_.find(header.group); found != groups_.end()) {
+        found->second->on_frame(peer, header, std::move(payload), is_void);
+    }
+}
+
+// The members that a frame lists; none if they cannot be right.
+std::vector<int> Mesh::read_members(int peer, Bytes payload) const {
+    std::vector<int> members;
+    for (std::size_t i = 0; i + sizeof(int) <= payload.size(); i += sizeof(int)) {
+        int member;
+        std::memcpy(&member, payload.data() + i, sizeof member);
+        if (member < 0 || member >= size() || std::find(members.begin(), members.end(), member) != members.end()) {
+            return {};
+        }
+        members.push_back(member);
+    }
+    return std::find(members.begin(), members.end(), peer) == members.end() ? std::vector<int>{} : members;
+}
+
+void Mesh::on_join(int peer, const Header& header, Bytes payload) {
+    auto found = invitations_.find(header.group);
+    if (header.kind == FrameKind::join) {
+        std::vector<int> members = read_members(peer, payload);
+        if (members.empty() || (found != invitations_.end() && found->second.members != members)) {
+            return;
+        }
+        if (found == invitations_.end()) {
+            std::vector<bool> nobody(members.size(), false);
+            found = invitations_.emplace(header.group, Invitation{std::move(members), std::move(nobody)}).first;
+        }
+    } else if (const auto group = groups_.find(header.group); group != groups_.end()) {
+        group->second->on_unjoin(peer);
+    }
+    if (found == invitations_.end()) {
+        return;
+    }
+    auto& [members, has_joined] = found->second;
+    const auto place = std::find(members.begin(), members.end(), peer);
+    if (place != members.end()) {
+        has_joined[static_cast<std::size_t>(place - members.begin())] = header.kind == FrameKind::join;
+    }
+    const auto joined = std::count(has_joined.begin(), has_joined.end(), true);
+    const bool is_settled = joined == 0 || joined == static_cast<std::ptrdiff_t>(members.size());
+    if (is_settled && std::find(members.begin(), members.end(), rank_) == members.end()) {
+        invitations_.erase(found);  // no affair of this process
+    }
+}
+
+// -- without the lock -----------------------------------------------------------------------------
+
+void Mesh::report(std::string text) {
+    const Lock guard = lock();
+    reports[static_cast<std::size_t>(rank_)] = std::move(text);
+}
+
+std::string Mesh::report_of(int peer) {
+    const Lock guard = lock();
+    return reports[static_cast<std::size_t>(peer)];
+}
+
+std::uint64_t Mesh::sent_nbytes() {
+    const Lock guard = lock();
+    std::uint64_t total = 0;
+    for (const auto& link : links_) {
+        total += link->sent_nbytes();
+    }
+    return total;
+}
+
+std::uint64_t Mesh::received_nbytes() {
+    const Lock guard = lock();
+    std::uint64_t total = 0;
+    for (const auto& link : links_) {
+        total += link->received_nbytes();
+    }
+    return total;
+}
+
+void Mesh::start_trace() {
+    const Lock guard = lock();
+    trace_.emplace();
+}
+
+std::vector<Trace> Mesh::stop_trace() {
+    const Lock guard = lock();
+    auto found = std::exchange(trace_, std::nullopt);
+    return found ? std::move(*found) : std::vector<Trace>{};
+}
+
+std::vector<std::vector<int>> Mesh::invitations_of(int peer) {
+    const Lock guard = lock();
+    std::vector<std::vector<int>> found;
+    for (const auto& [id, invitation] : invitations_) {
+        for (std::size_t i = 0; i < invitation.members.size(); ++i) {
+            if (invitation.members[i] == peer && invitation.has_joined[i]) {
+                found.push_back(invitation.members);
+            }
+        }
+    }
+    return found;
+}
+
+void Mesh::finish() {
+    if (birth_.is_of_ancestor()) {
+        return;
+    }
+    constexpr std::int64_t patience_ns = 1'000 * ms;
+    Lock guard = lock();
+    if (std::exchange(is_finished_, true)) {
+        return;
+    }
+    const std::int64_t end = shm::now_ns() + patience_ns;
+    const auto all = [&](auto is_done) {
+        return std::all_of(links_.begin(), links_.end(), [&](const auto& one) { return is_done(*one); });
+    };
+    while (!all([](const Link& one) { return one.is_idle(); }) && shm::now_ns() < end) {
+        handle_events(10, guard);
+    }
+    for (auto& one : links_) {
+        one->finish();
+    }
+    // Only what the other kernel has is safe from a reset that our end may cause.
+    while (!all([](const Link& one) { return one.is_delivered(); }) && shm::now_ns() < end) {
+        handle_events(1, guard);
+    }
+}
+
+// -- waiting --------------------------------------------------------------------------------------
+
+Waiter::Waiter(Mesh& mesh, Lock& lock, const Patience& patience)
+    : mesh_(mesh), lock_(lock), patience_(patience) {
+    ++mesh_.num_callers_;
+    ++mesh_.num_calls_;
+    const std::int64_t now = shm::now_ns();
+    next_look_ns_ = now + shm::longest_sleep_ns;
+    spin_end_ns_ = now + patience_.spins.second_ns;
+}
+
+Waiter::~Waiter() {
+    if (!lock_.owns_lock()) {
+        lock_.lock();
+    }
+    --mesh_.num_callers_;
+    if (mesh_.num_sleepers_ > 0) {
+        mesh_.changed_.notify_all();
+    }
+}
+
+void Waiter::progressed() { spin_end_ns_ = shm::now_ns() + patience_.spins.second_ns; }
+
+bool Waiter::is_time_to_look() { return std::exchange(was_asked_, false); }
+
+Ending Waiter::until_change(std::uint64_t tick) {
+    while (true) {
+        const std::int64_t now = shm::now_ns();
+        if (patience_.deadline_ns != 0 && now >= patience_.deadline_ns) {
+            return {Outcome::late};
+        }
+        if (now >= next_look_ns_) {
+            return look();
+        }
+        if (mesh_.tick_ != tick) {
+            return {};
+        }
+        const std::int64_t rest = std::min(next_look_ns_ - now, shm::sleep_limit(patience_));
+        if (mesh_.is_polling_) {
+            ++mesh_.num_sleepers_;
+            mesh_.changed_.wait_for(lock_, std::chrono::nanoseconds(rest));
+            --mesh_.num_sleepers_;
+            continue;
+        }
+        const bool spins = now < spin_end_ns_;
+        mesh_.is_polling_ = true;
+        if (!mesh_.handle_events(spins ? 0 : static_cast<int>(rest / ms + 1), lock_)) {
+            next_look_ns_ = 0;  // a signal: the program may want to hear of it
+        }
+        mesh_.is_polling_ = false;
+        if (mesh_.num_sleepers_ > 0) {
+            mesh_.changed_.notify_all();
+        }
+        if (spins && mesh_.tick_ == tick && ++num_spins_ % patience_.spins.between_yields == 0) {
+            lock_.unlock();
+            sched_yield();
+            lock_.lock();
+        }
+    }
+}
+
+// Lets the program hear of signals and tell of a long wait.
+Ending Waiter::look() {
+    lock_.unlock();
+    const bool goes_on = patience_.watch->look();
+    lock_.lock();
+    next_look_ns_ = shm::now_ns() + shm::longest_sleep_ns;
+    was_asked_ = true;
+    return goes_on ? Ending{} : Ending{Outcome::interrupted};
+}
+
+}  // namespace ferrodist::net

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Mesh: a process's connections to all other ranks, and who reads them.
+//
+// Whoever waits reads: a caller in a wait polls all sockets and handles what comes, for all groups; if
+// another caller does so already it sleeps until that one has handled something. So a message that is
+// awaited costs no change of threads. While nobody calls, a thread of the mesh reads: it answers
+// questions, keeps verdicts and sends signs of life, without the GIL and whatever the program does.
+//
+// One lock guards everything. It is never held while waiting, and never while the GIL is asked for.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "net/link.hpp"
+#include "shm/forks.hpp"
+#include "shm/wait.hpp"
+
+namespace ferrodist::net {
+
+class Group;
+using Lock = std::unique_lock<std::mutex>;
+using shm::Ending;
+using shm::Outcome;
+using shm::Patience;
+
+struct LinkSpec {
+    int socket;  // -1 for this rank itself
+    std::vector<std::byte> session;
+};
+
+struct MeshOptions {
+    std::int64_t heartbeat_ns, silence_ns;
+    std::uint64_t piece_nbytes;    // the longest piece of a collective
+    bool has_a_core_each = false;  // whether waits may spin
+};
+
+// Ranks on their way to be a group, as far as this process has heard.
+struct Invitation {
+    std::vector<int> members;  // world ranks
+    std::vector<bool> has_joined;
+};
+
+// A piece of a collective, as sent or received.
+struct Trace {
+    bool is_sent;
+    int peer;
+    std::uint64_t sequence, nbytes;
+};
+
+class Mesh final : public FrameHandler, public std::enable_shared_from_this<Mesh> {
+public:
+    Mesh(int rank, const std::vector<LinkSpec>& specs, const MeshOptions& options);
+    ~Mesh() override;
+    Mesh(const Mesh&) = delete;
+    Mesh& operator=(const Mesh&) = delete;
+
+    // Begins to read, when there is a group to read for.
+    void start();
+
+    int rank() const { return rank_; }
+    int size() const { return static_cast<int>(links_.size()); }
+    const MeshOptions& options() const { return options_; }
+    // How far ahead of their receiver the pieces of one group may be.
+    std::uint64_t window_nbytes() const { return std::max<std::uint64_t>(8 << 20, 4 * options_.piece_nbytes); }
+    shm::Spins spins() const { return options_.has_a_core_each ? shm::spins_with_a_core : shm::spins_without_a_core; }
+
+    // Whether this process is a forked child of the one whose mesh this is.
+    bool is_of_ancestor() const { return birth_.is_of_ancestor(); }
+
+    Lock lock() { return Lock(mutex_); }
+
+    // -- with the lock held ---------------------------------------------------------------------
+
+    Link& link(int peer) { return *links_[static_cast<std::size_t>(peer)]; }
+    // Sends a frame with a copy of its payload, at once if the kernel takes it.
+    void send(int peer, const Header& header, Bytes payload = {}, bool is_urgent = false);
+    bool is_up(int peer) const { return peer == rank_ || links_[static_cast<std::size_t>(peer)]->is_up(); }
+    // Whether nothing at all was heard of a rank for too long.
+    bool is_silent(int peer) const;
+    // Changes whenever something has happened that a wait may depend on.
+    std::uint64_t tick() const { return tick_; }
+    void add(std::uint64_t id, Group* group) { groups_[id] = group; }
+    void remove(std::uint64_t id, const Group* group) {
+        if (const auto found = groups_.find(id); found != groups_.end() && found->second == group) {
+            groups_.erase(found);
+        }
+    }
+    // Lets all waits look again.
+    void changed() {
+        ++tick_;
+        changed_.notify_all();
+        if (is_polling_) {
+            notify();
+        }
+    }
+    std::map<std::uint64_t, Invitation>& invitations() { return invitations_; }
+    std::uint64_t new_number() { return ++last_number_; }
+    void note(bool is_sent, int peer, std::uint64_t sequence, std::uint64_t nbytes) {
+        if (trace_) {
+            trace_->push_back({is_sent, peer, sequence, nbytes});
+        }
+    }
+    // What processes were last heard to wait in, by world rank.
+    std::vector<std::string> reports;
+
+    // -- without it -----------------------------------------------------------------------------
+
+    void report(std::string text);
+    std::string report_of(int peer);
+    std::uint64_t sent_nbytes();
+    std::uint64_t received_nbytes();
+    void start_trace();
+    std::vector<Trace> stop_trace();
+    std::vector<std::vector<int>> invitations_of(int peer);
+    // Ends all connections in order: what was sent arrives. Waits a second for that at most.
+    void finish();
+
+    // -- frames ---------------------------------------------------------------------------------
+
+    std::byte* place_for(int peer, const Header& header) override;
+    void on_frame(int peer, const Header& header, Payload payload, bool is_void) override;
+
+private:
+    friend class Waiter;
+
+    bool handle_events(int timeout_ms, Lock& lock);
+    void serve(int peer);
+    void run_in_background();
+    void beat();
+    std::vector<int> read_members(int peer, Bytes payload) const;
+    void on_join(int peer, const Header& header, Bytes payload);
+    void notify();
+
+    const int rank_;
+    const MeshOptions options_;
+    const shm::Birth birth_;
+    std::mutex mutex_;
+    std::condition_variable changed_, idle_;
+    std::vector<std::unique_ptr<Link>> links_;
+    std::vector<int> unfinished_;  // links of which not all was read at one go
+    std::unordered_map<std::uint64_t, Group*> groups_;
+    std::map<std::uint64_t, Invitation> invitations_;
+    std::string report_;
+    std::optional<std::vector<Trace>> trace_;
+    std::uint64_t tick_ = 0, last_number_ = 0;
+    int epoll_ = -1, wake_ = -1;
+    bool is_polling_ = false, is_ending_ = false, is_finished_ = false;
+    int num_callers_ = 0, num_sleepers_ = 0;
+    std::uint64_t num_calls_ = 0;
+    std::vector<std::uint64_t> sent_at_last_beat_;
+    std::int64_t next_beat_ns_ = 0;
+    std::thread background_;
+};
+
+// The waits of one call: how long it has spun, when to look round, and when it is late.
+class Waiter {
+public:
+    Waiter(Mesh& mesh, Lock& lock, const Patience& patience);
+    ~Waiter();
+    Waiter(const Waiter&) = delete;
+    Waiter& operator=(const Waiter&) = delete;
+
+    // Waits until the tick is another one, and looks round now and then. An ending is the caller's:
+    // late or interrupted.
+    Ending until_change(std::uint64_t tick);
+    // What was awaited has come: spins anew.
+    void progressed();
+    // True about every 50 ms of waiting: time for what is too slow to be asked at every change.
+    bool is_time_to_look();
+
+private:
+    Ending look();
+
+    Mesh& mesh_;
+    Lock& lock_;
+    const Patience& patience_;
+    std::int64_t spin_end_ns_ = 0, next_look_ns_ = 0;
+    int num_spins_ = 0;
+    bool was_asked_ = false;
+};
+
+}  // namespace ferrodist::net

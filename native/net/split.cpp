@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "net/split.hpp"
+
+namespace ferrodist::net {
+
+Split::Split(std::shared_ptr<Group> parent, std::vector<int> members, std::uint64_t identity)
+    : parent_(std::move(parent)), members_(std::move(members)), identity_(identity) {
+    Mesh& mesh = parent_->mesh();
+    std::vector<int> world_ranks;
+    for (const int member : members_) {
+        world_ranks.push_back(parent_->world_rank(member));
+    }
+    const Lock guard = mesh.lock();
+    Invitation& invitation = mesh.invitations()[identity_];
+    if (invitation.members != world_ranks) {  // a list that others were told counts for nothing
+        invitation = {world_ranks, std::vector<bool>(world_ranks.size(), false)};
+    }
+    group_ = std::make_shared<Group>(parent_->shared_mesh(), identity_, world_ranks, parent_);
+    invitation.has_joined[static_cast<std::size_t>(group_->rank())] = true;
+    tell(FrameKind::join);
+}
+
+Split::~Split() {
+    if (parent_->mesh().is_of_ancestor()) {
+        return;
+    }
+    const Lock guard = parent_->mesh().lock();
+    if (!is_complete_) {
+        tell(FrameKind::unjoin);
+    }
+    parent_->mesh().invitations().erase(identity_);
+}
+
+// All of the parent hear it: who misses a member can then say where that one waits.
+void Split::tell(FrameKind kind) {
+    const std::vector<int>& members = group_->members();
+    const Bytes list = kind == FrameKind::join ? std::as_bytes(std::span(members)) : Bytes{};
+    for (const int world_rank : parent_->members()) {
+        if (world_rank != parent_->mesh().rank()) {
+            parent_->mesh().send(world_rank, {.kind = kind, .group = identity_}, list);
+        }
+    }
+}
+
+std::vector<int> Split::absent_now() const {
+    const Invitation& invitation = parent_->mesh().invitations()[identity_];
+    std::vector<int> ranks;
+    for (std::size_t i = 0; i < members_.size(); ++i) {
+        if (!invitation.has_joined[i]) {
+            ranks.push_back(members_[i]);
+        }
+    }
+    return ranks;
+}
+
+std::vector<int> Split::absent() {
+    const Lock guard = parent_->mesh().lock();
+    return absent_now();
+}
+
+Ending Split::wait(const Patience& patience) {
+    Mesh& mesh = parent_->mesh();
+    Lock guard = mesh.lock();
+    Waiter waiter(mesh, guard, patience);
+    while (true) {
+        const std::vector<int> absent = absent_now();
+        if (absent.empty()) {
+            is_complete_ = true;
+            return {};
+        }
+        if (parent_->find_verdict(0) != nullptr) {
+            return {Outcome::verdict};
+        }
+        for (const int rank : absent) {
+            if (parent_->sends_no_more(rank)) {
+                return parent_->loss(rank);
+            }
+            if (waiter.is_time_to_look() && mesh.is_silent(parent_->world_rank(rank))) {
+                return {Outcome::silent, rank};
+            }
+        }
+        if (const Ending ending = waiter.until_change(mesh.tick()); ending.failed()) {
+            return ending;
+        }
+    }
+}
+
+}  // namespace ferrodist::net

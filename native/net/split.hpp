@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Split: some ranks of a group on their way to be a group of their own.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "net/group.hpp"
+
+namespace ferrodist::net {
+
+class Split {
+public:
+    // `members` are ranks of the parent, this one among them; `identity` is the same on all of them.
+    Split(std::shared_ptr<Group> parent, std::vector<int> members, std::uint64_t identity);
+    // Who has not come by now is told that nobody waits any more.
+    ~Split();
+    Split(const Split&) = delete;
+    Split& operator=(const Split&) = delete;
+
+    // Waits for all members; the culprit of an ending is a rank of the parent.
+    Ending wait(const Patience& patience);
+    // The members, as ranks of the parent, that have not come.
+    std::vector<int> absent();
+    // The group, when all members have come.
+    std::shared_ptr<Group> group() const { return group_; }
+
+private:
+    std::vector<int> absent_now() const;
+    void tell(FrameKind kind);
+
+    std::shared_ptr<Group> parent_;
+    std::vector<int> members_;
+    std::uint64_t identity_;
+    std::shared_ptr<Group> group_;
+    bool is_complete_ = false;
+};
+
+}  // namespace ferrodist::net

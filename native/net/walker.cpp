@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "net/walker.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+namespace ferrodist::net {
+namespace {
+
+constexpr std::size_t pieces_ahead = 8;  // queued and not yet with the kernel
+
+struct View {
+    std::byte* data = nullptr;
+    std::size_t size = 0;
+
+    View part(std::size_t begin, std::size_t length) const {
+        begin = std::min(begin, size);
+        return {data + begin, std::min(length, size - begin)};
+    }
+    bool overlaps(const View& other) const {
+        return data < other.data + other.size && other.data < data + size;
+    }
+};
+
+// Several cells as one run of bytes, cut into pieces; there is always at least one, maybe empty.
+class Message {
+public:
+    Message(std::vector<View> cells, std::size_t piece) : cells_(std::move(cells)), piece_(piece) {
+        for (const View& cell : cells_) {
+            size_ += cell.size;
+        }
+    }
+
+    std::size_t num_pieces() const { return std::max<std::size_t>(1, (size_ + piece_ - 1) / piece_); }
+    std::size_t size_of(std::size_t index) const { return std::min(piece_, size_ - index * piece_); }
+    // A piece, if it lies within one cell.
+    bool is_contiguous(std::size_t index) const { return parts(index).size() <= 1; }
+    View piece(std::size_t index) const {
+        const std::vector<View> found = parts(index);
+        return found.empty() ? View{} : found.front();
+    }
+    std::vector<View> parts(std::size_t index) const {
+        std::vector<View> found;
+        std::size_t begin = index * piece_, rest = size_of(index);
+        for (const View& cell : cells_) {
+            if (begin >= cell.size) {
+                begin -= cell.size;
+                continue;
+            }
+            const View part = cell.part(begin, rest);
+            begin = 0;
+            rest -= part.size;
+            if (part.size > 0) {
+                found.push_back(part);
+            }
+            if (rest == 0) {
+                break;
+            }
+        }
+        return found;
+    }
+    bool overlaps(const Message& other) const {
+        for (const View& one : cells_) {
+            for (const View& two : other.cells_) {
+                if (one.overlaps(two)) {
+                    return true;
+                }
+            }
+        }
+        return false;
+    }
+
+private:
+    std::vector<View> cells_;
+    std::size_t piece_, size_ = 0;
+};
+
+// The memory of the cells of one segment.
+class Segment {
+public:
+    Segment(const Plan& plan, const Layout& layout, const Task& task)
+        : plan_(plan), layout_(layout), task_(task), views_(plan.cells().size()),
+          scratch_(new std::byte[layout.scratch_nbytes + 1]) {}
+
+    View view(int cell) {
+        View& found = views_[static_cast<std::size_t>(cell)];
+        if (found.data == nullptr) {
+            found = open(static_cast<std::size_t>(cell));
+        }
+        return found;
+    }
+
+    Message message(const std::vector<int>& cells, std::size_t piece) {
+        std::vector<View> found;
+        for (const int cell : cells) {
+            found.push_back(view(cell));
+        }
+        return {std::move(found), piece};
+    }
+
+    // Folds and copies, on a part of each cell.
+    void work(const std::vector<Work>& works, std::size_t begin, std::size_t length) {
+        for (const Work& work : works) {
+            if (is_there_already(work)) {
+                continue;
+            }
+            const View into = view(work.into).part(begin, length);
+            if (work.operands.size() == 1) {
+                std::memmove(into.data, view(work.operands[0]).part(begin, length).data, into.size);
+                continue;
+            }
+            operands_.clear();
+            for (const int operand : work.operands) {
+                operands_.push_back(view(operand).part(begin, length).data);
+            }
+            const Folding& folding = plan_.folding();
+            const DType dtype = folding.is_wide ? DType::float32 : folding.dtype;
+            fold(dtype, folding.op, into.data, operands_.data(), operands_.size(), into.size / item_size(dtype),
+                 folding.op == Op::mean ? folding.divisor : 1);
+        }
+    }
+
+    // Rounds wide results to the caller's 16-bit floats, once.
+    void narrow_results() {
+        const Folding& folding = plan_.folding();
+        if (!folding.is_wide || task_.target == nullptr) {
+            return;
+        }
+        for (std::size_t cell = 0; cell < views_.size(); ++cell) {
+            const View& wide = views_[cell];
+            if (plan_.cells()[cell].space != Space::out || wide.data == nullptr) {
+                continue;
+            }
+            const std::size_t count = wide.size / 4;
+            if (folding.divisor > 1) {
+                const void* operand = wide.data;
+                fold(DType::float32, Op::mean, wide.data, &operand, 1, count, folding.divisor);
+            }
+            narrow(folding.dtype, task_.target + layout_.ranges[cell].begin / 2, wide.data, count);
+        }
+    }
+
+private:
+    // A copy from the input to the result, where they are the same memory.
+    bool is_there_already(const Work& work) const {
+        const auto& cells = plan_.cells();
+        const Cell& into = cells[static_cast<std::size_t>(work.into)];
+        const Cell& from = cells[static_cast<std::size_t>(work.operands[0])];
+        return task_.is_in_place && work.operands.size() == 1 && into.chunk == from.chunk &&
+               from.space == Space::mine && into.space == Space::out && !plan_.folding().is_wide;
+    }
+
+    View open(std::size_t cell) {
+        const Range& range = layout_.ranges[cell];
+        const std::size_t size = range.end - range.begin;
+        const Space space = plan_.cells()[cell].space;
+        if (space == Space::scratch) {
+            return {scratch_.get() + range.begin, size};
+        }
+        std::byte* memory = space == Space::mine ? const_cast<std::byte*>(task_.source) : task_.target;
+        if (!plan_.folding().is_wide) {
+            return {memory == nullptr ? scratch_.get() : memory + range.begin, size};
+        }
+        wide_.push_back(std::unique_ptr<std::byte[]>(new std::byte[size + 1]));
+        if (space == Space::mine) {
+            widen(plan_.folding().dtype, wide_.back().get(), memory + range.begin / 2, size / 4);
+        }
+        return {wide_.back().get(), size};
+    }
+
+    const Plan& plan_;
+    const Layout& layout_;
+    const Task& task_;
+    std::vector<View> views_;
+    std::unique_ptr<std::byte[]> scratch_;
+    std::vector<std::unique_ptr<std::byte[]>> wide_;
+    std::vector<const void*> operands_;
+};
+
+// One step: a message out, a message in, and what is done with each piece that comes.
+class Step {
+public:
+    Step(Group& group, Lock& lock, Waiter& waiter, int to, int from, Message out, Message in)
+        : group_(group), lock_(lock), waiter_(waiter), to_(to), from_(from), out_(std::move(out)),
+          in_(std::move(in)), num_out_(to < 0 ? 0 : out_.num_pieces()), num_in_(from < 0 ? 0 : in_.num_pieces()),
+          is_aliased_(num_out_ > 0 && num_in_ > 0 && in_.overlaps(out_)) {}
+
+    ~Step() {
+        if (from_ >= 0) {
+            group_.forget(from_);
+        }
+        if (ticket_.pending > 0) {
+            group_.take_back_pieces(to_, ticket_);
+        }
+    }
+    Step(const Step&) = delete;
+    Step& operator=(const Step&) = delete;
+
+    // `on_piece(index)` is called, without the lock, for each piece in turn.
+    template <class OnPiece>
+    Ending run(const OnPiece& on_piece) {
+        while (true) {
+            const std::uint64_t tick = group_.mesh().tick();
+            feed();
+            Ending flaw;
+            const bool has_one = num_done_ < num_in_ && take(flaw);
+            if (flaw.failed()) {
+                return flaw;
+            }
+            if (has_one) {
+                lock_.unlock();
+                on_piece(num_done_);
+                lock_.lock();
+                ++num_done_;
+                waiter_.progressed();
+                continue;
+            }
+            if (num_done_ == num_in_ && num_queued_ == num_out_ && ticket_.pending == 0) {
+                return {};
+            }
+            if (group_.mesh().tick() != tick) {
+                continue;
+            }
+            if (const Ending ending = wait(tick); ending.failed()) {
+                return ending;
+            }
+        }
+    }
+
+private:
+    std::size_t num_sent() const { return num_queued_ - ticket_.pending; }
+
+    // Queues as much as may go out now: not far ahead of what comes in, so that all of it stays cached.
+    void feed() {
+        const std::size_t limit = num_in_ == 0 ? num_out_ : std::min(num_out_, num_done_ + pieces_ahead);
+        while (num_queued_ < limit && ticket_.pending < pieces_ahead &&
+               group_.has_window(to_, out_.size_of(num_queued_))) {
+            const std::vector<View> parts = out_.parts(num_queued_);
+            if (parts.size() <= 1) {
+                const View piece = parts.empty() ? View{} : parts.front();
+                group_.send_piece(to_, {piece.data, piece.size}, ticket_);
+            } else {
+                joined_.push_back(join(parts, out_.size_of(num_queued_)));
+                group_.send_piece(to_, {joined_.back().get(), out_.size_of(num_queued_)}, ticket_);
+            }
+            ++num_queued_;
+        }
+    }
+
+    static std::unique_ptr<std::byte[]> join(const std::vector<View>& parts, std::size_t size) {
+        std::unique_ptr<std::byte[]> joined(new std::byte[size]);
+        std::size_t at = 0;
+        for (const View& part : parts) {
+            std::memcpy(joined.get() + at, part.data, part.size);
+            at += part.size;
+        }
+        return joined;
+    }
+
+    // How many pieces are in their cells.
+    std::size_t num_arrived() const { return num_taken_ + group_.num_here(from_); }
+    // Whether what comes as piece `index` cannot fall on what is still to go out.
+    bool has_gone(std::size_t index) const { return index >= num_out_ || num_sent() > index; }
+
+    // Says where pieces go that are to come, and takes those that came too early. Tells whether the next
+    // one may be worked on.
+    bool take(Ending& flaw) {
+        while (num_expected_ < num_in_ && (!is_aliased_ || has_gone(num_expected_))) {
+            const bool is_next = num_expected_ == num_arrived();
+            if (group_.has_piece(from_)) {
+                std::optional<Payload> payload = group_.take_piece(from_, in_.size_of(num_arrived()), flaw);
+                if (!payload || !is_next) {
+                    break;
+                }
+                spread(*payload);
+                ++num_taken_;
+            } else if (in_.is_contiguous(num_expected_)) {
+                group_.expect(from_, in_.piece(num_expected_).data, in_.size_of(num_expected_));
+            } else {
+                break;
+            }
+            ++num_expected_;
+        }
+        return num_done_ < num_arrived() && has_gone(num_done_);
+    }
+
+    void spread(const Payload& payload) {
+        std::size_t at = 0;
+        for (const View& part : in_.parts(num_expected_)) {
+            std::memcpy(part.data, payload.memory.get() + at, part.size);
+            at += part.size;
+        }
+    }
+
+    Ending wait(std::uint64_t tick) {
+        const bool waits_for_piece = num_done_ < num_in_ && num_done_ == num_arrived();
+        const int awaited = waits_for_piece ? from_ : to_;
+        group_.set_waiting_for(awaited);
+        Ending ending = group_.trouble(awaited);
+        if (!ending.failed() && waiter_.is_time_to_look()) {
+            ending = group_.slow_trouble();
+        }
+        if (!ending.failed()) {
+            const std::int64_t begin = shm::now_ns();
+            ending = waiter_.until_change(tick);
+            group_.note_wait(awaited, shm::now_ns() - begin);
+        }
+        group_.set_waiting_for(-1);
+        return ending;
+    }
+
+    Group& group_;
+    Lock& lock_;
+    Waiter& waiter_;
+    const int to_, from_;
+    const Message out_, in_;
+    const std::size_t num_out_, num_in_;
+    const bool is_aliased_;
+    Ticket ticket_;
+    std::size_t num_queued_ = 0;                   // going out
+    std::size_t num_expected_ = 0, num_taken_ = 0;  // coming in: with a place, or here; that came too early
+    std::size_t num_done_ = 0;                     // worked on
+    std::vector<std::unique_ptr<std::byte[]>> joined_;
+};
+
+Ending walk_row(Group& group, Lock& lock, Waiter& waiter, Segment& segment, const Row& row, std::size_t piece) {
+    Message out = segment.message(row.sent, piece), in = segment.message(row.received, piece);
+    std::vector<std::byte> copy;
+    if (row.is_entangled && row.send_to >= 0) {  // what comes may fall anywhere on what goes out
+        for (std::size_t i = 0; i < out.num_pieces(); ++i) {
+            for (const View& part : out.parts(i)) {
+                copy.insert(copy.end(), part.data, part.data + part.size);
+            }
+        }
+        out = Message({{copy.data(), copy.size()}}, piece);
+    }
+    if (row.send_to >= 0 || row.recv_from >= 0) {
+        Step step(group, lock, waiter, row.send_to, row.recv_from, std::move(out), std::move(in));
+        const Ending ending = step.run([&](std::size_t index) {
+            if (row.is_piecewise) {
+                segment.work(row.works, index * piece, piece);
+            }
+        });
+        if (ending.failed()) {
+            return ending;
+        }
+    }
+    if (!row.is_piecewise) {
+        lock.unlock();
+        segment.work(row.works, 0, SIZE_MAX);
+        lock.lock();
+    }
+    return {};
+}
+
+// In a call while it lives.
+class Presence {
+public:
+    Presence(Group& group, const Task& task, std::uint32_t kind)
+        : group_(group), ending(group.enter(task.sequence, kind, task.fingerprint)) {}
+    ~Presence() { group_.exit(); }
+    Presence(const Presence&) = delete;
+    Presence& operator=(const Presence&) = delete;
+
+private:
+    Group& group_;
+
+public:
+    const Ending ending;
+};
+
+}  // namespace
+
+Ending walk(Group& group, const Plan& plan, const Task& task, const Patience& patience) {
+    Lock lock = group.mesh().lock();
+    Waiter waiter(group.mesh(), lock, patience);
+    const Presence presence(group, task, plan.kind());
+    if (presence.ending.failed()) {
+        return presence.ending;
+    }
+    const std::size_t piece = group.mesh().options().piece_nbytes;
+    for (const Layout& layout : plan.layouts()) {
+        Segment segment(plan, layout, task);
+        for (const Row& row : plan.rows()) {
+            if (const Ending ending = walk_row(group, lock, waiter, segment, row, piece); ending.failed()) {
+                return ending;
+            }
+        }
+        segment.narrow_results();
+    }
+    const Folding& folding = plan.folding();
+    if (folding.divides_at_end && task.target != nullptr) {
+        const void* operand = task.target;
+        fold(folding.dtype, Op::mean, task.target, &operand, 1, plan.target_nbytes() / item_size(folding.dtype),
+             folding.divisor);
+    }
+    return {};
+}
+
+Ending exchange(Group& group, std::uint32_t kind, int to, Bytes outgoing, int from, std::byte* into,
+                std::size_t size, const Task& task, const Patience& patience) {
+    Lock lock = group.mesh().lock();
+    Waiter waiter(group.mesh(), lock, patience);
+    const Presence presence(group, task, kind);
+    if (presence.ending.failed()) {
+        return presence.ending;
+    }
+    const std::size_t piece = std::max<std::size_t>({1, outgoing.size(), size});
+    Message out({{const_cast<std::byte*>(outgoing.data()), outgoing.size()}}, piece), in({{into, size}}, piece);
+    Step step(group, lock, waiter, to, from, std::move(out), std::move(in));
+    return step.run([](std::size_t) {});
+}
+
+}  // namespace ferrodist::net
