@@ -58,8 +58,10 @@ from ferrodist.version import __version__ as __version__
 from ferrodist.work import Work
 
 if TYPE_CHECKING:
+    from ferrodist.backends.hybrid import HybridBackend
     from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.simulated import SimulatedBackend
+    from ferrodist.backends.tcp import TcpBackend
     from ferrodist.launch.spawn import run
     from ferrodist.parallel.bucket import Bucket
     from ferrodist.parallel.compress_16bit import Compress
@@ -108,8 +110,10 @@ __all__ = [
     "ReduceOp",
     "Work",
     "Backend",
+    "HybridBackend",
     "SharedMemoryBackend",
     "SimulatedBackend",
+    "TcpBackend",
     "Statistics",
     "Config",
     "DEFAULT",
@@ -140,6 +144,8 @@ _LAZY = {
     "run": "ferrodist.launch.spawn",
     "SimulatedBackend": "ferrodist.backends.simulated",
     "SharedMemoryBackend": "ferrodist.backends.shared_memory",
+    "TcpBackend": "ferrodist.backends.tcp",
+    "HybridBackend": "ferrodist.backends.hybrid",
     "DDP": "ferrodist.parallel.ddp",
     "Compress": "ferrodist.parallel.compress_16bit",
     "PowerSGD": "ferrodist.parallel.compress_powersgd",

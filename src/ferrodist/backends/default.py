@@ -12,6 +12,7 @@ from dataclasses import replace
 from ferrodist.backends.base import Backend
 from ferrodist.backends.program_end import ProgramEnd
 from ferrodist.config import (
+    AUTO,
     DEFAULT,
     Config,
     Timeout,
@@ -41,7 +42,8 @@ def init(backend: str | None = None, *, timeout: Timeout = DEFAULT) -> Backend:
     launcher: ``ferrodist run``, torchrun, mpiexec, RANK and WORLD_SIZE set by hand, or srun, the
     innermost of them; without any it is a world of one. The log says who it was.
 
-    ``backend`` is a name, ``Config.backend`` if there is none. ``timeout`` is the deadline of calls
+    ``backend`` is a name, ``Config.backend`` if there is none; by that it is shared memory on one
+    host, and on several also TCP between them (``hybrid``). ``timeout`` is the deadline of calls
     that are given none. A second call returns the same backend, or raises InvalidArgument if it
     asks for something else.
 
@@ -76,7 +78,7 @@ def _check_same(made: Backend, name: str | None, timeout: Timeout) -> Backend:
             "the backend that init() made was closed; a process joins its job once",
             this_rank=made.rank,
         )
-    if name is not None and _provider(name) is not type(made):
+    if name not in (None, AUTO) and _provider(name) is not type(made):
         raise InvalidArgument(
             f"init() was called before and made a {type(made).__name__}, not {name!r}", got=name
         )
@@ -91,31 +93,37 @@ def _check_same(made: Backend, name: str | None, timeout: Timeout) -> Backend:
 
 
 def _join(name: str | None, config: Config) -> Backend:
-    provider = _provider(name) if name is not None else _configured_provider(config)
-    join: Callable[..., Backend] | None = getattr(provider, "join", None)
-    if join is None:
-        raise InvalidArgument(
-            f"init() cannot make backend {name or config.backend!r}: see {provider.__name__}"
-        )
+    asked = config.backend if name is None else name
+    join = None if asked == AUTO else _joining(asked, is_setting=name is None)
     from ferrodist.rendezvous.sources.find import find_job  # only who joins a job needs it
 
     job = find_job(environment())
     if job.ends is not None:
         _print_by_lines()
+    if join is None:
+        join = _joining("hybrid" if job.several_hosts else "shared_memory")
+        return join(job, config=config).simplest()  # for all may turn out to be on one host
     return join(job, config=config)
+
+
+def _joining(name: str, *, is_setting: bool = False) -> Callable[..., Backend]:
+    """Return how a process joins its job with the backend of this name."""
+    try:
+        provider = _provider(name)
+    except InvalidArgument as error:
+        if not is_setting:
+            raise
+        raise InvalidArgument(f"{variable('backend')}: {error}", got=name) from error
+    join: Callable[..., Backend] | None = getattr(provider, "join", None)
+    if join is None:
+        raise InvalidArgument(f"init() cannot make backend {name!r}: see {provider.__name__}")
+    return join
 
 
 def _print_by_lines() -> None:
     """Let our launcher have every line at once; Python keeps what it writes to a pipe for later."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-
-
-def _configured_provider(config: Config) -> type[Backend]:
-    try:
-        return _provider(config.backend)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{variable('backend')}: {error}", got=config.backend) from error
 
 
 def _provider(name: str) -> type[Backend]:
