@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.testing.link_faults import LinkFaults
+from ferrodist.testing.proxy import FaultProxy
 from ferrodist.testing.ranks import run_ranks
 from ferrodist.transports.faulty import Fate, Faults
 
@@ -30,6 +32,8 @@ __all__ = [
     # faults
     "Faults",
     "Fate",
+    "FaultProxy",
+    "LinkFaults",
     # the backend contract
     "Case",
     "Failure",
