@@ -27,7 +27,7 @@ from ferrodist import (
     RankLost,
     UnsupportedArray,
 )
-from ferrodist.launch import cores, processes
+from ferrodist.launch import cores, part
 from ferrodist.launch.spawn import RemoteTraceback
 
 pytestmark = pytest.mark.timeout(90)
@@ -152,7 +152,7 @@ def test_the_secret_is_in_no_command_line_and_no_environment(monkeypatch):
         made.append(os.urandom(nbytes))
         return made[-1]
 
-    monkeypatch.setattr(processes.secrets, "token_bytes", new_secret)
+    monkeypatch.setattr(part.secrets, "token_bytes", new_secret)
 
     def seen(backend):
         return [Path(f"/proc/self/{name}").read_bytes() for name in ("cmdline", "environ")]

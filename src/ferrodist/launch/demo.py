@@ -16,6 +16,7 @@ from ferrodist.launch.demo_program import demo_options, run_rank
 from ferrodist.launch.demo_report import count_of_ranks
 from ferrodist.launch.main import STOPPED_BY_USER
 from ferrodist.launch.output.console import console_of_files
+from ferrodist.launch.part import Part
 from ferrodist.launch.supervisor import Plan, supervise
 from ferrodist.testing import run_ranks
 
@@ -82,7 +83,7 @@ def _run_processes(ranks: int, options: list[str], as_json: bool) -> int:
     if not as_json:
         shown = shlex.join(["ferrodist", "run", "-n", str(ranks), "-m", _PROGRAM, *options])
         click.echo(f"$ {shown}")
-    plan = Plan([sys.executable, "-m", _PROGRAM, *options], ranks)
+    plan = Plan([sys.executable, "-m", _PROGRAM, *options], Part.whole(ranks))
     code = supervise(plan, console_of_files())
     if code == STOPPED_BY_USER:
         Console().show_cursor()  # a rank that was ended in the middle left it hidden

@@ -67,6 +67,11 @@ def _draw(outcome: Outcome, chart: Path, as_json: bool) -> None:
         console.print("loss curve drawn in", str(chart), markup=False, soft_wrap=True)
 
 
+def _name_of_backend() -> str:
+    chosen = Config.from_environment().backend
+    return "shared_memory" if chosen == "auto" else chosen  # as init() chooses on one host
+
+
 @click.command()
 @demo_options
 @click.pass_context
@@ -76,7 +81,7 @@ def program(
     """Train with the other ranks of the job that this process is started in."""
     try:
         backend = ferrodist.init()
-        plan = Plan(Config.from_environment().backend, backend.world_size, steps, seed)
+        plan = Plan(_name_of_backend(), backend.world_size, steps, seed)
         is_right = run_rank(backend, plan, chart, as_json=as_json)
     except KeyboardInterrupt:
         context.exit(STOPPED_BY_USER)

@@ -15,6 +15,7 @@ _COMMANDS = {
     "demo": "ferrodist.launch.demo",
     "run": "ferrodist.launch.run",
     "bench": "ferrodist.launch.bench.command",
+    "doctor": "ferrodist.launch.doctor",
 }
 
 

@@ -8,7 +8,6 @@ what a rank has started itself is ended along with it.
 from __future__ import annotations
 
 import os
-import secrets
 import selectors
 import signal
 import subprocess
@@ -22,9 +21,9 @@ from typing import NamedTuple, Self
 
 from ferrodist.deadline import Deadline
 from ferrodist.launch.cores import share_cores, threads_per_rank
-from ferrodist.launch.environment import FIRST_ATTEMPT, Attempt, free_port, rank_environment
+from ferrodist.launch.environment import master_of, rank_environment
+from ferrodist.launch.part import FIRST_ATTEMPT, Attempt, Part
 from ferrodist.rendezvous.ends import Ends, LastWords, how_ended
-from ferrodist.rendezvous.job import SECRET_NBYTES
 from ferrodist.rendezvous.launch import Launch
 
 # -I and -S: these need no paths and no packages, and start in half the time without.
@@ -128,13 +127,22 @@ class Rank:
 
 
 class Crew:
-    """All ranks of a new job. Leaving the context leaves none of them alive."""
+    """The ranks of a new job, those of this host. Leaving the context leaves none alive.
+
+    ``part`` says which they are, if they are not all.
+    """
 
     def __init__(
-        self, orders: Sequence[Order], attempt: Attempt = FIRST_ATTEMPT, *, binds: bool = True
+        self,
+        orders: Sequence[Order],
+        attempt: Attempt = FIRST_ATTEMPT,
+        *,
+        part: Part | None = None,
+        binds: bool = True,
     ) -> None:
+        self._part = Part.whole(len(orders)) if part is None else part
         self._selector = selectors.DefaultSelector()
-        self._ends = Ends.create(len(orders))
+        self._ends = Ends.create(self._part.world_size)
         self._keeper = Keeper()
         self.running: list[Rank] = []
         try:
@@ -144,16 +152,15 @@ class Crew:
             raise
 
     def _start(self, orders: Sequence[Order], attempt: Attempt, binds: bool) -> None:
-        size, port = len(orders), free_port()
-        job = f"run-{os.getpid()}-{secrets.token_hex(8)}"
-        secret = secrets.token_bytes(SECRET_NBYTES)
-        cores = (share_cores(size) if binds else None) or [set()] * size
-        for number, order in enumerate(orders):
+        part, size = self._part, len(orders)
+        job, secret, master = part.job(attempt), part.secret_of_job(), master_of(part)
+        all_cores = (share_cores(size) if binds else None) or [set()] * size
+        for number, order, cores in zip(part.ranks, orders, all_cores, strict=True):
             secret_file = _pipe_with(secret)
-            launch = Launch(number, size, job, secret_file, self._ends.file)
-            environment = rank_environment(launch, attempt, port, threads_per_rank(size))
+            launch = part.launch(number, job, secret_file, self._ends.file)
+            environment = rank_environment(launch, part, attempt, master, threads_per_rank(size))
             try:
-                process = _start_process(order, launch, environment, cores[number])
+                process = _start_process(order, launch, environment, cores)
             finally:
                 os.close(secret_file)
             rank = Rank(number, process, self._keeper)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""``ferrodist run``: a script on n processes of this host. Here is the command line alone."""
+"""``ferrodist run``: a script on n processes, of one host or several. The command line alone."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ import math
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ferrodist.errors import InvalidArgument
-from ferrodist.launch.cores import share_cores, threads_per_rank, usable_cores
+from ferrodist.launch.cores import share_cores, threads_per_rank
+from ferrodist.launch.host_options import HostOptions, host_options
+from ferrodist.launch.hosts_command import find_remote, introduce
+from ferrodist.launch.hosts_supervisor import HostsPlan, supervise_hosts
+from ferrodist.launch.leash import Leash
+from ferrodist.launch.log_options import LogOptions, log_options
+from ferrodist.launch.nodes import check_restarts, find_part
 from ferrodist.launch.output.console import Console, console_of_files
-from ferrodist.launch.output.logs import Choice, LogFiles, parse_choice
+from ferrodist.launch.output.logs import Choice, LogFiles
 from ferrodist.launch.processes import standard_files_taken
 from ferrodist.launch.supervisor import Plan, supervise
+from ferrodist.rendezvous.launch import number
 
 
-def _parse_num_ranks(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    if value == "auto":
-        return usable_cores()
-    if not (value.isascii() and value.isdigit() and int(value) > 0):
+def _parse_sizes(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """Read numbers of ranks, one for all hosts or one for each; None is a rank per core."""
+    if value is None or value == "auto":
+        return None
+    sizes = tuple(map(number, value.split(",")))
+    if min(sizes) < 1:
         raise click.BadParameter(f"{value!r} is neither a number above zero nor 'auto'")
-    return int(value)
+    return sizes
 
 
 def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> float:
@@ -32,17 +43,10 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
     return value
 
 
-def _parse_streams(ctx: click.Context, param: click.Parameter, value: str | None) -> Choice | None:
-    try:
-        return None if value is None else parse_choice(value)
-    except InvalidArgument as error:
-        raise click.BadParameter(str(error)) from error
-
-
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
-    "-n", "--nproc-per-node", "num_ranks", callback=_parse_num_ranks, metavar="N", default="auto",
-    help="How many processes to start; auto, the default, is one per core.",
+    "-n", "--nproc-per-node", "sizes", callback=_parse_sizes, metavar="N",
+    help="How many processes to start on each host; auto, the default on one, is one per core.",
 )  # fmt: skip
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program of its own.")
@@ -60,25 +64,15 @@ def _parse_streams(ctx: click.Context, param: click.Parameter, value: str | None
     "--bind", type=click.Choice(["cores", "none"]), default="cores", show_default=True,
     help="Give each rank cores of its own, if there are enough.",
 )  # fmt: skip
-@click.option(
-    "--log-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-    help="Write what each rank writes to files in a new folder of DIR as well.",
-)  # fmt: skip
-@click.option(
-    "-t", "--tee", callback=_parse_streams, metavar="STREAMS",
-    help="Which streams to write to files as well: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by rank.",
-)  # fmt: skip
-@click.option(
-    "-r", "--redirects", callback=_parse_streams, metavar="STREAMS",
-    help="Which streams to write to files only.",
-)  # fmt: skip
-@click.option("--standalone", is_flag=True, hidden=True, help="What torchrun needs on one host.")
+@log_options
+@host_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(
     ctx: click.Context,
-    num_ranks: int,
+    /,
+    sizes: tuple[int, ...] | None,
     is_module: bool,
     no_python: bool,
     max_restarts: int,
@@ -88,9 +82,9 @@ def run(
     log_dir: Path | None,
     tee: Choice | None,
     redirects: Choice | None,
-    standalone: bool,
     script: str,
     args: tuple[str, ...],
+    **others: Any,
 ) -> None:
     """Run SCRIPT on N processes that form one job.
 
@@ -99,28 +93,57 @@ def run(
     fails, the others are ended soon after; its traceback is shown last, and its exit code is that
     of this command.
     """
+    options = HostOptions(**others)
+    if is_module and no_python:
+        raise click.UsageError("--module and --no-python exclude each other")
+    files = LogOptions(log_dir, tee, redirects)
+    if options.is_for_others:
+        passed_on = ["--grace", str(grace), "--bind", bind, *files.to_words()]
+        flags = {"-m": is_module, "--no-python": no_python, "--keep-survivors": keep_survivors}
+        passed_on += [name for name, is_given in flags.items() if is_given]
+        remote = find_remote(options, sizes, passed_on, [script, *args])
+        files.check(sum(remote.sizes))
+        ctx.exit(_run_there(HostsPlan(remote, max_restarts, grace, keep_survivors)))
+    part = find_part(options, sizes)
+    files.check(part.world_size)
+    if len(part.sizes) > 1 and max_restarts and options.only_attempt is None:
+        check_restarts(grace=grace, keeps_survivors=keep_survivors)
     plan = Plan(
         _command(script, args, is_module=is_module, no_python=no_python),
-        num_ranks,
+        part,
         most_restarts=max_restarts,
         grace=grace,
         keeps_survivors=keep_survivors,
         binds=bind == "cores",
+        only_attempt=options.only_attempt,
     )
-    logs = _open_logs(log_dir, tee, redirects, num_ranks)
-    console = console_of_files()
+    ctx.exit(_run_here(plan, files.open(), options.rdzv_id if options.held_by_ssh else None))
+
+
+def _run_here(plan: Plan, logs: LogFiles | None, held_by: str | None) -> int:
+    """Run the ranks of this host; ``held_by`` is a job whose launcher has started this one."""
+    console = console_of_files() if held_by is None else console_of_files(stdin=-1)
+    leash = None if held_by is None else Leash(held_by, console)
     _introduce(plan, console, logs)
     try:
         with standard_files_taken():
-            code = supervise(plan, console, logs)
+            return supervise(plan, console, logs, leash)
     except OSError as error:
-        raise click.ClickException(f"cannot start {num_ranks} ranks: {error}") from error
-    ctx.exit(code)
+        raise click.ClickException(f"cannot start {plan.part.num_ranks} ranks: {error}") from error
+
+
+def _run_there(plan: HostsPlan) -> int:
+    """Run the ranks of all hosts."""
+    console = console_of_files()
+    introduce(plan.remote, console)
+    try:
+        with standard_files_taken():
+            return supervise_hosts(plan, console)
+    except OSError as error:
+        raise click.ClickException(f"cannot start {plan.remote.ssh[0]!r}: {error}") from error
 
 
 def _command(script: str, args: tuple[str, ...], *, is_module: bool, no_python: bool) -> list[str]:
-    if is_module and no_python:
-        raise click.UsageError("--module and --no-python exclude each other")
     if no_python:
         if shutil.which(script) is None:
             raise click.UsageError(f"there is no program {script!r}")
@@ -132,30 +155,14 @@ def _command(script: str, args: tuple[str, ...], *, is_module: bool, no_python: 
     return [sys.executable, script, *args]
 
 
-def _open_logs(
-    directory: Path | None, tee: Choice | None, redirects: Choice | None, num_ranks: int
-) -> LogFiles | None:
-    for choice in (tee, redirects):
-        if choice is not None and any(rank >= num_ranks for rank in choice.by_rank):
-            raise click.UsageError(f"--tee or --redirects names a rank beyond {num_ranks - 1}")
-    if directory is None:
-        if tee is not None or redirects is not None:
-            raise click.UsageError("--tee and --redirects write to files: say where, by --log-dir")
-        return None
-    try:
-        return LogFiles(directory, tee=tee, redirects=redirects)
-    except OSError as error:
-        raise click.UsageError(f"--log-dir {directory}: {error.strerror}") from error
-
-
 def _introduce(plan: Plan, console: Console, logs: LogFiles | None) -> None:
     """Say once, to people, what they may not expect."""
     words = []
-    if console.stderr.terminal is not None and plan.num_ranks > 1:
-        has_own = plan.binds and share_cores(plan.num_ranks) is not None
+    if console.stderr.terminal is not None and plan.part.num_ranks > 1:
+        has_own = plan.binds and share_cores(plan.part.num_ranks) is not None
         cores = "each with cores of its own" if has_own else "sharing all cores"
-        threads = threads_per_rank(plan.num_ranks)
-        words.append(f"{plan.num_ranks} ranks, {cores}, {threads} thread(s) each for OpenMP")
+        threads = threads_per_rank(plan.part.num_ranks)
+        words.append(f"{plan.part.num_ranks} ranks, {cores}, {threads} thread(s) each for OpenMP")
     if logs is not None:
         words.append(f"log files in {logs.directory}")
     if words:

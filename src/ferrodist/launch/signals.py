@@ -8,13 +8,20 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
-
-from ferrodist.launch.processes import Crew
+from typing import Any, Protocol, Self
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN_SECONDS = 1.0
 _PASSING = (signal.SIGUSR1, signal.SIGUSR2)  # the ranks know what they mean, we go on
+HANDED_ON = frozenset((*_ENDING, *_PASSING))
+
+
+class Takers(Protocol):
+    """Those that signals are handed on to."""
+
+    def send_signal(self, number: int) -> None:
+        """Signal them all; signal handlers call it."""
+        ...
 
 
 class Signals:
@@ -26,7 +33,7 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         self._times: list[float] = []
-        self._crew: Crew | None = None
+        self._crew: Takers | None = None
         self._let_terminal_go: Callable[[], None] | None = None
         self._previous: dict[int, Any] = {}
 
@@ -39,7 +46,7 @@ class Signals:
         has_repeated = len(self._times) > 1 and self._times[-1] - self._times[0] > _AGAIN_SECONDS
         return has_repeated or self.received.count(signal.SIGINT) > 1
 
-    def hand_on_to(self, crew: Crew, let_terminal_go: Callable[[], None]) -> None:
+    def hand_on_to(self, crew: Takers, let_terminal_go: Callable[[], None]) -> None:
         """Say whose ranks get them, and what to do before this process is stopped by Ctrl-Z."""
         self._crew, self._let_terminal_go = crew, let_terminal_go
         for number in self.received:  # while the ranks were being started

@@ -7,8 +7,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 from ferrodist import DistributedError, RankLost
 from ferrodist.launch.bench.engines import Engine
@@ -27,6 +27,12 @@ class Effort:
     round_seconds: float = 0.08
     lane_seconds: float = 1.5
     most_repeats: int = 4000
+
+    def times(self, factor: int) -> Self:
+        """Return the effort with so many times the rounds."""
+        return replace(
+            self, rounds=factor * self.rounds, lane_seconds=factor * self.lane_seconds
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,12 @@ class Outcome:
     results: list[Result] = field(default_factory=list)
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        """Take over what was measured elsewhere."""
+        self.results += other.results
+        self.versions |= other.versions
+        self.failures += other.failures
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -144,7 +156,7 @@ def _open_jobs(
         try:
             job = stack.enter_context(Job(engine, ranks))
         except (DistributedError, OSError) as error:
-            outcome.failures.append(f"{engine.name} on {ranks} ranks: {error}")
+            outcome.failures.append(f"{engine.label} on {ranks} ranks: {error}")
             continue
         outcome.versions[engine.name] = job.versions
         yield engine.name, job

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 WORKER = Path(__file__).parent / "worker"
@@ -27,6 +28,12 @@ class Engine:
     file: Path
     commands: Callable[[int, Command, Path], list[Command]]
     missing: Callable[[], str | None]
+    link: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name for people, who may have asked for one library over several links."""
+        return f"{self.name} over {self.link}" if self.link else self.name
 
     def start_commands(self, ranks: int, address: Path) -> list[Command]:
         """Return the command lines that start all ranks, which then call back at ``address``."""
@@ -34,13 +41,17 @@ class Engine:
         return self.commands(ranks, script, address.parent)
 
 
-def _run_ferrodist(ranks: int, script: Command, folder: Path) -> list[Command]:
-    return [[sys.executable, "-m", "ferrodist", "run", "-n", str(ranks), *script]]
+def _run_ferrodist(backend: str, ranks: int, script: Command, folder: Path) -> list[Command]:
+    return [[sys.executable, "-m", "ferrodist", "run", "-n", str(ranks), *script, backend]]
 
 
 def _run_gloo(ranks: int, script: Command, folder: Path) -> list[Command]:
     meeting_file = str(folder / "gloo")
     return [[sys.executable, *script, meeting_file, str(rank), str(ranks)] for rank in range(ranks)]
+
+
+def _run_ddp(ranks: int, script: Command, folder: Path) -> list[Command]:
+    return _run_ferrodist(str(folder / "gloo"), ranks, script, folder)
 
 
 def _run_mpich(ranks: int, script: Command, folder: Path) -> list[Command]:
@@ -73,21 +84,36 @@ def _missing_mpi(name: str) -> str | None:
     )
 
 
+_OURS = WORKER / "ferrodist_engine.py"
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("ferrodist", WORKER / "ferrodist_engine.py", _run_ferrodist, lambda: None),
+        Engine("ferrodist", _OURS, partial(_run_ferrodist, "shared_memory"), lambda: None),
         Engine("mpich", WORKER / "mpi_engine.py", _run_mpich, lambda: _missing_mpi("mpich")),
         Engine("openmpi", WORKER / "mpi_engine.py", _run_openmpi, lambda: _missing_mpi("openmpi")),
         Engine("gloo", WORKER / "gloo_engine.py", _run_gloo, _missing_torch),
     )
 }
+TCP_ENGINES = {
+    "ferrodist": Engine("ferrodist", _OURS, partial(_run_ferrodist, "tcp"), lambda: None, "TCP"),
+    "gloo": ENGINES["gloo"],
+}
+DDP_ENGINES = {"ferrodist": Engine("ddp", WORKER / "ddp_engine.py", _run_ddp, _missing_torch)}
 MPI = ("mpich", "openmpi")
-TITLES = {"ferrodist": "ferrodist", "mpich": "MPICH", "openmpi": "Open MPI", "gloo": "Gloo"}
+TITLES = {
+    "ferrodist": "ferrodist",
+    "mpich": "MPICH",
+    "openmpi": "Open MPI",
+    "gloo": "Gloo",
+    "ddp": "DDP",
+}
 
 
-def split_present(names: Sequence[str]) -> tuple[list[Engine], dict[str, str]]:
+def split_present(
+    names: Sequence[str], known: Mapping[str, Engine] = ENGINES
+) -> tuple[list[Engine], dict[str, str]]:
     """Return the engines that can be started, and for each other one how to get it."""
-    reasons = {name: ENGINES[name].missing() for name in names}
-    present = [ENGINES[name] for name, reason in reasons.items() if reason is None]
+    wanted = [known[name] for name in names if name in known]
+    reasons = {engine.name: engine.missing() for engine in wanted}
+    present = [engine for engine in wanted if reasons[engine.name] is None]
     return present, {name: reason for name, reason in reasons.items() if reason is not None}

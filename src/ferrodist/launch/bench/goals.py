@@ -35,6 +35,21 @@ def gloo_goal(call: str, nbytes: int, ranks: int) -> float | None:
     return next((goal for most, goal in steps if nbytes <= most), 6.0)
 
 
+def tcp_goal(call: str, nbytes: int, ranks: int) -> float | None:
+    """Return the least ratio of speed to Gloo when both use TCP; None where no goal is set."""
+    if ranks != 2:
+        return None
+    is_small = nbytes <= 64 * KB
+    if call in _SYMMETRIC:
+        return 4.0 if is_small else 2.0 if nbytes >= 16 * MB else None
+    return 1.5 if is_small else 1.1
+
+
+def ddp_goal(step: str, ranks: int) -> float | None:
+    """Return the most times the step without DDP that a step may take."""
+    return 1.15 if step == "ferrodist_step" and ranks == 2 else None
+
+
 def copy_goal(variant: str, nbytes: int, ranks: int) -> float | None:
     """Return the most times one copy of the bytes that an allreduce may take."""
     if ranks != 2 or nbytes < 64 * MB:

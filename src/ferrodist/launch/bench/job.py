@@ -71,11 +71,11 @@ class Job:
         while len(by_rank) < self.ranks:
             if any(process.poll() is not None for process in self._processes):
                 raise RendezvousError(
-                    f"{self.engine.name} ended at its start: {self._last_words()}"
+                    f"{self.engine.label} ended at its start: {self._last_words()}"
                 )
             if time.monotonic() > deadline:
                 raise RendezvousError(
-                    f"{self.engine.name}: {len(by_rank)} of {self.ranks} ranks came within "
+                    f"{self.engine.label}: {len(by_rank)} of {self.ranks} ranks came within "
                     f"{START_SECONDS} s: {self._last_words()}"
                 )
             with suppress(TimeoutError):
@@ -107,7 +107,7 @@ class Job:
             line = ""
         if not line:
             raise RankLost(
-                f"{self.engine.name}: rank {rank} gave no answer: {self._last_words()}", rank=rank
+                f"{self.engine.label}: rank {rank} gave no answer: {self._last_words()}", rank=rank
             )
         answer: dict[str, Any] = json.loads(line)
         return answer

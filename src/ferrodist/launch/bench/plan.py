@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 KB, MB = 1 << 10, 1 << 20
@@ -23,12 +23,15 @@ COLLECTIVES = (
     "barrier",
     "send_recv",
 )
+TCP_COLLECTIVES = ("allreduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+DDP_STEPS = ("plain_step", "ferrodist_step", "torch_step")
+PARTS = ("shared_memory", "tcp", "ddp")
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One call of one engine; a variant is what the peers are not measured with."""
+    """One call of one engine; a variant is another way to make it, or what it runs over."""
 
     engine: str
     call: str
@@ -64,25 +67,49 @@ def make_blocks(
 ) -> list[Block]:
     """List all blocks of one number of ranks, the quick ones first."""
     collectives = list(collectives)
-    blocks = [
-        _block(engines, ranks, call, nbytes)
-        for nbytes in sorted(sizes)
-        for call in collectives
-        if call != "barrier"
-    ]
-    if "barrier" in collectives:
-        blocks.insert(0, _block(engines, ranks, "barrier", 0))
+    blocks = [_block(engines, ranks, *one) for one in _calls(collectives, sizes)]
     if "allreduce" in collectives and OVERLAP_SIZE in sizes:
         blocks.append(_overlap_block(engines, ranks))
     return blocks
+
+
+def make_tcp_blocks(
+    engines: Sequence[str], ranks: int, collectives: Iterable[str], sizes: Sequence[int]
+) -> list[Block]:
+    """List the blocks of those collectives that are compared over TCP, the quick ones first."""
+    own = [call for call in collectives if call in TCP_COLLECTIVES]
+    return [_tcp_block(engines, ranks, *one) for one in _calls(own, sizes)]
+
+
+def make_ddp_block(ranks: int) -> Block:
+    """Compare a training step without DDP, with ours and with torch's."""
+    lanes = tuple(Lane("ddp", step) for step in DDP_STEPS)
+    return Block(f"DDP step on {ranks} ranks", ranks, 0, lanes)
+
+
+def _calls(collectives: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Pair every call with every size, barrier with none."""
+    if "barrier" in collectives:
+        yield "barrier", 0
+    for nbytes in sorted(sizes):
+        yield from ((call, nbytes) for call in collectives if call != "barrier")
 
 
 def _block(engines: Sequence[str], ranks: int, call: str, nbytes: int) -> Block:
     lanes = [Lane(engine, call) for engine in engines]
     if OURS in engines:
         lanes += [Lane(OURS, call, variant) for variant in _variants(call, nbytes)]
+    return Block(_title(call, nbytes, ranks), ranks, nbytes, tuple(lanes))
+
+
+def _tcp_block(engines: Sequence[str], ranks: int, call: str, nbytes: int) -> Block:
+    lanes = tuple(Lane(engine, call, "tcp") for engine in engines)
+    return Block(f"{_title(call, nbytes, ranks)} over TCP", ranks, nbytes, lanes)
+
+
+def _title(call: str, nbytes: int, ranks: int) -> str:
     size = f" of {size_name(nbytes)}" if nbytes else ""
-    return Block(f"{call}{size} on {ranks} ranks", ranks, nbytes, tuple(lanes))
+    return f"{call}{size} on {ranks} ranks"
 
 
 def _variants(call: str, nbytes: int) -> list[str]:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 
 from ferrodist.launch.output.last_words import Tail
-from ferrodist.launch.output.pipes import Inlet
+from ferrodist.launch.output.pipes import Inlet, Watcher
 from ferrodist.launch.output.sinks import FileSink
 from ferrodist.launch.output.speakers import Speaker
-from ferrodist.launch.processes import Crew
 
 
 class Flow:
@@ -20,11 +19,11 @@ class Flow:
         self.tail = Tail()
         self._speaker = speaker
         self._inlet = Inlet(file, self._take, waits_for_lines=speaker.waits_for_lines)
-        self._crew: Crew | None = None
+        self._crew: Watcher | None = None
         self._is_dammed = False  # not watched, because there was no room
         self._has_ended = False
 
-    def watch(self, crew: Crew) -> None:
+    def watch(self, crew: Watcher) -> None:
         """Let it flow while the crew is waited for."""
         self._crew = crew
         self._inlet.watch(crew, self._read)

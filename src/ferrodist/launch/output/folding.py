@@ -25,13 +25,15 @@ class Entry:
 
     __slots__ = ("ranks", "text", "when")
 
-    def __init__(self, text: bytes, rank: int, when: float) -> None:
+    def __init__(self, text: bytes, ranks: list[int], when: float) -> None:
         self.text = text
-        self.ranks = [rank]
+        self.ranks = ranks
         self.when = when
 
     def to_line(self) -> bytes:
         """Write it out, after the names of its ranks."""
+        if not self.ranks:
+            return self.text + b"\n"
         prefix = _prefix(tuple(self.ranks))
         return prefix + b" " + self.text + b"\n" if self.text else prefix + b"\n"
 
@@ -66,10 +68,15 @@ class Fold:
             self._entries[number - self._front].ranks.append(rank)
         else:
             number = self._front + len(self._entries)
-            self._entries.append(Entry(text, rank, now))
+            self._entries.append(Entry(text, [rank], now))
             self._nbytes += len(text)
             places.append(number)
         self._last[rank] = number
+
+    def add_unnamed(self, text: bytes, now: float) -> None:
+        """Hold a line that comes with all names it needs; no other joins it."""
+        self._entries.append(Entry(text, [], now))
+        self._nbytes += len(text)
 
     @property
     def is_full(self) -> bool:
@@ -108,10 +115,11 @@ class Fold:
         entry = self._entries.popleft()
         self._front += 1
         self._nbytes -= len(entry.text)
-        places = self._places[entry.text]
-        places.popleft()
-        if not places:
-            del self._places[entry.text]
+        if entry.ranks:
+            places = self._places[entry.text]
+            places.popleft()
+            if not places:
+                del self._places[entry.text]
         return entry
 
 

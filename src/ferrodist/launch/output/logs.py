@@ -38,6 +38,11 @@ class Choice(NamedTuple):
         """Return the streams of one rank."""
         return self.by_rank.get(rank, self.everywhere)
 
+    def to_text(self) -> str:
+        """Write it as ``parse_choice`` reads it."""
+        pairs = ",".join(f"{rank}:{int(which)}" for rank, which in self.by_rank.items())
+        return pairs or str(int(self.everywhere))
+
 
 def parse_choice(text: str) -> Choice:
     """Read a choice as torchrun writes it: '3' for all ranks, or '0:1,1:3' for some.

@@ -85,6 +85,17 @@ class Outlet:
             self._fold.add(rank, line, now)
         self._write_lines_due()
 
+    def add_unnamed_lines(self, lines: Iterable[bytes]) -> None:
+        """Take lines that come with the names of their ranks, as another launcher writes them."""
+        now = self.clock()
+        for line in lines:
+            self._fold.add_unnamed(line, now)
+        self._write_lines_due()
+
+    def write_aside(self, data: bytes) -> None:
+        """Write what is no output, and is taken out of it by whoever reads."""
+        self._sink.write(data)
+
     def write_due(self) -> None:
         """Write what the place takes now, and the lines that need to wait no longer."""
         if not self._sink.has_room:

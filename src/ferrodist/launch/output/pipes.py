@@ -8,13 +8,20 @@ import os
 import select
 import time
 from collections.abc import Callable
-
-from ferrodist.launch.processes import Crew
+from typing import Protocol
 
 BITE_NBYTES = 1 << 16  # at one go: the others' turn comes soon
 SMALL_NBYTES = 4096  # less than a full buffer
 REST_SECONDS = 0.005
 _MOST_NBYTES = 1 << 20  # what a pipe can hold
+
+
+class Watcher(Protocol):
+    """What waits for processes, and for files meanwhile."""
+
+    def watch(self, file: int, callback: Callable[[], bool]) -> None:
+        """Call back, while it waits, whenever a file can be read, until that returns False."""
+        ...
 
 
 class Inlet:
@@ -34,7 +41,7 @@ class Inlet:
         self.is_open = True  # until all who could write to it are gone
         os.set_blocking(file, False)
 
-    def watch(self, crew: Crew, callback: Callable[[], bool]) -> None:
+    def watch(self, crew: Watcher, callback: Callable[[], bool]) -> None:
         """Have the crew call back, while it is waited for, when there is something to read."""
         crew.watch(self._file, callback)
 
@@ -96,7 +103,7 @@ class Pipe:
         self.inlet = Inlet(read, take)
         self._is_end_open = True
 
-    def attach(self, crew: Crew) -> None:
+    def attach(self, crew: Watcher) -> None:
         """Leave the write end to the crew, and read while it is waited for."""
         self._close_end()
         self.inlet.watch(crew, self.inlet.read)

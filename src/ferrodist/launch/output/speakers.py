@@ -155,6 +155,39 @@ class Prefixed:
         self.retire()
 
 
+class Named:
+    """A stream of another launcher: whole lines, which name their ranks already."""
+
+    waits_for_lines = False  # it makes whole ones itself
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._lines = LineSplitter()
+
+    @property
+    def has_room(self) -> bool:
+        """False if too many lines wait already."""
+        return self._outlet.has_room_for_lines
+
+    def take(self, data: bytes) -> None:
+        """Hand on the lines that are whole now."""
+        self._outlet.add_unnamed_lines(self._lines.split(data))
+
+    def write_due(self) -> None:
+        """Do nothing: the outlet does that."""
+
+    def wait_seconds(self) -> float:
+        """Return no limit."""
+        return math.inf
+
+    def retire(self) -> None:
+        """Do nothing: nobody waits for it."""
+
+    def end(self) -> None:
+        """Hand on a last line that has no newline."""
+        self._outlet.add_unnamed_lines(self._lines.end())
+
+
 class LineSplitter:
     """Cuts bytes into lines, as a terminal would show them: a carriage return starts again."""
 

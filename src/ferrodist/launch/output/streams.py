@@ -14,39 +14,46 @@ from typing import Self
 from ferrodist.launch.output.console import Console
 from ferrodist.launch.output.flow import Flow
 from ferrodist.launch.output.logs import LogFiles, RankLogs
+from ferrodist.launch.output.merging import Merging
 from ferrodist.launch.output.rank_streams import Files, RankStreams
 from ferrodist.launch.output.terminal import FOLLOW_SECONDS, Terminal
 from ferrodist.launch.processes import Crew
 
 
-class Streams:
+class Streams(Merging):
     """The streams of all ranks. Leaving the context leaves the terminal as it was.
 
     Make one, start a crew with its ``files``, ``attach`` it; then, around every wait for the crew,
     wait no longer than ``wait_seconds``, ``write_due`` and tell which rank has ended. At the end
-    of all, ``finish``.
+    of all, ``finish``. ``first_rank`` is the first of this host.
     """
 
     def __init__(
-        self, num_ranks: int, console: Console, logs: LogFiles | None = None, *, attempt: int = 0
+        self,
+        num_ranks: int,
+        console: Console,
+        logs: LogFiles | None = None,
+        *,
+        attempt: int = 0,
+        first_rank: int = 0,
     ) -> None:
-        self._console = console
-        self._ranks: list[RankStreams] = []
+        super().__init__(console)
+        self._ranks: dict[int, RankStreams] = {}
         try:
-            for rank in range(num_ranks):
+            for rank in range(first_rank, first_rank + num_ranks):
                 own = RankLogs() if logs is None else logs.of_rank(rank, attempt)
-                self._ranks.append(RankStreams(rank, console, own))
+                self._ranks[rank] = RankStreams(rank, console, own)
         except BaseException:
             self.close()
             raise
 
     @property
     def _flows(self) -> list[Flow]:
-        return [flow for rank in self._ranks for flow in rank.flows]
+        return [flow for rank in self._ranks.values() for flow in rank.flows]
 
     @property
     def _terminal(self) -> Terminal | None:
-        return self._ranks[0].terminal if self._ranks else None
+        return self._ranks[0].terminal if 0 in self._ranks else None
 
     def files(self, rank: int) -> Files:
         """Return the files to start a rank with; they are closed here by ``attach``."""
@@ -54,22 +61,17 @@ class Streams:
 
     def attach(self, crew: Crew) -> None:
         """Leave their files to the ranks, and read while the crew is waited for."""
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.attach(crew)
 
     def wait_seconds(self) -> float:
         """Return how long ``write_due`` will have nothing to do, unless something is read."""
         longest = math.inf if self._terminal is None else FOLLOW_SECONDS
-        held = [outlet.wait_seconds() for outlet in self._console.outlets]
-        held += [flow.wait_seconds() for flow in self._flows]
-        return min(longest, *held)
+        return min(longest, super().wait_seconds())
 
     def write_due(self) -> None:
         """Write what has been held long enough, and look after the terminal."""
-        for outlet in self._console.outlets:
-            outlet.write_due()
-        for flow in self._flows:
-            flow.write_due()
+        super().write_due()
         if self._terminal is not None:
             self._terminal.follow()
 
@@ -77,13 +79,6 @@ class Streams:
         """Take all that a rank has written whose process has ended."""
         for flow in self._ranks[rank].flows:
             flow.retire()
-
-    def finish(self) -> None:
-        """Take all that ranks have written, and wait for nobody; the console is finished later."""
-        for flow in self._flows:
-            flow.end()
-        for outlet in self._console.outlets:
-            outlet.flush()
 
     def last_words(self, rank: int) -> str:
         """Return the end of what a rank has written to stderr; also after all is closed."""
@@ -102,7 +97,7 @@ class Streams:
     def close(self) -> None:
         """Finish, and close all files."""
         self.finish()
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.close()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""ferrodist through its public functions, on the backend that its launcher prepared."""
+"""ferrodist through its public functions, on the backend that is asked for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Call = Callable[[], object]
 class Engine:
     """The world that ``ferrodist run`` made."""
 
-    def __init__(self) -> None:
-        self.backend: Any = ferrodist.init()  # only some backends have empty()
+    def __init__(self, backend: str) -> None:
+        self.backend: Any = ferrodist.init(backend)  # only some backends have empty()
         self.rank: int = self.backend.rank
         self.world: int = self.backend.world_size
         self.versions = {"ferrodist": ferrodist.__version__}
