@@ -37,4 +37,7 @@ struct TcpGroup {
 // NotImplemented for whatever needs the general way.
 nanobind::object bind_tcp_at_once(nanobind::handle group);
 
+// Adds the methods for messages.
+void add_tcp_letters(nanobind::module_& module, nanobind::class_<TcpGroup>& group);
+
 }  // namespace ferrodist::bind

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "net/mesh.hpp"
+#include "net/waiter.hpp"
 
 namespace ferrodist::net {
 

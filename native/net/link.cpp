@@ -3,6 +3,8 @@
 
 #include <errno.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -11,7 +13,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <mutex>
 #include <new>
 #include <utility>
 #include <variant>
@@ -28,58 +29,7 @@ constexpr std::size_t frames_at_once = 16;
 constexpr std::size_t send_at_once = 1 << 20;
 constexpr std::size_t pump_at_once = 4 << 20;  // then other links have their turn
 
-// Blocks of one size that were given back. Each begins with its size, before what its user sees.
-class Recycling {
-public:
-    std::byte* take(std::size_t nbytes) {
-        if (nbytes <= large) {
-            const std::lock_guard guard(mutex_);
-            if (nbytes > small && !kept_.empty()) {
-                std::byte* block = kept_.back();
-                kept_.pop_back();
-                return block + before;
-            }
-        }
-        const std::size_t size = nbytes > small && nbytes <= large ? large : nbytes;
-        auto* block = static_cast<std::byte*>(::operator new(before + size));
-        std::memcpy(block, &size, sizeof size);
-        return block + before;
-    }
-
-    void give_back(std::byte* memory) noexcept {
-        std::byte* block = memory - before;
-        std::size_t size;
-        std::memcpy(&size, block, sizeof size);
-        if (size == large) {
-            const std::lock_guard guard(mutex_);
-            if (kept_.size() < most) {
-                kept_.push_back(block);
-                return;
-            }
-        }
-        ::operator delete(block);
-    }
-
-private:
-    static constexpr std::size_t before = 64, small = 32 * 1024, large = 256 * 1024, most = 64;
-    std::mutex mutex_;
-    std::vector<std::byte*> kept_ = [] {
-        std::vector<std::byte*> none;
-        none.reserve(most);
-        return none;
-    }();
-};
-
-Recycling& recycling() {
-    static auto* const one = new Recycling;  // outlives every block
-    return *one;
-}
-
 }  // namespace
-
-void Recycle::operator()(std::byte* memory) const noexcept { recycling().give_back(memory); }
-
-Memory new_memory(std::size_t nbytes) { return Memory(recycling().take(nbytes)); }
 
 Link::Link(int socket, Bytes session, std::uint32_t source, std::uint32_t peer, std::uint64_t piece)
     : last_heard_ns(shm::now_ns()), socket_(socket), out_key_(session, source), in_key_(session, peer),
@@ -281,7 +231,13 @@ void Link::finish() {
 
 bool Link::is_delivered() const {
     int waiting = 0;
-    return socket_ < 0 || state_ == State::broken || ::ioctl(socket_, SIOCOUTQ, &waiting) != 0 || waiting == 0;
+    if (socket_ < 0 || state_ == State::broken || ::ioctl(socket_, SIOCOUTQ, &waiting) != 0 || waiting == 0) {
+        return true;
+    }
+    // What a connection has not taken that was reset meanwhile, it never will.
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    return ::getsockopt(socket_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_state == TCP_CLOSE;
 }
 
 // -- coming in ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "net/frame.hpp"
+#include "net/memory.hpp"
 
 namespace ferrodist::net {
 
@@ -19,13 +20,6 @@ namespace ferrodist::net {
 struct Ticket {
     std::size_t pending = 0;
 };
-
-// Memory for payloads, kept for the next one when it is given back: fresh pages cost more than bytes.
-struct Recycle {
-    void operator()(std::byte* memory) const noexcept;
-};
-using Memory = std::unique_ptr<std::byte[], Recycle>;
-Memory new_memory(std::size_t nbytes);
 
 // The payload of a frame that has arrived: in memory of its own, unless it went to its place at once.
 struct Payload {

@@ -161,31 +161,4 @@ private:
     std::thread background_;
 };
 
-// The waits of one call: how long it has spun, when to look round, and when it is late.
-class Waiter {
-public:
-    Waiter(Mesh& mesh, Lock& lock, const Patience& patience);
-    ~Waiter();
-    Waiter(const Waiter&) = delete;
-    Waiter& operator=(const Waiter&) = delete;
-
-    // Waits until the tick is another one, and looks round now and then. An ending is the caller's:
-    // late or interrupted.
-    Ending until_change(std::uint64_t tick);
-    // What was awaited has come: spins anew.
-    void progressed();
-    // True about every 50 ms of waiting: time for what is too slow to be asked at every change.
-    bool is_time_to_look();
-
-private:
-    Ending look();
-
-    Mesh& mesh_;
-    Lock& lock_;
-    const Patience& patience_;
-    std::int64_t spin_end_ns_ = 0, next_look_ns_ = 0;
-    int num_spins_ = 0;
-    bool was_asked_ = false;
-};
-
 }  // namespace ferrodist::net

@@ -17,7 +17,7 @@ from ferrodist.backends import hybrid_talk
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.reduce_op import ReduceOp
-from ferrodist.schedules import LINKS, choose, predict
+from ferrodist.schedules import LINKS, LinkModel, choose, predict
 
 if TYPE_CHECKING:
     from ferrodist.backends.hybrid import HybridBackend
@@ -78,17 +78,21 @@ def find(
 
 def _pays(backend: HybridBackend, kind: Kind, nbytes: int, half: bool) -> bool:
     """Compare what both ways are predicted to cost."""
-    world, hosts, model = backend.world_size, len(backend.host_map.hosts), backend.link_model
-    if hosts == world:
+    hosts = backend.host_map
+    if len(hosts.hosts) == backend.world_size:
         return False
+    most, link, inside = max(map(len, hosts.hosts)), backend.link_model, LINKS["shared_memory"]
 
-    def between(size: int) -> float:
+    def between(size: int, model: LinkModel) -> float:
         schedule = choose(kind, size, nbytes, half=half, in_order=False, model=model)
         return predict(schedule, size, nbytes, model)
 
-    inside = LINKS["shared_memory"]
-    rounds = 2 * (inside.latency + 2 * inside.per_byte * nbytes)
-    return between(hosts) + rounds < between(world)
+    # All ranks of a host have one wire between them.
+    directly = between(backend.world_size, link._replace(per_byte=link.per_byte * most))
+    is_cut = kind is Kind.ALLREDUCE and hosts.are_equal and nbytes >= _RAILS_NBYTES
+    copied = nbytes / most if is_cut else nbytes
+    rounds = 2 * (inside.latency + 2 * inside.per_byte * copied)
+    return between(len(hosts.hosts), link) + rounds < directly
 
 
 # -- allreduce and reduce -------------------------------------------------------------------------

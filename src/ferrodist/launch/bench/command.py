@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from ferrodist.launch.bench.driver import Effort, plan_bench, run_bench
-from ferrodist.launch.bench.engines import ENGINES, split_present
+from ferrodist.launch.bench.driver import Effort
+from ferrodist.launch.bench.engines import ENGINES
+from ferrodist.launch.bench.join import join_documents
 from ferrodist.launch.bench.machine import describe_machine
 from ferrodist.launch.bench.options import parse_names, parse_ranks, parse_sizes
 from ferrodist.launch.bench.page import write_charts, write_page, write_text
-from ferrodist.launch.bench.plan import COLLECTIVES, QUICK_SIZES, SIZES
+from ferrodist.launch.bench.parts import Wish, plan_parts, run_parts
+from ferrodist.launch.bench.plan import COLLECTIVES, PARTS, QUICK_SIZES, SIZES
 from ferrodist.launch.bench.report import Document
 from ferrodist.launch.bench.show import open_bench_progress, show_document
 
@@ -26,8 +27,13 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 @click.command()
 @click.option(
+    "--parts", metavar="NAME,...", callback=parse_names(PARTS),
+    help="Which parts: shared_memory (against all), tcp (against Gloo), ddp (a training step)."
+    "  [default: all]",
+)  # fmt: skip
+@click.option(
     "--ranks", metavar="N,...", default="2,4", show_default=True, callback=parse_ranks,
-    help="Numbers of ranks.",
+    help="Numbers of ranks; tcp and ddp take the smallest.",
 )  # fmt: skip
 @click.option(
     "--sizes", metavar="SIZE,...", callback=parse_sizes,
@@ -43,13 +49,17 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 )  # fmt: skip
 @click.option("--quick", is_flag=True, help="Fewer sizes and repeats: a first look in a minute.")
 @click.option("--json", "json_file", type=_FILE, help="Write all results as JSON.")
-@click.option("--chart", type=_FILE, help="Draw allreduce, and beside it the ratios, as SVG.")
+@click.option(
+    "--chart", type=_FILE, help="Draw allreduce, and in files beside it the ratios, as SVG."
+)
 @click.option("--docs", type=_FILE, help="Write a page of the documentation, with pictures.")
 @click.option(
-    "--from", "measured", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Show the results of this JSON file; measure nothing.",
+    "--from", "measured", multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Show the results of this JSON file, or of several together; measure nothing.",
 )  # fmt: skip
 def bench(
+    parts: list[str],
     ranks: list[int],
     sizes: list[int] | None,
     collectives: list[str],
@@ -58,41 +68,33 @@ def bench(
     json_file: Path | None,
     chart: Path | None,
     docs: Path | None,
-    measured: Path | None,
+    measured: tuple[Path, ...],
 ) -> None:
     """Compare ferrodist with MPICH, Open MPI and Gloo on this machine.
 
-    All libraries run at once but take turns, call by call and size by size; the ranks of those that
-    wait sleep. Takes about ten minutes. Start it through "make bench", which gets the peers, and
+    The libraries of a part run at once but take turns, call by call and size by size; the ranks of
+    those that wait sleep. Takes about ten minutes. Start it through "make bench", which gets the peers, and
     leave the machine alone while it runs.
     """
     console = Console(highlight=False)
-    if measured is not None:
-        document = json.loads(measured.read_text(encoding="utf-8"))
+    if measured:
+        document = join_documents([json.loads(file.read_text("utf-8")) for file in measured])
     else:
         sizes = sizes or list(QUICK_SIZES if quick else SIZES)
-        effort = _QUICK if quick else Effort()
-        document = _measure(console, engines, ranks, collectives, sizes, effort)
+        wish = Wish(parts, engines, ranks, collectives, sizes)
+        document = _measure(console, wish, _QUICK if quick else Effort())
     if json_file is not None:
         write_text(json_file, json.dumps(document, indent=1) + "\n")
     show_document(console, document)
     _write_pictures(console, document, chart, docs)
 
 
-def _measure(
-    console: Console,
-    names: Sequence[str],
-    ranks: Sequence[int],
-    collectives: Sequence[str],
-    sizes: Sequence[int],
-    effort: Effort,
-) -> Document:
+def _measure(console: Console, wish: Wish, effort: Effort) -> Document:
     """Run what was asked for and return the document that describes it."""
-    engines, missing = split_present(names)
-    plan = plan_bench(engines, ranks, collectives, sizes) if engines else {}
-    total = sum(len(blocks) for blocks in plan.values())
+    parts, missing = plan_parts(wish)
+    total = sum(part.num_blocks for part in parts)
     with open_bench_progress(console, total) as report:
-        outcome = run_bench(engines, plan, effort, report)
+        outcome = run_parts(parts, effort, report)
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
@@ -108,7 +110,8 @@ def _write_pictures(
         raise click.ClickException("nothing was measured")
     if chart is not None:
         drawn = " and ".join(str(path) for path in write_charts(document, chart))
-        console.print("drawn in", drawn, markup=False, soft_wrap=True)
+        text = f"drawn in {drawn}" if drawn else "nothing to draw"
+        console.print(text, markup=False, soft_wrap=True)
     if docs is not None:
         write_page(document, docs)
         console.print("page written to", str(docs), markup=False, soft_wrap=True)

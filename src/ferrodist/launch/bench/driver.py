@@ -30,9 +30,7 @@ class Effort:
 
     def times(self, factor: int) -> Self:
         """Return the effort with so many times the rounds."""
-        return replace(
-            self, rounds=factor * self.rounds, lane_seconds=factor * self.lane_seconds
-        )
+        return replace(self, rounds=factor * self.rounds, lane_seconds=factor * self.lane_seconds)
 
 
 @dataclass(frozen=True, slots=True)

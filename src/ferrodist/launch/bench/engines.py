@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 WORKER = Path(__file__).parent / "worker"
@@ -41,17 +40,25 @@ class Engine:
         return self.commands(ranks, script, address.parent)
 
 
-def _run_ferrodist(backend: str, ranks: int, script: Command, folder: Path) -> list[Command]:
-    return [[sys.executable, "-m", "ferrodist", "run", "-n", str(ranks), *script, backend]]
+def _run_shared_memory(ranks: int, script: Command, folder: Path) -> list[Command]:
+    return [_launch(ranks, [*script, "shared_memory"])]
+
+
+def _run_tcp(ranks: int, script: Command, folder: Path) -> list[Command]:
+    return [_launch(ranks, [*script, "tcp"])]
+
+
+def _run_ddp(ranks: int, script: Command, folder: Path) -> list[Command]:
+    return [_launch(ranks, [*script, str(folder / "gloo")])]
+
+
+def _launch(ranks: int, script: Command) -> Command:
+    return [sys.executable, "-m", "ferrodist", "run", "-n", str(ranks), *script]
 
 
 def _run_gloo(ranks: int, script: Command, folder: Path) -> list[Command]:
     meeting_file = str(folder / "gloo")
     return [[sys.executable, *script, meeting_file, str(rank), str(ranks)] for rank in range(ranks)]
-
-
-def _run_ddp(ranks: int, script: Command, folder: Path) -> list[Command]:
-    return _run_ferrodist(str(folder / "gloo"), ranks, script, folder)
 
 
 def _run_mpich(ranks: int, script: Command, folder: Path) -> list[Command]:
@@ -88,14 +95,14 @@ _OURS = WORKER / "ferrodist_engine.py"
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("ferrodist", _OURS, partial(_run_ferrodist, "shared_memory"), lambda: None),
+        Engine("ferrodist", _OURS, _run_shared_memory, lambda: None),
         Engine("mpich", WORKER / "mpi_engine.py", _run_mpich, lambda: _missing_mpi("mpich")),
         Engine("openmpi", WORKER / "mpi_engine.py", _run_openmpi, lambda: _missing_mpi("openmpi")),
         Engine("gloo", WORKER / "gloo_engine.py", _run_gloo, _missing_torch),
     )
 }
 TCP_ENGINES = {
-    "ferrodist": Engine("ferrodist", _OURS, partial(_run_ferrodist, "tcp"), lambda: None, "TCP"),
+    "ferrodist": Engine("ferrodist", _OURS, _run_tcp, lambda: None, link="TCP"),
     "gloo": ENGINES["gloo"],
 }
 DDP_ENGINES = {"ferrodist": Engine("ddp", WORKER / "ddp_engine.py", _run_ddp, _missing_torch)}

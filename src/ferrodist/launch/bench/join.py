@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from ferrodist.launch.bench.report import RESULT_KEY, Document
+from ferrodist.launch.bench.report import Document, result_key
 
 
 def join_documents(documents: Sequence[Document]) -> Document:
@@ -16,8 +16,7 @@ def join_documents(documents: Sequence[Document]) -> Document:
 
 
 def _join(first: Document, second: Document) -> Document:
-    results = {tuple(one[name] for name in RESULT_KEY): one for one in first["results"]}
-    results |= {tuple(one[name] for name in RESULT_KEY): one for one in second["results"]}
+    results = {result_key(one): one for one in [*first["results"], *second["results"]]}
     return {
         "date": _both(first["date"], second["date"]),
         "machine": _join_facts(first["machine"], second["machine"]),
@@ -37,4 +36,4 @@ def _join_facts(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]
 
 
 def _both(first: Any, second: Any) -> Any:
-    return second if first == second else f"{first} and {second}"
+    return first if str(second) in str(first).split(" and ") else f"{first} and {second}"

@@ -10,13 +10,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ferrodist.launch.bench.engines import ENGINES, MPI
-from ferrodist.launch.bench.goals import copy_goal, gloo_goal, itself_goal, mpi_goal
-from ferrodist.launch.bench.plan import OURS
+from ferrodist.launch.bench.engines import ENGINES, MPI, TCP_ENGINES
+from ferrodist.launch.bench.goals import (
+    copy_goal,
+    ddp_goal,
+    gloo_goal,
+    itself_goal,
+    mpi_goal,
+    tcp_goal,
+)
+from ferrodist.launch.bench.plan import COLLECTIVES, DDP_STEPS, OURS
 
 Document = dict[str, Any]
-Times = dict[tuple[str, str, str, int, int], float]
-"""Median microseconds by engine, call, variant, bytes and ranks."""
+Key = tuple[str, str, str, int, int]
+"""Engine, call, variant, bytes and ranks."""
+Times = dict[Key, float]
+"""Microseconds, most often the median."""
 
 VARIANTS = {
     "shared": "shared arrays",
@@ -55,6 +64,29 @@ class PeerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TcpRow:
+    """One call over TCP against Gloo: medians and 99th percentiles by engine, ratio of speed."""
+
+    call: str
+    nbytes: int
+    ranks: int
+    times: dict[str, float]
+    p99: dict[str, float]
+    ratio: Ratio
+
+
+@dataclass(frozen=True, slots=True)
+class DdpRow:
+    """One kind of training step: median, 99th percentile, ratio of times to no DDP at all."""
+
+    step: str
+    ranks: int
+    median: float
+    p99: float
+    ratio: Ratio
+
+
+@dataclass(frozen=True, slots=True)
 class SelfRow:
     """An allreduce against another way to move the same elements: ratio of times."""
 
@@ -83,10 +115,16 @@ class OverlapRow:
         return (self.compute + self.alone - self.both) / self.alone
 
 
-def times_of(document: Document) -> Times:
-    """Index the medians of a document."""
-    names = ("engine", "call", "variant", "nbytes", "ranks")
-    return {tuple(one[name] for name in names): one["median"] for one in document["results"]}
+def result_key(result: dict[str, Any]) -> Key:
+    """Return what one result is the time of."""
+    return (
+        result["engine"], result["call"], result["variant"], result["nbytes"], result["ranks"],
+    )  # fmt: skip
+
+
+def times_of(document: Document, what: str = "median") -> Times:
+    """Index the medians of a document, or another of its times."""
+    return {result_key(one): one[what] for one in document["results"]}
 
 
 def peer_rows(document: Document) -> list[PeerRow]:
@@ -95,7 +133,7 @@ def peer_rows(document: Document) -> list[PeerRow]:
     keys = dict.fromkeys(
         (call, variant, nbytes, ranks)
         for _, call, variant, nbytes, ranks in times
-        if call != "overlap" and variant in ("", "shared")
+        if call in COLLECTIVES and variant in ("", "shared")
     )
     calls = list(dict.fromkeys(call for call, *_ in keys))
     ordered = sorted(keys, key=lambda key: (key[3], calls.index(key[0]), key[1], key[2]))
@@ -121,6 +159,44 @@ def _peer_row(times: Times, call: str, variant: str, nbytes: int, ranks: int) ->
 def _speed(times: dict[str, float], theirs: float | None) -> float | None:
     """Return how many times as quick as a peer ferrodist is, if both were measured."""
     return theirs / times[OURS] if theirs is not None and OURS in times else None
+
+
+def tcp_rows(document: Document) -> list[TcpRow]:
+    """Return a row for every call over TCP: by ranks, call and size."""
+    medians, p99 = times_of(document), times_of(document, "p99")
+    keys = dict.fromkeys(
+        (call, nbytes, ranks) for _, call, variant, nbytes, ranks in medians if variant == "tcp"
+    )
+    calls = list(dict.fromkeys(call for call, *_ in keys))
+    ordered = sorted(keys, key=lambda key: (key[2], calls.index(key[0]), key[1]))
+    return [_tcp_row(medians, p99, *key) for key in ordered]
+
+
+def _tcp_row(medians: Times, p99: Times, call: str, nbytes: int, ranks: int) -> TcpRow:
+    keys = {engine: (engine, call, "tcp", nbytes, ranks) for engine in TCP_ENGINES}
+    times = {engine: medians[key] for engine, key in keys.items() if key in medians}
+    return TcpRow(
+        call=call,
+        nbytes=nbytes,
+        ranks=ranks,
+        times=times,
+        p99={engine: p99[keys[engine]] for engine in times},
+        ratio=Ratio(_speed(times, times.get("gloo")), tcp_goal(call, nbytes, ranks)),
+    )
+
+
+def ddp_rows(document: Document) -> list[DdpRow]:
+    """Return a row for every kind of training step: by ranks, the one without DDP first."""
+    medians, p99 = times_of(document), times_of(document, "p99")
+    rows = [_ddp_row(medians, p99, key) for key in medians if key[1] in DDP_STEPS]
+    return sorted(rows, key=lambda row: (row.ranks, DDP_STEPS.index(row.step)))
+
+
+def _ddp_row(medians: Times, p99: Times, key: Key) -> DdpRow:
+    engine, step, variant, nbytes, ranks = key
+    plain = medians.get((engine, DDP_STEPS[0], variant, nbytes, ranks))
+    ratio = Ratio(medians[key] / plain if plain else None, ddp_goal(step, ranks), is_most=True)
+    return DdpRow(step, ranks, medians[key], p99[key], ratio)
 
 
 def call_name(call: str, variant: str) -> str:
@@ -172,6 +248,8 @@ def overlap_rows(document: Document) -> list[OverlapRow]:
 def count_goals(document: Document) -> tuple[int, int]:
     """Return how many goals are met, and how many there are results for."""
     ratios = [ratio for row in peer_rows(document) for ratio in (row.to_mpi, row.to_gloo)]
+    ratios += [row.ratio for row in tcp_rows(document)]
+    ratios += [row.ratio for row in ddp_rows(document)]
     ratios += [row.ratio for row in self_rows(document)]
     verdicts = [ratio.is_met for ratio in ratios if ratio.is_met is not None]
     return sum(verdicts), len(verdicts)

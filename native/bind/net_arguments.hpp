@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// What calls over TCP are given by Python, checked.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "bind/answer.hpp"
+#include "bind/buffers.hpp"
+#include "bind/gil_watch.hpp"
+#include "bind/tcp_group.hpp"
+
+namespace ferrodist::bind {
+
+using net::Bytes;
+
+inline Bytes bytes_of(const View& view) { return {static_cast<const std::byte*>(view.data()), view.nbytes()}; }
+
+inline Bytes bytes_of(const nanobind::bytes& bytes) {
+    return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
+}
+
+inline void require(bool is_right, const char* problem) {
+    if (!is_right) {
+        throw nanobind::value_error(problem);
+    }
+}
+
+inline void require_peer(const TcpGroup& self, int peer) {
+    require(peer >= 0 && peer < self.group->size() && peer != self.group->rank(), "no such peer");
+}
+
+inline void require_rank(const TcpGroup& self, int rank) {
+    require(rank >= 0 && rank < self.group->size(), "no such rank");
+}
+
+inline shm::Patience patience_of(const TcpGroup& self, GilWatch& watch, double deadline, bool in_background) {
+    return {&watch, deadline_ns(deadline), in_background ? shm::no_spins : self.group->mesh().spins()};
+}
+
+}  // namespace ferrodist::bind

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Who does what: ranks ask each other, and whose thread is asked answers for it.
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "net/group.hpp"
+#include "net/questions.hpp"
+
+namespace ferrodist::net {
+namespace {
+
+constexpr std::int64_t poll_patience_ns = 300'000'000;
+constexpr std::int64_t poll_interval_ns = 500'000'000;
+constexpr std::size_t longest_report = 4096;
+constexpr std::uint64_t still_here = UINT64_MAX;  // more may come of a rank that is connected
+
+}  // namespace
+
+// -- who does what --------------------------------------------------------------------------------
+
+void Group::poll_all() {
+    Lock guard = mesh_->lock();
+    const std::uint64_t poll = mesh_->new_number();
+    send_to_all({.kind = FrameKind::poll, .sequence = poll}, {}, true);
+    const Patience patience = brief(poll_patience_ns);
+    Waiter waiter(*mesh_, guard, patience);
+    const auto is_answered = [&](int rank) { return rank == rank_ || is_gone(rank) || peer_of(rank).desk.poll == poll; };
+    while (true) {
+        bool is_complete = true;
+        for (int rank = 0; rank < size(); ++rank) {
+            is_complete = is_complete && is_answered(rank);
+        }
+        if (is_complete || waiter.until_change(mesh_->tick()).failed()) {
+            return;
+        }
+    }
+}
+
+void Group::on_poll(int rank, std::uint64_t poll) {
+    Desk desk = desk_;
+    desk.poll = poll;
+    std::string answer(reinterpret_cast<const char*>(&desk), sizeof desk);
+    for (int other = 0; other < size(); ++other) {
+        const std::uint64_t seen = seen_of(other);
+        answer.append(reinterpret_cast<const char*>(&seen), sizeof seen);
+    }
+    answer += mesh_->reports[static_cast<std::size_t>(mesh_->rank())].substr(0, longest_report);
+    send(rank, {.kind = FrameKind::desk}, bytes_of(answer), true);
+}
+
+void Group::on_desk(int rank, Bytes payload) {
+    const std::size_t seen_nbytes = members_.size() * sizeof(std::uint64_t);
+    if (payload.size() < sizeof(Desk) + seen_nbytes) {
+        return;
+    }
+    std::vector<std::uint64_t>& has_seen = peer_of(rank).has_seen;
+    has_seen.resize(members_.size());
+    std::memcpy(has_seen.data(), payload.data() + sizeof(Desk), seen_nbytes);
+    Desk& desk = peer_of(rank).desk;
+    std::memcpy(&desk, payload.data(), sizeof(Desk));
+    if (desk.waiting_for >= size()) {
+        desk.waiting_for = -1;
+    }
+    mesh_->reports[static_cast<std::size_t>(world_rank(rank))] = text_of(payload.subspan(sizeof(Desk) + seen_nbytes));
+}
+
+std::vector<int> Group::missing() {
+    poll_all();
+    const Lock guard = mesh_->lock();
+    std::vector<int> absent, stuck;
+    std::set<int> awaited;
+    for (int rank = 0; rank < size(); ++rank) {
+        const Desk& desk = rank == rank_ ? desk_ : peer_of(rank).desk;
+        if (desk.sequence < desk_.sequence) {
+            absent.push_back(rank);
+        } else if (desk.sequence == desk_.sequence && desk.is_inside) {
+            if (desk.waiting_for >= 0) {
+                awaited.insert(desk.waiting_for);
+            } else if (rank != rank_ && desk.waiting_for != waits_elsewhere) {
+                stuck.push_back(rank);
+            }
+        }
+    }
+    if (!absent.empty()) {
+        return absent;
+    }
+    if (stuck.empty() && awaited.empty() && last_awaited_ >= 0) {
+        awaited.insert(last_awaited_);
+    }
+    return !stuck.empty() ? stuck : std::vector<int>(awaited.begin(), awaited.end());
+}
+
+std::pair<std::uint64_t, std::uint32_t> Group::last_call(int rank) {
+    const Lock guard = mesh_->lock();
+    const Desk& desk = rank == rank_ ? desk_ : peer_of(rank).desk;
+    return {desk.sequence, desk.kind};
+}
+
+std::vector<int> Group::find_ring(int peer) {
+    poll_all();
+    const Lock guard = mesh_->lock();
+    std::vector<int> ring{rank_};
+    for (int next = peer; next != rank_; next = peer_of(next).desk.sending_to) {
+        if (next < 0 || next >= size() || std::find(ring.begin(), ring.end(), next) != ring.end()) {
+            ring.clear();
+            break;
+        }
+        ring.push_back(next);
+    }
+    if (ring.empty()) {
+        ring = ring_;  // somebody else in it found it first
+    } else {
+        std::rotate(ring.begin(), std::min_element(ring.begin(), ring.end()), ring.end());
+        for (const int rank : ring) {
+            if (rank != rank_) {
+                send(rank, {.kind = FrameKind::ring}, std::as_bytes(std::span(ring)), true);
+            }
+        }
+    }
+    return ring;
+}
+
+void Group::on_ring(Bytes payload) {
+    ring_.clear();
+    for (std::size_t i = 0; i + sizeof(int) <= payload.size(); i += sizeof(int)) {
+        int rank;
+        std::memcpy(&rank, payload.data() + i, sizeof rank);
+        if (rank < 0 || rank >= size()) {
+            ring_.clear();
+            return;
+        }
+        ring_.push_back(rank);
+    }
+}
+
+// A rank that died counts as lost for this call only if the call still needs something from it. That is
+// certain when nobody who is left has got anything of this call from it: for all have to hear of all.
+Ending Group::find_dead() {
+    const auto is_dead = [&](int rank) { return rank != rank_ && !has_left(rank) && is_gone(rank); };
+    for (int dead = 0; dead < size(); ++dead) {
+        if (!is_dead(dead)) {
+            continue;
+        }
+        bool is_certain = peer_of(dead).seen < desk_.sequence;
+        for (int rank = 0; rank < size() && is_certain; ++rank) {
+            const Peer& other = peer_of(rank);
+            if (rank != rank_ && !is_gone(rank)) {
+                const auto& seen = other.has_seen;
+                is_certain = other.desk.poll >= last_poll_ && last_poll_ > 0 && seen.size() == members_.size() &&
+                             seen[static_cast<std::size_t>(dead)] < desk_.sequence;
+            }
+        }
+        if (is_certain) {
+            return loss(dead);
+        }
+        if (shm::now_ns() >= next_poll_ns_) {
+            next_poll_ns_ = shm::now_ns() + poll_interval_ns;
+            last_poll_ = mesh_->new_number();
+            send_to_all({.kind = FrameKind::poll, .sequence = last_poll_}, {}, true);
+        }
+    }
+    return {};
+}
+
+std::uint64_t Group::seen_of(int rank) const {
+    return is_gone(rank) ? peers_[static_cast<std::size_t>(rank)].seen : still_here;
+}
+
+}  // namespace ferrodist::net

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Text as bytes and back, and waits that look at nothing.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "net/mesh.hpp"
+
+namespace ferrodist::net {
+
+inline Bytes bytes_of(std::string_view text) {
+    return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+inline std::string text_of(Bytes bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+
+// How long a question to other ranks may take.
+inline Patience brief(std::int64_t ns) {
+    static shm::Watch nobody;
+    return {&nobody, shm::now_ns() + ns, shm::no_spins};
+}
+
+}  // namespace ferrodist::net
