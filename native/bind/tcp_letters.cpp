@@ -20,8 +20,15 @@ using Unlocked = nb::gil_scoped_release;
 
 // A large message on its way; holds on to the sender's memory.
 struct TcpLetter {
+    TcpLetter(View view, std::shared_ptr<net::Letter> open, std::shared_ptr<net::Group> its_group)
+        : payload(std::move(view)), letter(std::move(open)), group(std::move(its_group)) {}
+    ~TcpLetter() { group->letters().abandon(*letter); }  // nobody may send from this memory any more
+    TcpLetter(const TcpLetter&) = delete;
+    TcpLetter& operator=(const TcpLetter&) = delete;
+
     View payload;
     std::shared_ptr<net::Letter> letter;
+    std::shared_ptr<net::Group> group;
 };
 
 nb::object post(TcpGroup& self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle payload) {
@@ -32,7 +39,7 @@ nb::object post(TcpGroup& self, int peer, std::uint32_t tag, const nb::bytes& he
         Unlocked unlocked;
         letter = self.group->letters().post(peer, tag, bytes_of(header), bytes_of(view));
     }
-    return letter == nullptr ? nb::none() : nb::cast(new TcpLetter{std::move(view), std::move(letter)},
+    return letter == nullptr ? nb::none() : nb::cast(new TcpLetter(std::move(view), std::move(letter), self.group),
                                                      nb::rv_policy::take_ownership);
 }
 

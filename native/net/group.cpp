@@ -8,6 +8,11 @@
 #include "net/questions.hpp"
 
 namespace ferrodist::net {
+namespace {
+
+constexpr std::size_t most_pieces = 65536;  // empty ones have no bytes to count
+
+}  // namespace
 
 Group::Group(std::shared_ptr<Mesh> mesh, std::uint64_t id, std::vector<int> members,
              std::shared_ptr<Group> parent)
@@ -83,13 +88,33 @@ void Group::send_piece(int peer, Bytes piece, Ticket& ticket) {
 }
 
 void Group::take_back_pieces(int peer, Ticket& ticket) {
-    peer_of(peer).sent -= mesh_->link(world_rank(peer)).detach(ticket);
+    Peer& to = peer_of(peer);
+    to.sent -= mesh_->link(world_rank(peer)).detach(ticket);
+    to.credited = std::min(to.credited, to.sent);
+}
+
+// Keeps a piece that came too early. A sender that keeps to the window never has more of them here.
+void Group::keep_piece(int rank, Piece piece) {
+    Peer& from = peer_of(rank);
+    from.kept_nbytes += piece.payload.size;
+    if (from.kept_nbytes > mesh_->window_nbytes() + mesh_->options().piece_nbytes ||
+        from.pieces.size() >= most_pieces) {
+        mesh_->link(world_rank(rank)).refuse("it sends more than it was let");
+        return;
+    }
+    from.pieces.push_back(std::move(piece));
+}
+
+Payload Group::take_first(Peer& from) {
+    Payload payload = std::move(from.pieces.front().payload);
+    from.kept_nbytes -= payload.size;
+    from.pieces.pop_front();
+    return payload;
 }
 
 void Group::drop_old(Peer& peer, int rank) {
     while (!peer.pieces.empty() && peer.pieces.front().sequence < desk_.sequence) {
-        consume(rank, peer.pieces.front().payload.size);
-        peer.pieces.pop_front();
+        consume(rank, take_first(peer).size);
     }
 }
 
@@ -135,8 +160,7 @@ std::optional<Payload> Group::take_piece(int peer, std::size_t size, Ending& fla
         flaw = {Outcome::corrupt, peer};
         return std::nullopt;
     }
-    Payload payload = std::move(piece.payload);
-    from.pieces.pop_front();
+    Payload payload = take_first(from);
     consume(peer, size);
     mesh_->note(false, world_rank(peer), desk_.sequence, size);
     return payload;
@@ -154,7 +178,7 @@ void Group::on_piece(int rank, const Header& header, Payload payload, bool is_vo
     }
     const Place* place = next_place(rank, header);
     if (place == nullptr) {
-        from.pieces.push_back({header.sequence, header.fingerprint, std::move(payload)});
+        keep_piece(rank, {header.sequence, header.fingerprint, std::move(payload)});
         return;
     }
     if (payload.memory != nullptr) {  // it was on its way before it was expected
@@ -213,12 +237,18 @@ bool Group::takes_no_more(int rank) const {
 // -- leaving --------------------------------------------------------------------------------------
 
 void Group::announce_closing() {
+    if (mesh_->is_of_ancestor()) {
+        return;
+    }
     const Lock guard = mesh_->lock();
     is_closing_ = true;
     send_to_all({.kind = FrameKind::closing, .sequence = num_receives_});
 }
 
 void Group::line_up(int change) {
+    if (mesh_->is_of_ancestor()) {
+        return;
+    }
     const Lock guard = mesh_->lock();
     num_receives_ += static_cast<std::uint64_t>(change);
     if (is_closing_ && !has_left(rank_)) {  // senders may wait for a receive that never comes
@@ -227,6 +257,9 @@ void Group::line_up(int change) {
 }
 
 void Group::leave(std::string_view departure, std::uint64_t after) {
+    if (mesh_->is_of_ancestor()) {
+        return;
+    }
     const Lock guard = mesh_->lock();
     if (has_left(rank_)) {
         return;
@@ -238,6 +271,9 @@ void Group::leave(std::string_view departure, std::uint64_t after) {
 }
 
 bool Group::has_left() {
+    if (mesh_->is_of_ancestor()) {
+        return true;
+    }
     const Lock guard = mesh_->lock();
     return has_left(rank_);
 }
@@ -302,7 +338,9 @@ void Group::on_frame(int world_rank, const Header& header, Payload payload, bool
         case FrameKind::propose:
             return on_propose(header.sequence, payload.bytes());
         case FrameKind::verdict:
-            verdicts_.push_back({header.sequence, text_of(payload.bytes())});
+            if (find_verdict(header.sequence) == nullptr) {
+                verdicts_.push_back({header.sequence, text_of(payload.bytes())});
+            }
             return;
         case FrameKind::differ:
             return on_differ(rank, header.sequence, std::move(payload));

@@ -152,6 +152,7 @@ private:
     };
     struct Peer {
         std::deque<Piece> pieces;  // that came before they were expected
+        std::uint64_t kept_nbytes = 0;
         std::vector<Place> places;  // where those go that are expected
         std::size_t num_filled = 0;
         std::uint64_t sent = 0, credited = 0;       // bytes of pieces to this rank
@@ -167,6 +168,8 @@ private:
     };
 
     Peer& peer_of(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+    void keep_piece(int rank, Piece piece);
+    Payload take_first(Peer& from);
     void drop_old(Peer& peer, int rank);
     void consume(int rank, std::uint64_t nbytes);
     Place* next_place(int rank, const Header& header);

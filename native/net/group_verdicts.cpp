@@ -51,7 +51,7 @@ void Group::give_verdict(std::uint64_t sequence, std::string_view text) {
 
 int Group::keeper() const {
     int rank = 0;
-    while (rank != rank_ && is_gone(rank)) {
+    while (rank != rank_ && (is_gone(rank) || mesh_->is_silent(world_rank(rank)))) {
         ++rank;
     }
     return rank;
@@ -133,7 +133,7 @@ void Group::ask_all(std::uint64_t sequence) {
 
 // On the keeper: collects what all have called, and hands it to all.
 void Group::on_differ(int rank, std::uint64_t sequence, Payload payload) {
-    if (sequence < stated_) {
+    if (sequence < stated_ || heard_ == sequence) {
         return;
     }
     ask_all(sequence);

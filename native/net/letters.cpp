@@ -70,6 +70,9 @@ bool Letters::take_back(Letter& letter) {
 }
 
 void Letters::abandon(Letter& letter) {
+    if (group_.mesh().is_of_ancestor()) {
+        return;
+    }
     const Lock guard = group_.mesh().lock();
     if (open_.erase(letter.number) == 0) {
         return;
@@ -77,6 +80,8 @@ void Letters::abandon(Letter& letter) {
     if (letter.ticket.pending > 0) {
         group_.mesh().link(group_.world_rank(letter.peer)).detach(letter.ticket);
         group_.send(letter.peer, {.kind = FrameKind::abandoned, .sequence = letter.number});
+    } else if (!letter.is_accepted && !letter.is_done) {
+        group_.send(letter.peer, {.kind = FrameKind::withdraw, .sequence = letter.number});
     }
     letter.is_done = true;
 }
@@ -139,7 +144,10 @@ Ending Letters::receive(int peer, std::uint32_t tag, Bytes header, std::byte* ta
 Ending Letters::fetch(int peer, std::uint64_t number, std::byte* target, std::size_t size, Waiter& waiter,
                       bool& is_abandoned) {
     Mesh& mesh = group_.mesh();
-    const auto arrival = arrivals_.emplace(std::pair(peer, number), Arrival{target, size}).first;
+    const auto [arrival, is_new] = arrivals_.emplace(std::pair(peer, number), Arrival{target, size});
+    if (!is_new) {
+        return {Outcome::corrupt, peer};  // two messages cannot have one number
+    }
     group_.send(peer, {.kind = FrameKind::accept, .sequence = number});
     Ending ending;
     while (arrival->second.filled < size && !arrival->second.is_abandoned) {

@@ -17,8 +17,6 @@
 #include <utility>
 #include <variant>
 
-#include "shm/futex.hpp"
-
 namespace ferrodist::net {
 namespace {
 
@@ -32,7 +30,7 @@ constexpr std::size_t pump_at_once = 4 << 20;  // then other links have their tu
 }  // namespace
 
 Link::Link(int socket, Bytes session, std::uint32_t source, std::uint32_t peer, std::uint64_t piece)
-    : last_heard_ns(shm::now_ns()), socket_(socket), out_key_(session, source), in_key_(session, peer),
+    : socket_(socket), out_key_(session, source), in_key_(session, peer),
       source_(source), peer_(peer), piece_(piece), staging_(staging_nbytes) {
     if (socket_ >= 0) {
         enlarge_buffers();
@@ -277,7 +275,6 @@ bool Link::pump(FrameHandler& handler) {
         }
         const auto nbytes = static_cast<std::size_t>(got);
         const std::size_t asked = rest + parts[1].iov_len;
-        last_heard_ns = shm::now_ns();
         received_nbytes_ += nbytes;
         total += nbytes;
         filled_ += is_direct ? std::min(rest, nbytes) : 0;

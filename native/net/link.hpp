@@ -83,10 +83,10 @@ public:
     bool pump(FrameHandler& handler);
     // The other side has ended or failed: there is something to be read up to the end.
     void note_end() { is_at_end_ = true; }
+    // Takes nothing more from the other side, for what it sends cannot be right.
+    void refuse(std::string why) { fail(State::corrupt, std::move(why)); }
     // Gives up the place that a payload is going to; what is left of it goes nowhere.
     void give_up_place(const std::byte* begin, std::size_t size);
-    // When anything was last heard, on the clock of now_ns.
-    std::int64_t last_heard_ns = 0;
     std::uint64_t received_nbytes() const { return received_nbytes_; }
 
     // Ends the connection: no more goes out. The other side hears it after all that was sent.

@@ -22,6 +22,7 @@ namespace {
 
 constexpr std::uint32_t wake_up = UINT32_MAX;
 constexpr std::int64_t ms = 1'000'000;
+constexpr std::int64_t longest_work_ns = 100 * ms;  // between two looks at the sockets
 constexpr std::chrono::milliseconds nap{20};  // of the thread of the mesh while others read
 
 // All meshes of this process, so that a forked child closes its copies of their sockets: while it has
@@ -57,7 +58,8 @@ void watch_forks() {
 }  // namespace
 
 Mesh::Mesh(int rank, const std::vector<LinkSpec>& specs, const MeshOptions& options)
-    : reports(specs.size()), rank_(rank), options_(options), sent_at_last_beat_(specs.size()) {
+    : reports(specs.size()), rank_(rank), options_(options), last_time_ns_(shm::now_ns()),
+      last_heard_ns_(specs.size()), sent_at_last_beat_(specs.size()) {
     watch_forks();
     epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
     wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -133,14 +135,23 @@ Mesh::~Mesh() {
 // -- sending --------------------------------------------------------------------------------------
 
 void Mesh::send(int peer, const Header& header, Bytes payload, bool is_urgent) {
+    if (is_of_ancestor()) {
+        return;  // the number of a socket may be another file's by now
+    }
     Link& to = link(peer);
     to.send_copy(header, payload, is_urgent);
     to.flush();
 }
 
 bool Mesh::is_silent(int peer) const {
-    return peer != rank_ &&
-           shm::now_ns() - links_[static_cast<std::size_t>(peer)]->last_heard_ns > options_.silence_ns;
+    return peer != rank_ && awake_ns_ - last_heard_ns_[static_cast<std::size_t>(peer)] > options_.silence_ns;
+}
+
+// Counts time in which this process could have heard the others: not while it was stopped itself.
+void Mesh::pass_time(std::int64_t waited_ns) {
+    const std::int64_t now = shm::now_ns();
+    awake_ns_ += std::min(now - last_time_ns_, waited_ns + longest_work_ns);
+    last_time_ns_ = now;
 }
 
 // -- reading --------------------------------------------------------------------------------------
@@ -160,6 +171,7 @@ bool Mesh::handle_events(int timeout_ms, Lock& lock) {
     const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), timeout_ms);
     const bool is_signal = count < 0 && errno == EINTR;
     lock.lock();
+    pass_time(timeout_ms * ms);
     for (const int peer : std::exchange(unfinished_, {})) {
         serve(peer);
     }
@@ -187,8 +199,12 @@ bool Mesh::handle_events(int timeout_ms, Lock& lock) {
 void Mesh::serve(int peer) {
     Link& from = link(peer);
     const Link::State before = from.state();
+    const std::uint64_t received = from.received_nbytes();
     if (!from.pump(*this)) {
         unfinished_.push_back(peer);
+    }
+    if (from.received_nbytes() != received) {
+        last_heard_ns_[static_cast<std::size_t>(peer)] = awake_ns_;
     }
     from.flush();
     ++tick_;
@@ -205,7 +221,7 @@ void Mesh::run_in_background() {
         if (num_callers_ > 0 || num_calls_ != calls_before) {
             calls_before = num_calls_;
             idle_.wait_for(guard, nap);
-            if (num_callers_ == 0 && !is_ending_) {
+            if (!is_polling_ && !is_ending_) {  // a caller may work, or wait for the GIL
                 handle_events(0, guard);
             }
         } else {

@@ -133,6 +133,7 @@ private:
     friend class Waiter;
 
     bool handle_events(int timeout_ms, Lock& lock);
+    void pass_time(std::int64_t waited_ns);
     void serve(int peer);
     void run_in_background();
     void beat();
@@ -156,6 +157,8 @@ private:
     bool is_polling_ = false, is_ending_ = false, is_finished_ = false;
     int num_callers_ = 0, num_sleepers_ = 0;
     std::uint64_t num_calls_ = 0;
+    std::int64_t last_time_ns_, awake_ns_ = 0;
+    std::vector<std::int64_t> last_heard_ns_;  // by awake_ns_
     std::vector<std::uint64_t> sent_at_last_beat_;
     std::int64_t next_beat_ns_ = 0;
     std::thread background_;

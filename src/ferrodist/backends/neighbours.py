@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +41,19 @@ class NeighbourDeaths(Deaths):
         super().__init__(job, ())
         self._neighbours = neighbours
 
-    def departure_of(self, rank: int) -> Departure:
-        """Tell how a rank of the world left whose connection ended."""
-        neighbour = self._neighbours[rank]
-        if neighbour.host == self._neighbours[self._job.rank].host:
-            return super().departure_of(rank)
-        place = f"{neighbour.host_name or neighbour.address}, pid {neighbour.pid}"
-        return died(f"died, or its host did: its connection ended ({place})")
+    def departure_without_words(self, rank: int, flaw: str) -> Departure:
+        """Tell how a rank of the world left that said nothing; ``flaw`` is its connection's."""
+        neighbour, me = self._neighbours[rank], self._job.rank
+        if neighbour.host != self._neighbours[me].host:
+            place = f"{neighbour.host_name or neighbour.address}, pid {neighbour.pid}"
+            return died(f"died, or its host or the way to it did: {flaw} ({place})")
+        found = self.departure_of(rank)
+        if neighbour.watch >= 0 and not select.select([neighbour.watch], [], [], 0)[0]:
+            return Departure(
+                f"is alive (pid {neighbour.pid}), but not connected to rank {me} any more: {flaw}",
+                "look at the network between the two",
+            )
+        return found
 
     def _try_how(self, rank: int) -> str | None:
         neighbour = self._neighbours[rank]

@@ -40,6 +40,7 @@ class TcpBackend(ShortWayBackend):
 
     world: _native.Mesh
     group: _native.TcpGroup
+    _deaths: NeighbourDeaths
     _may_go_short = True
 
     def __init__(
@@ -127,12 +128,18 @@ class TcpBackend(ShortWayBackend):
 
     def _child(self, group: _native.TcpGroup, world_ranks: tuple[int, ...], rank: int) -> Self:
         config, neighbours, deaths = self.config, self.neighbours, self._deaths
-        assert isinstance(deaths, NeighbourDeaths)
         return type(self)(self.world, group, world_ranks, rank, config, neighbours, deaths)
 
     def damage_of(self, rank: int, what: str) -> str:
         """Say what is wrong with the bytes that came from a rank."""
         return self.group.flaw_of(rank) or "it is not what was expected"
+
+    def departure_of(self, rank: int) -> Departure:
+        """Tell how a rank left, in its own words if it had any."""
+        if self.group.departure_of(rank) is not None:
+            return super().departure_of(rank)
+        flaw = self.group.flaw_of(rank) or "its connection ended"
+        return self._deaths.departure_without_words(self.members[rank], flaw)
 
     def _lateness(self, rank: int) -> float:
         """Return how long this rank has waited for another."""
