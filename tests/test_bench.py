@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,16 +18,41 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 import ferrodist
-from ferrodist.backends.registry import backend_names
-from ferrodist.launch.bench import command, engines
+from ferrodist.launch.bench import command, engines, parts
 from ferrodist.launch.bench.driver import Effort, Outcome, plan_bench, run_bench
-from ferrodist.launch.bench.engines import ENGINES, Engine
-from ferrodist.launch.bench.goals import copy_goal, gloo_goal, itself_goal, mpi_goal
+from ferrodist.launch.bench.engines import DDP_ENGINES, ENGINES, TCP_ENGINES, Engine
+from ferrodist.launch.bench.goals import (
+    copy_goal,
+    ddp_goal,
+    gloo_goal,
+    itself_goal,
+    mpi_goal,
+    tcp_goal,
+)
 from ferrodist.launch.bench.job import Job
 from ferrodist.launch.bench.options import parse_sizes
 from ferrodist.launch.bench.page import write_page
-from ferrodist.launch.bench.plan import COLLECTIVES, KB, MB, make_blocks, size_name
-from ferrodist.launch.bench.report import Ratio, count_goals, overlap_rows, peer_rows, self_rows
+from ferrodist.launch.bench.parts import Part, Wish, plan_parts, run_parts
+from ferrodist.launch.bench.plan import (
+    COLLECTIVES,
+    DDP_STEPS,
+    KB,
+    MB,
+    TCP_COLLECTIVES,
+    make_blocks,
+    make_ddp_block,
+    make_tcp_blocks,
+    size_name,
+)
+from ferrodist.launch.bench.report import (
+    Ratio,
+    count_goals,
+    ddp_rows,
+    overlap_rows,
+    peer_rows,
+    self_rows,
+    tcp_rows,
+)
 from ferrodist.launch.bench.show import show_document
 from ferrodist.launch.bench.tables import make_remarks, make_tables
 from ferrodist.launch.bench.worker import ferrodist_engine
@@ -68,6 +94,9 @@ class Engine:
             "gather": lambda: self.fill(out, ranks),
             "all_to_all": lambda: self.fill(out, ranks),
             "barrier": lambda: None,
+            "plain_step": lambda: None,
+            "ferrodist_step": lambda: None,
+            "torch_step": lambda: None,
         }
 
     def fill(self, out, values):
@@ -151,6 +180,20 @@ DOCUMENT = make_document(
     one_result("mpich", 7.0, call="overlap", variant="both", nbytes=16 * MB),
 )
 
+TCP_RESULTS = (
+    one_result("ferrodist", 8.0, call="barrier", variant="tcp", nbytes=0),
+    one_result("gloo", 10.0, call="barrier", variant="tcp", nbytes=0),
+    one_result("ferrodist", 500.0, variant="tcp", nbytes=MB),
+    one_result("gloo", 2_000.0, variant="tcp", nbytes=MB),
+    one_result("ferrodist", 9_000.0, variant="tcp", nbytes=16 * MB),
+    one_result("gloo", 27_000.0, variant="tcp", nbytes=16 * MB),
+)
+DDP_RESULTS = (
+    one_result("ddp", 70.0, call="torch_step", nbytes=0),
+    one_result("ddp", 60.0, call="ferrodist_step", nbytes=0),
+    one_result("ddp", 50.0, call="plain_step", nbytes=0),
+)
+
 
 def test_rows_compare_with_the_faster_mpi_and_with_gloo() -> None:
     plain, shared, barrier = peer_rows(DOCUMENT)
@@ -173,6 +216,32 @@ def test_variants_are_held_against_the_plain_call_and_against_a_copy() -> None:
     assert ratios["allreduce, without out=", "float32 with out="].is_met is False
 
 
+def test_tcp_is_compared_with_gloo_as_measured_beside_it() -> None:
+    document = make_document(*DOCUMENT["results"], *TCP_RESULTS)
+    barrier, middle, large = tcp_rows(document)
+    assert (barrier.ratio, barrier.ratio.is_met) == (Ratio(1.25, 1.5), False)
+    assert (middle.ratio, middle.ratio.is_met) == (Ratio(4.0, None), None)
+    assert (large.ratio, large.ratio.is_met) == (Ratio(3.0, 2.0), True)
+    assert large.p99 == {"ferrodist": 18_000.0, "gloo": 54_000.0}
+    assert peer_rows(document) == peer_rows(DOCUMENT)
+    assert self_rows(document) == self_rows(DOCUMENT)
+
+
+def test_tcp_without_gloo_has_times_but_no_ratio() -> None:
+    (row,) = tcp_rows(make_document(TCP_RESULTS[0]))
+    assert (row.times, row.ratio) == ({"ferrodist": 8.0}, Ratio(None, 1.5))
+
+
+def test_steps_with_ddp_are_held_against_the_one_without() -> None:
+    rows = ddp_rows(make_document(*DOCUMENT["results"], *DDP_RESULTS))
+    assert [(row.step, row.ratio.value) for row in rows] == [
+        ("plain_step", 1.0),
+        ("ferrodist_step", 1.2),
+        ("torch_step", 1.4),
+    ]
+    assert [row.ratio.is_met for row in rows] == [None, False, None]
+
+
 def test_overlap_is_shown_where_all_three_times_are_known() -> None:
     (row,) = overlap_rows(DOCUMENT)
     assert (row.engine, row.hidden) == ("ferrodist", 0.75)
@@ -181,6 +250,8 @@ def test_overlap_is_shown_where_all_three_times_are_known() -> None:
 def test_goals_are_counted_where_there_is_something_to_judge() -> None:
     assert count_goals(DOCUMENT) == (6, 9)
     assert count_goals(make_document(one_result("mpich", 1.0))) == (0, 0)
+    assert count_goals(make_document(*TCP_RESULTS)) == (1, 2)
+    assert count_goals(make_document(*DDP_RESULTS)) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +272,17 @@ def test_goals_are_counted_where_there_is_something_to_judge() -> None:
         (gloo_goal("broadcast", MB, 2), 5.0),
         (gloo_goal("reduce", MB, 2), None),
         (gloo_goal("allreduce", 8, 4), None),
+        (tcp_goal("allreduce", 8, 2), 4.0),
+        (tcp_goal("reduce_scatter", 64 * KB, 2), 4.0),
+        (tcp_goal("all_gather", MB, 2), None),
+        (tcp_goal("all_gather", 16 * MB, 2), 2.0),
+        (tcp_goal("broadcast", 64 * KB, 2), 1.5),
+        (tcp_goal("broadcast", 16 * MB, 2), 1.1),
+        (tcp_goal("barrier", 0, 2), 1.5),
+        (tcp_goal("barrier", 0, 3), None),
+        (ddp_goal("ferrodist_step", 2), 1.15),
+        (ddp_goal("ferrodist_step", 4), None),
+        (ddp_goal("torch_step", 2), None),
         (copy_goal("shared", 64 * MB, 2), 0.8),
         (copy_goal("", MB, 2), None),
         (itself_goal("new", 8, 2), 1.3),
@@ -225,6 +307,18 @@ def test_tables_mark_what_is_met_and_missed() -> None:
         assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
+def test_tables_of_tcp_and_ddp_show_the_slow_calls_too() -> None:
+    tcp, ddp = make_tables(make_document(*TCP_RESULTS, *DDP_RESULTS))
+    assert tcp.rows == [
+        ["barrier", "", "8.00", "16.0", "10.0", "20.0", "1.25", "≥ 1.5 ✗"],
+        ["allreduce", "1 MB", "500", "1 000", "2 000", "4 000", "4.00", ""],
+        ["allreduce", "16 MB", "9 000", "18 000", "27 000", "54 000", "3.00", "≥ 2 ✓"],
+    ]
+    assert ddp.rows[1] == ["ferrodist.DDP", "60.0", "120", "1.20", "≤ 1.15 ✗"]
+    for table in (tcp, ddp):
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
 def test_remarks_name_the_missing_and_the_failed() -> None:
     document = make_document(one_result("mpich", 1.0)) | {"failures": ["gloo: no network"]}
     assert make_remarks(document) == [
@@ -245,8 +339,50 @@ def test_page_has_machine_versions_tables_and_pictures(tmp_path: Path) -> None:
         "| allreduce | 64 MB | 10 000 | 40 000 | 30 000 | 50 000 | 3.00 | ≥ 2 ✓ |",
     ):
         assert words in page
-    for name in ("benchmarks.svg", "benchmarks-ratios.svg"):
-        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
+    assert "TCP" not in page
+    assert "DDP" not in page
+    assert drawn_in(tmp_path) == ["benchmarks-ratios.svg", "benchmarks.svg"]
+
+
+def drawn_in(folder: Path) -> list[str]:
+    """Return the names of the pictures in a folder, each of which must be one."""
+    files = sorted(folder.glob("*.svg"))
+    for file in files:
+        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+    return [file.name for file in files]
+
+
+def test_page_has_tcp_and_ddp_where_they_were_measured(tmp_path: Path) -> None:
+    document = make_document(*DOCUMENT["results"], *TCP_RESULTS, *DDP_RESULTS)
+    write_page(document, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    for words in (
+        "goals met: 7 of 12",
+        "![Speed over TCP against Gloo](page-tcp.svg)",
+        "## 2 ranks: TCP against Gloo\n\nferrodist's TCP backend",
+        "| barrier |  | 8.00 | 16.0 | 10.0 | 20.0 | 1.25 | ≥ 1.5 ✗ |",
+        "| without DDP | 50.0 | 100 | 1.00 |  |",
+    ):
+        assert words in page
+    assert drawn_in(tmp_path) == ["page-ratios.svg", "page-tcp.svg", "page.svg"]
+
+
+@pytest.mark.parametrize(
+    ("results", "drawn", "said"),
+    [
+        (TCP_RESULTS, ["chart-tcp.svg"], "chart-tcp.svg"),
+        (DDP_RESULTS, [], "nothing to draw"),
+    ],
+)
+def test_only_what_was_measured_is_drawn(
+    tmp_path: Path, results: Sequence[dict[str, Any]], drawn: list[str], said: str
+) -> None:
+    saved = tmp_path / "saved.json"
+    saved.write_text(json.dumps(make_document(*results)))
+    done = run_cli("--from", str(saved), "--chart", str(tmp_path / "chart.svg"))
+    assert done.exit_code == 0
+    assert said in done.output
+    assert drawn_in(tmp_path) == drawn
 
 
 def test_saved_results_are_shown_again_without_measuring(tmp_path: Path) -> None:
@@ -258,6 +394,29 @@ def test_saved_results_are_shown_again_without_measuring(tmp_path: Path) -> None
     assert "goals met: 6 of 9" in done.output
     assert "Open MPI, shared arrays" not in chart.read_text()
     assert "ferrodist, shared arrays" in chart.read_text()
+
+
+def test_results_of_several_runs_are_put_together(tmp_path: Path) -> None:
+    again = make_document(one_result("mpich", 20_000.0), *TCP_RESULTS)
+    again |= {"date": "2030-01-03", "missing": {}, "failures": ["gloo: no network"]}
+    again["versions"] = {"mpich": {"library": "MPICH 5.1", "mpi4py": "4.1"}}
+    files = [tmp_path / "first.json", tmp_path / "again.json"]
+    for file, document in zip(files, (DOCUMENT, again), strict=True):
+        file.write_text(json.dumps(document))
+    both = tmp_path / "both.json"
+    froms = [word for file in files for word in ("--from", str(file))]
+    assert run_cli(*froms, "--json", str(both)).exit_code == 0
+    joined = json.loads(both.read_text())
+    assert joined["date"] == "2030-01-02 and 2030-01-03"
+    assert joined["machine"] == DOCUMENT["machine"]
+    assert joined["versions"] == {
+        "ferrodist": {"ferrodist": "0.1.0"},
+        "mpich": {"library": "MPICH 5.0 and MPICH 5.1", "mpi4py": "4.1"},
+    }
+    assert (joined["missing"], joined["failures"]) == (DOCUMENT["missing"], again["failures"])
+    assert peer_rows(joined)[0].times["mpich"] == 20_000.0
+    assert tcp_rows(joined) == tcp_rows(again)
+    assert len(joined["results"]) == len(DOCUMENT["results"]) + len(TCP_RESULTS)
 
 
 def test_tables_do_without_unicode_and_without_room() -> None:
@@ -290,6 +449,19 @@ def test_missing_torch_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPat
     assert "ferrodist[bench]" in missing["gloo"]
 
 
+def test_parts_without_torch_are_planned_as_far_as_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    planned, missing = plan_parts(Wish(["tcp", "ddp"], list(ENGINES), [2, 4], ["barrier"], [8]))
+    (tcp,) = planned
+    assert [engine.label for engine in tcp.engines] == ["ferrodist over TCP"]
+    assert set(missing) == {"gloo", "ddp"}
+    remarks = make_remarks(make_document() | {"missing": missing})
+    assert [remark.partition(": no torch")[0] for remark in remarks] == [
+        "missing: Gloo",
+        "missing: DDP",
+    ]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -299,6 +471,7 @@ def test_missing_torch_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPat
         ("--sizes", "1XB"),
         ("--engines", "nccl"),
         ("--collectives", "allreduce,all"),
+        ("--parts", "tcp,mpi"),
     ],
 )
 def test_wrong_option_is_refused_before_anything_starts(arguments: tuple[str, str]) -> None:
@@ -326,6 +499,44 @@ def test_every_block_has_all_engines_and_the_variants_of_ours() -> None:
     assert variants == {"", "compute", "alone", "both"}
 
 
+def test_blocks_over_tcp_have_both_libraries_and_no_variants_of_ours() -> None:
+    blocks = make_tcp_blocks(["ferrodist", "gloo"], 2, COLLECTIVES, [16 * MB, 8])
+    assert [block.title for block in blocks[:2]] == [
+        "barrier on 2 ranks over TCP",
+        "allreduce of 8 B on 2 ranks over TCP",
+    ]
+    assert len(blocks) == 1 + 2 * 4
+    assert {lane.call for block in blocks for lane in block.lanes} == set(TCP_COLLECTIVES)
+    for block in blocks:
+        assert [(lane.engine, lane.variant) for lane in block.lanes] == [
+            ("ferrodist", "tcp"),
+            ("gloo", "tcp"),
+        ]
+
+
+def test_tcp_and_ddp_run_on_the_fewest_ranks_and_with_our_own_library_over_tcp() -> None:
+    wish = Wish(["tcp", "ddp"], ["ferrodist", "mpich"], [4, 2], ["broadcast"], [8])
+    (tcp, ddp), missing = plan_parts(wish)
+    assert (tcp.engines, ddp.engines) == ([TCP_ENGINES["ferrodist"]], [DDP_ENGINES["ferrodist"]])
+    assert list(tcp.blocks_by_ranks) == list(ddp.blocks_by_ranks) == [2]
+    assert [lane.call for block in ddp.blocks_by_ranks[2] for lane in block.lanes] == [*DDP_STEPS]
+    assert missing == {}
+
+
+def test_each_engine_of_ours_asks_for_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def init(backend: str) -> ferrodist.Backend:
+        asked.append(backend)
+        return ferrodist.SimulatedBackend.create_group(1)[0]
+
+    monkeypatch.setattr(ferrodist, "init", init)
+    for engine in (ENGINES["ferrodist"], TCP_ENGINES["ferrodist"]):
+        (start,) = engine.start_commands(2, Path("folder/driver"))
+        ferrodist_engine.Engine(*start[start.index(str(engine.file)) + 1 :])
+    assert asked == ["shared_memory", "tcp"]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_call_is_measured_and_checked(tmp_path: Path, ranks: int) -> None:
     outcome = run_fakes([fake_engine(tmp_path, "ferrodist")], ranks, COLLECTIVES, [8, 16 * MB])
@@ -341,6 +552,21 @@ def test_engines_take_turns_and_each_begins_a_round(tmp_path: Path) -> None:
     run_fakes([fake_engine(tmp_path, "a"), fake_engine(tmp_path, "b")])
     orders = (tmp_path / "orders").read_text().split()
     assert orders == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_calls_that_take_long_get_more_rounds(tmp_path: Path) -> None:
+    blocks = {2: [make_ddp_block(2)]}
+    part = Part([fake_engine(tmp_path, "ddp")], blocks, patience=3)
+    outcome = run_parts([part, part], LITTLE, lambda title: None)
+    assert [one.call for one in outcome.results] == [*DDP_STEPS, *DDP_STEPS]
+    orders = (tmp_path / "orders").read_text().split()
+    assert len(orders) == 2 * len(DDP_STEPS) * (1 + 3 * LITTLE.rounds)
+
+
+def test_failures_of_every_part_are_kept(tmp_path: Path) -> None:
+    fakes = [fake_engine(tmp_path, name, "ends at start") for name in ("a", "b")]
+    outcome = run_parts([Part([fake], {2: []}) for fake in fakes], LITTLE, lambda title: None)
+    assert [failure.partition(" ")[0] for failure in outcome.failures] == ["a", "b"]
 
 
 def test_wrong_result_is_not_timed(tmp_path: Path) -> None:
@@ -369,6 +595,14 @@ def test_engine_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -
     assert failure.startswith("bad on 2 ranks: bad ended at its start: cannot open the device")
 
 
+def test_engine_that_fails_over_tcp_is_told_from_the_same_over_shared_memory(
+    tmp_path: Path,
+) -> None:
+    bad = replace(fake_engine(tmp_path, "ferrodist", "ends at start"), link="TCP")
+    (failure,) = run_fakes([bad]).failures
+    assert failure.startswith("ferrodist over TCP on 2 ranks: ferrodist over TCP ended")
+
+
 def test_ctrl_c_leaves_no_rank_behind(tmp_path: Path) -> None:
     def interrupt(title: str) -> None:
         raise KeyboardInterrupt
@@ -395,15 +629,50 @@ def test_rank_that_does_not_leave_is_ended(tmp_path: Path, monkeypatch: pytest.M
             os.kill(int(file.read_text()), 0)
 
 
+def use_fakes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, part: str, names: Sequence[str]
+) -> dict[str, Engine]:
+    """Let fakes stand for the engines of one part, under the names people ask for them by."""
+    known, make_part = parts._KINDS[part]
+    fakes = {name: fake_engine(folder, known[name].name) for name in names}
+    monkeypatch.setitem(parts._KINDS, part, (fakes, make_part))
+    monkeypatch.setattr(command, "_QUICK", LITTLE)
+    return fakes
+
+
+def test_command_measures_all_parts_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fakes(tmp_path, monkeypatch, "shared_memory", ["ferrodist"])
+    use_fakes(tmp_path, monkeypatch, "tcp", ["ferrodist", "gloo"])
+    use_fakes(tmp_path, monkeypatch, "ddp", ["ferrodist"])
+    saved = tmp_path / "bench.json"
+    options = ["--quick", "--sizes", "8", "--collectives", "broadcast", "--json", str(saved)]
+    assert run_cli(*options).exit_code == 0
+    lanes = [
+        (one["engine"], one["call"], one["variant"], one["ranks"])
+        for one in json.loads(saved.read_text())["results"]
+    ]
+    assert lanes == [
+        ("ferrodist", "broadcast", "", 2),
+        ("ferrodist", "broadcast", "", 4),
+        ("ferrodist", "broadcast", "tcp", 2),
+        ("gloo", "broadcast", "tcp", 2),
+        *[("ddp", step, "", 2) for step in DDP_STEPS],
+    ]
+    done = run_cli(*options, "--parts", "tcp")
+    assert "measured 1 of 1: broadcast of 8 B on 2 ranks over TCP" in done.output
+    assert {one["variant"] for one in json.loads(saved.read_text())["results"]} == {"tcp"}
+
+
 def test_command_measures_writes_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fakes = {name: fake_engine(tmp_path, name) for name in ("ferrodist", "mpich", "gloo")}
-    monkeypatch.setattr(command, "split_present", lambda names: (list(fakes.values()), {}))
-    monkeypatch.setattr(command, "_QUICK", LITTLE)
+    fakes = use_fakes(tmp_path, monkeypatch, "shared_memory", ["ferrodist", "mpich", "gloo"])
     saved = tmp_path / "bench.json"
     page = tmp_path / "page.md"
     options = ["--quick", "--ranks", "2", "--sizes", "8,1MB", "--collectives", "allreduce,barrier"]
+    options += ["--parts", "shared_memory"]
     done = run_cli(*options, "--json", str(saved), "--docs", str(page))
     assert done.exit_code == 0, done.output
     assert "measured 3 of 3: allreduce of 1 MB on 2 ranks" in done.output
@@ -432,9 +701,19 @@ def test_calls_of_ferrodist_give_what_workers_check(world: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("shared_memory" not in backend_names(), reason="not there yet")
-def test_ferrodist_itself_can_be_measured() -> None:
-    ours = [ENGINES["ferrodist"]]
-    outcome = run_fakes(ours, 2, COLLECTIVES, [8, MB])
+@pytest.mark.parametrize(
+    "ours", [ENGINES["ferrodist"], TCP_ENGINES["ferrodist"]], ids=lambda one: one.label
+)
+def test_ferrodist_itself_can_be_measured(ours: Engine) -> None:
+    outcome = run_fakes([ours], 2, COLLECTIVES, [8, MB])
     assert outcome.failures == []
     assert {one.call for one in outcome.results} == set(COLLECTIVES)
+
+
+@pytest.mark.slow
+def test_step_with_ddp_can_be_measured() -> None:
+    pytest.importorskip("torch", reason="DDP is for torch's modules")
+    part = Part([DDP_ENGINES["ferrodist"]], {2: [make_ddp_block(2)]})
+    outcome = run_parts([part], LITTLE, lambda title: None)
+    assert outcome.failures == []
+    assert [one.call for one in outcome.results] == [*DDP_STEPS]

@@ -481,6 +481,46 @@ def test_what_the_launcher_has_seen_of_a_dead_rank_is_told(halted, exchanged):
     ends.close()
 
 
+MANY = """
+import os, resource, secrets, sys
+from ferrodist.config import Config
+from ferrodist.rendezvous import Job
+from ferrodist.rendezvous.mesh import join_mesh
+
+size, limit = map(int, sys.argv[1:])
+name, secret = secrets.token_hex(8), secrets.token_bytes(32)
+for rank in range(1, size):
+    if os.fork() == 0:
+        break
+else:
+    rank = 0
+if rank == size - 1 and limit:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+try:
+    neighbours = join_mesh(Job(name, rank, size, secret), Config(join_timeout=40.0))
+    text = f"joined {len({one.socket for one in neighbours})}"
+except Exception as error:
+    text = f"{type(error).__name__}: {error}"
+if rank:
+    os._exit(not text.startswith("joined"))
+codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(size - 1)]
+print(text, sum(codes))
+"""
+
+
+def test_a_rank_that_may_not_open_enough_files_says_so_on_all():
+    output = subprocess.check_output([sys.executable, "-c", MANY, "20", "16"], text=True)
+    assert "RendezvousError: rank 19 cannot connect to rank " in output
+    assert "a process may open 16 files here" in output
+    assert output.endswith(" 19\n")
+
+
+@pytest.mark.slow
+def test_many_ranks_are_linked():
+    output = subprocess.check_output([sys.executable, "-c", MANY, "70", "0"], text=True)
+    assert output == "joined 70 0\n"
+
+
 # -- cards ---------------------------------------------------------------------------------------
 
 
@@ -609,23 +649,33 @@ def test_a_rank_that_ends_right_after_the_mesh_is_complete_harms_nobody():
 
 
 def test_what_comes_after_the_mesh_is_left_for_whom_it_is_meant(monkeypatch):
-    """Rank 1 is let go first and sends at once, before rank 2 has heard that it is let go."""
-    go_on = threading.Event()
-    take = mesh_builder.MeshBuilder._take
+    """Rank 1 is let go first and sends at once, before rank 2 is let go."""
+    has_heard = threading.Event()
+    send, hear = Link.send, mesh_builder.MeshBuilder._hear
+    let_go: list[Link] = []
 
-    def take_late(self: Any, rank: int, message: Any) -> None:
-        if message.kind is Kind.GO and self._job.rank == 2:
-            assert go_on.wait(20)
-        take(self, rank, message)
+    def send_late(link: Link, kind: Kind, *args: Any) -> None:
+        if kind is Kind.GO:
+            let_go.append(link)
+            assert len(let_go) == 1 or has_heard.wait(20)
+        send(link, kind, *args)
 
-    monkeypatch.setattr(mesh_builder.MeshBuilder, "_take", take_late)
+    def hear_and_tell(self: Any, rank: int, link: Link) -> None:
+        try:
+            hear(self, rank, link)
+        finally:
+            if self._job.rank and rank:  # rank 1 and rank 2 have nothing to say before that
+                has_heard.set()
+
+    monkeypatch.setattr(Link, "send", send_late)
+    monkeypatch.setattr(mesh_builder.MeshBuilder, "_hear", hear_and_tell)
     ranks = [Rank(job) for job in new_jobs(3)]
-    for rank in ranks[:2]:
-        rank.end()
-    os.write(ranks[1].neighbours[2].socket, b"first data")
-    go_on.set()
-    ranks[2].end()
-    assert os.read(ranks[2].neighbours[1].socket, 99) == b"first data"
+    wait_for(lambda: ranks[1].neighbours or ranks[2].neighbours)
+    first, second = (1, 2) if ranks[1].neighbours else (2, 1)
+    os.write(ranks[first].neighbours[second].socket, b"first data")
+    for rank in ranks:
+        assert rank.end().error is None
+    assert os.read(ranks[second].neighbours[first].socket, 99) == b"first data"
     for rank in ranks:
         close_neighbours(rank.neighbours)
 
@@ -703,7 +753,10 @@ def test_ten_thousand_strangers_do_not_keep_ranks_from_each_other(halted, exchan
 
 STRANGERS = {
     "wrong secret": lambda job: replace(job, secret=secrets.token_bytes(32)),
-    "the job's own secret, but not of this mesh": lambda job: job,
+    "the job's own secret": lambda job: job,
+    "the secret of another mesh": lambda job: mesh._job_of_mesh(
+        job, Card.of_this_process(0, "", 0)
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -179,6 +180,23 @@ def test_requests_that_cannot_be_read_are_an_error_of_the_protocol(run, kind, bo
             guest.get("key", 10)
 
     with pytest.raises(ProtocolError, match="a request to the store that cannot be read"):
+        run(lambda host: host.get("key", 10), ask)
+
+
+BOUNDS = {Kind.SET: 2 + 256 + 65536, Kind.GET: 8 + 256, Kind.ADD: 8 + 256, Kind.LEAVE: 0}
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("excess", [1, (1 << 32) - 1])
+def test_a_length_that_cannot_be_is_refused_of_a_rank_that_has_proved_itself(run, kind, excess):
+    length = min(BOUNDS[kind] + excess, (1 << 32) - 1)
+
+    def ask(guest: StoreGuest) -> None:
+        guest._visit.link.socket.send(struct.pack("!4sBI", b"frd1", kind, length))
+        with pytest.raises(ProtocolError):
+            guest.get("key", 10)
+
+    with pytest.raises(ProtocolError, match="got bytes that are no such message"):
         run(lambda host: host.get("key", 10), ask)
 
 

@@ -24,6 +24,7 @@ from ferrodist.rendezvous import mesh_builder, relay, tls, tunnel
 from ferrodist.rendezvous.launch import Endpoint
 from ferrodist.rendezvous.mesh import close_neighbours, join_mesh
 from ferrodist.rendezvous.tls import Tls
+from ferrodist.rendezvous.tunnel import Tunnel
 from test_mesh import Rank, check_mesh, exchanged, halted, join_all, listening, new_jobs, wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -162,29 +163,31 @@ def test_what_was_sent_before_closing_arrives():
     assert heard == [data]
 
 
+def fill(end: socket.socket) -> int:
+    """Send until nothing more fits on the way, and return how much did."""
+    end.setblocking(False)
+    poll = select.poll()
+    poll.register(end, select.POLLOUT)
+    sent = 0
+    while poll.poll(300):
+        with contextlib.suppress(BlockingIOError):
+            sent += end.send(bytes(1 << 18))
+    end.settimeout(LIMIT)
+    return sent
+
+
 def test_it_arrives_too_if_something_else_was_left_unread():
-    data = secrets.token_bytes(1_000_000)
     with linked() as (one, other):
-        other.sendall(bytes(300_000))  # nobody reads it
-        heard: list[bytes] = []
-        thread = threading.Thread(target=lambda: heard.append(receive_all(other)), daemon=True)
-        thread.start()
-        one.sendall(data)
+        fill(other)  # nobody reads it
+        one.sendall(bytes(2_000_000))  # nobody does yet
         one.close()
-        thread.join(20)
-    assert heard == [data]
+        wait_for(lambda: any(map(Tunnel.has_all_left, list(relay._relay._tunnels))))
+        assert len(receive_all(other)) == 2_000_000
 
 
 def test_who_does_not_read_is_not_sent_more_than_fits_on_the_way():
     with linked() as (one, other):
-        other.recv_into(bytearray(0))
-        one.setblocking(False)
-        poll = select.poll()
-        poll.register(one, select.POLLOUT)
-        sent = 0
-        while poll.poll(500):
-            with contextlib.suppress(BlockingIOError):
-                sent += one.send(bytes(1 << 20))
+        sent = fill(one)
         for link in list(relay._relay._tunnels):
             kept = link._arrived.pending, link._leaving.pending
             kept += len(link._to_inner), len(link._to_outer)
@@ -288,45 +291,55 @@ def test_a_link_that_is_closed_during_its_handshake_is_gone():
 # -- processes -----------------------------------------------------------------------------------
 
 SENDER = """
-import os, socket, sys
+import select, socket, sys
+from contextlib import suppress
 from ferrodist.rendezvous.tls import Tls
+
 secret, port = sys.stdin.readline().split()
 end = Tls(bytes.fromhex(secret)).call(socket.create_connection(("127.0.0.1", int(port))))
-end.settimeout(10)
-end.sendall(b"x" * 1_000_000)
+end.setblocking(False)
+poll = select.poll()
+poll.register(end, select.POLLOUT)
+sent = 0
+while poll.poll(300):
+    with suppress(BlockingIOError):
+        sent += end.send(bytes(1 << 18))
 end.close()
+print(sent, flush=True)
 """
 
 
 def test_what_a_program_sends_before_it_ends_arrives():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         command = [sys.executable, "-c", SENDER]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes) as process:
             process.stdin.write(f"{SECRET.hex()} {listener.getsockname()[1]}\n".encode())
             process.stdin.flush()
             accepting, _ = listener.accept()
             with Tls(SECRET).accept(accepting) as end:
                 end.settimeout(LIMIT)
-                assert len(receive_all(end)) == 1_000_000
+                sent = int(process.stdout.readline())
+                assert sent > 1 << 18
+                assert len(receive_all(end)) == sent
     assert process.returncode == 0
 
 
+def num_sockets() -> int:
+    links = (f"/proc/self/fd/{file}" for file in os.listdir("/proc/self/fd"))
+    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.exists(link))
+
+
 def test_a_forked_child_does_not_hold_the_links_of_its_parent():
+    before = num_sockets()
     with linked() as (one, other):
         one.sendall(b"hello")
         assert other.recv(99) == b"hello"
-        read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(write)
             one.close()
             other.close()
-            os.read(read, 1)  # outlives the links of its parent
-            os._exit(len(os.listdir("/proc/self/fd")) > 200)
-        os.close(read)
-        one.close()
-        assert other.recv(99) == b""
-        os.close(write)
+            os._exit(num_sockets() - before)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -419,14 +432,14 @@ def test_strangers_do_not_keep_encrypted_ranks_from_each_other(halted, exchanged
 
 
 def test_a_rank_without_cryptography_is_named_on_all(monkeypatch):
-    make = mesh_builder.Tls
+    make = mesh_builder._open_tls
 
     def refuse(secret: bytes) -> Tls:
         if threading.current_thread() is threading.main_thread():
             raise BackendUnavailable("no cryptography here")
         return make(secret)
 
-    monkeypatch.setattr(mesh_builder, "Tls", refuse)
+    monkeypatch.setattr(mesh_builder, "_open_tls", refuse)
     jobs = new_jobs(2)
     other = Rank(jobs[1], tls=True)
     with pytest.raises(BackendUnavailable):

@@ -25,10 +25,15 @@ class Deaths:
 
     def departure_of(self, rank: int) -> Departure:
         """Tell how a rank of the world left whose process is gone."""
-        end = time.monotonic() + (_PATIENCE if self._job.ends is not None else 0.0)
+        how = self._await_how(rank, _PATIENCE if self._job.ends is not None else 0.0)
+        return died(how or "died (its process is gone)")
+
+    def _await_how(self, rank: int, patience: float = _PATIENCE) -> str | None:
+        """Return how a process ended, once that can be known; None if it cannot."""
+        end = time.monotonic() + patience
         while (how := self._try_how(rank)) is None and time.monotonic() < end:
             time.sleep(_PAUSE)
-        return died(how or "died (its process is gone)")
+        return how
 
     def _try_how(self, rank: int) -> str | None:
         member = self._members[rank]

@@ -47,13 +47,13 @@ class NeighbourDeaths(Deaths):
         if neighbour.host != self._neighbours[me].host:
             place = f"{neighbour.host_name or neighbour.address}, pid {neighbour.pid}"
             return died(f"died, or its host or the way to it did: {flaw} ({place})")
-        found = self.departure_of(rank)
-        if neighbour.watch >= 0 and not select.select([neighbour.watch], [], [], 0)[0]:
+        how = self._await_how(rank)
+        if how is None and neighbour.watch >= 0 and not _is_readable(neighbour.watch):
             return Departure(
                 f"is alive (pid {neighbour.pid}), but not connected to rank {me} any more: {flaw}",
                 "look at the network between the two",
             )
-        return found
+        return died(how or "died (its process is gone)")
 
     def _try_how(self, rank: int) -> str | None:
         neighbour = self._neighbours[rank]
@@ -61,6 +61,12 @@ class NeighbourDeaths(Deaths):
         if code is not None:
             return how_ended(code)
         return None if self._job.ends is None else self._job.ends.how(rank)
+
+
+def _is_readable(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def has_a_core_each(neighbours: Sequence[Neighbour], rank: int) -> bool:

@@ -8,6 +8,7 @@ raised at once.
 
 from __future__ import annotations
 
+import errno
 import random
 import selectors
 import socket
@@ -77,6 +78,8 @@ class Call:
         except RendezvousError:
             raise  # the other side says why it does not want us
         except (EOFError, OSError) as error:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                raise mesh_errors.no_room_for_files(self._job, self.card) from error
             self._pause(getattr(error, "strerror", None) or str(error), is_alive=False)
         return None
 

@@ -13,7 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
@@ -27,7 +27,9 @@ from ferrodist.rendezvous.job import Job
 from ferrodist.rendezvous.link import Kind, Link, Message, Talk, wait_seconds
 from ferrodist.rendezvous.reception import Peer, Reception
 from ferrodist.rendezvous.tcp_socket import identify, set_limits
-from ferrodist.rendezvous.tls import Tls
+
+if TYPE_CHECKING:
+    from ferrodist.rendezvous.tls import Tls
 
 _MOST_CALLS = 64  # that are made at once
 _GRACE = 1.0  # seconds to hear why a rank has left: it may have said it to another, or all is well
@@ -63,7 +65,7 @@ class MeshBuilder:
         self._job = job
         self._cards = cards
         self._silence = config.silence
-        self._tls = Tls(job.secret) if config.tls else None
+        self._tls = _open_tls(job.secret) if config.tls else None
         self._deadline = deadline
         self._give_up_calls = Deadline(_PATIENCE * deadline.remaining())
         self._selector = selectors.DefaultSelector()
@@ -261,3 +263,9 @@ class MeshBuilder:
             # A rank that was let go already takes what comes for its first data.
             if not self._has_told or rank == 0:
                 failure.tell(link.link, error, self._job.rank)
+
+
+def _open_tls(secret: bytes) -> Tls:
+    from ferrodist.rendezvous.tls import Tls  # it takes longer than all the rest here
+
+    return Tls(secret)

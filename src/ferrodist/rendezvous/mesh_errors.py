@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ferrodist.config import variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, RendezvousError
+from ferrodist.rendezvous import roster
 from ferrodist.rendezvous.cards import Card
 from ferrodist.rendezvous.job import Job
 from ferrodist.rendezvous.launch import Endpoint
@@ -59,6 +60,12 @@ def left(job: Job, card: Card) -> RendezvousError:
         rank=card.rank,
         this_rank=job.rank,
     )
+
+
+def no_room_for_files(job: Job, card: Card) -> RendezvousError:
+    """Make the error of a process that may open no further files."""
+    error = roster.no_room_for_files(f"rank {job.rank} cannot connect to {card}")
+    return RendezvousError(str(error), rank=job.rank, this_rank=job.rank)
 
 
 def wrong_answer(job: Job, card: Card, error: DistributedError) -> DistributedError:

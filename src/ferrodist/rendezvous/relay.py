@@ -49,21 +49,21 @@ class Relay:
         self._tunnels: set[Tunnel] = set()
         self._unfinished: set[Tunnel] = set()  # with more to do, though nothing has happened
         self._thread: threading.Thread | None = None
-        self._bell: socket.socket | None = None  # wakes the thread
+        self._bell: tuple[socket.socket, socket.socket] | None = None  # wakes the thread
 
     def add(self, tunnel: Tunnel) -> None:
         """Take a tunnel; the thread is started if there is none."""
         with self._lock:
             self._new.append(tunnel)
             if self._thread is None:
-                self._bell, heard = socket.socketpair()
+                self._bell = socket.socketpair()
                 self._thread = threading.Thread(
-                    target=self._serve, args=(heard,), name="ferrodist-relay", daemon=True
+                    target=self._serve, args=self._bell[1:], name="ferrodist-relay", daemon=True
                 )
                 self._thread.start()
             elif self._bell is not None:
                 with suppress(BlockingIOError):
-                    self._bell.send(b"!", socket.MSG_DONTWAIT)
+                    self._bell[0].send(b"!", socket.MSG_DONTWAIT)
 
     def finish(self, seconds: float = _LAST_SECONDS) -> None:
         """Wait until what was written to closed links has left, but not for long."""
@@ -75,8 +75,8 @@ class Relay:
         """Close all sockets."""
         for tunnel in [*self._tunnels, *self._new]:
             tunnel.close()
-        if self._bell is not None:
-            self._bell.close()
+        for one in self._bell or ():
+            one.close()
 
     def _serve(self, heard: socket.socket) -> None:
         try:
@@ -89,7 +89,7 @@ class Relay:
 
     def _serve_until_none_is_left(self, heard: socket.socket) -> None:
         next_look = Deadline(_LOOK_SECONDS)
-        with heard, selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector:
             selector.register(heard, selectors.EVENT_READ)
             while self._take_new():
                 seconds = 0.0 if self._unfinished else max(0.0, next_look.remaining())
@@ -114,8 +114,7 @@ class Relay:
             self._unfinished.update(new)
             if not self._tunnels:
                 self._thread = None
-                if self._bell is not None:
-                    self._bell.close()
+                self.close()
                 return False
         return True
 

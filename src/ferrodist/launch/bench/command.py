@@ -73,8 +73,8 @@ def bench(
     """Compare ferrodist with MPICH, Open MPI and Gloo on this machine.
 
     The libraries of a part run at once but take turns, call by call and size by size; the ranks of
-    those that wait sleep. Takes about ten minutes. Start it through "make bench", which gets the peers, and
-    leave the machine alone while it runs.
+    those that wait sleep. Takes about ten minutes. Start it through "make bench", which gets the
+    peers, and leave the machine alone while it runs.
     """
     console = Console(highlight=False)
     if measured:
