@@ -72,6 +72,9 @@ std::vector<int> Group::missing() {
     std::set<int> awaited;
     for (int rank = 0; rank < size(); ++rank) {
         const Desk& desk = rank == rank_ ? desk_ : peer_of(rank).desk;
+        if (rank != rank_ && is_gone(rank)) {
+            continue;  // whoever still needs it finds it lost
+        }
         if (desk.sequence < desk_.sequence) {
             absent.push_back(rank);
         } else if (desk.sequence == desk_.sequence && desk.is_inside) {

@@ -96,7 +96,9 @@ Ending Group::hear_all(std::uint64_t sequence, Bytes statement, const Patience& 
             return {Outcome::verdict};
         }
         for (int rank = 0; rank < size(); ++rank) {
-            if (rank != rank_ && is_gone(rank)) {
+            const bool has_stated = stated_ == sequence && statements_[static_cast<std::size_t>(rank)].has_value();
+            const bool is_needed = judge == rank_ ? !has_stated : rank == judge;
+            if (rank != rank_ && is_needed && is_gone(rank)) {
                 return loss(rank);
             }
         }

@@ -117,6 +117,9 @@ private:
             }
             ++num_expected_;
         }
+        if (num_arrived() < num_expected_ && group_.has_piece(from_)) {  // and yet did not go to its place
+            group_.take_piece(from_, in_.size_of(num_arrived()), flaw);
+        }
         return num_done_ < num_arrived() && has_gone(num_done_);
     }
 

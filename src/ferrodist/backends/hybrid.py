@@ -106,11 +106,11 @@ class HybridBackend(TcpBackend):
     ) -> HybridTalk:
         return HybridTalk(self, sequence, call, deadline, num_runs)
 
-    def _child(self, group: _native.TcpGroup, world_ranks: tuple[int, ...], rank: int) -> Self:
-        child = super()._child(group, world_ranks, rank)
-        here = [self.members.index(world_ranks[local]) for local in child.host_map.local]
-        child._inside = self.inside.split([self.host_map.local.index(local) for local in here])
-        return child
+    def _complete(self, parent: Self, identity: int, deadline: Deadline) -> None:
+        """Let the members on this host share memory, as the group of the same identity."""
+        here = [parent.members.index(self.members[rank]) for rank in self.host_map.local]
+        local = tuple(parent.host_map.local.index(rank) for rank in here)
+        self._inside = parent.inside._split_off(local, identity, deadline)
 
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Take memory that the ranks of this host reach in place."""

@@ -19,7 +19,7 @@ from ferrodist.backends import two_levels
 from ferrodist.backends.base import Algorithm, Counts
 from ferrodist.backends.outcome import Ending, Outcome
 from ferrodist.backends.tcp_talk import TcpTalk
-from ferrodist.backends.walk_plan import lengths_of
+from ferrodist.backends.walk_plan import WalkPlan, lengths_of
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.errors import CollectiveMismatch
@@ -110,7 +110,19 @@ class HybridTalk(TcpTalk):
         sample = source or target
         dtype = sample.dtype if sample else DType.UINT8
         plan = self.backend.planner_of(ranks).plan(kind, op, root, dtype, lengths, None, False)
-        ending = self._try_walk(plan, source, target, dtype, in_place, ranks)
+        self._walk(plan, source, target, dtype, in_place, ranks)
+
+    def _walk(
+        self,
+        plan: WalkPlan,
+        source: Buffer | None,
+        target: Buffer | None,
+        dtype: DType,
+        in_place: bool,
+        peers: Sequence[int] = (),
+    ) -> None:
+        """Walk a plan; where ranks differ, the others of this host hear it in their next round."""
+        ending = self._try_walk(plan, source, target, dtype, in_place, peers)
         if ending[0] == Outcome.MISMATCH:
             self._stop_inside()
         if ending[0] != Outcome.DONE:

@@ -215,6 +215,9 @@ class ProcessBackend(MessagingBackend):
         if self.group.has_left:  # with the group that this one was split off
             raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
 
+    def _complete(self, parent: Self, identity: int, deadline: Deadline) -> None:
+        """Do what is left to do when a split has made this group."""
+
     # -- leaving --------------------------------------------------------------------------------
 
     def _announce_closing(self) -> None:
@@ -248,12 +251,17 @@ class ProcessBackend(MessagingBackend):
         self.refuse_if_aborted()
         nth = self._splits[members] = self._splits.get(members, 0) + 1
         identity = _native.fingerprint([self._id, nth, *members]) or 1
+        return self._split_off(members, identity, deadline)
+
+    def _split_off(self, members: tuple[int, ...], identity: int, deadline: Deadline) -> Self:
+        """Make a group whose members know it by ``identity``, which no other group has."""
         split = self._new_split(members, identity)
         ending = split.wait(deadline.end, lambda: None)
         if ending[0] != Outcome.DONE:
             raise self._split_failure(split, members, deadline, *ending)
         world_ranks = tuple(self.members[member] for member in members)
         child = self._child(split.group(), world_ranks, members.index(self.rank))
+        child._complete(self, identity, deadline)
         child._parent, child._id = self, identity  # a parent must outlive its groups
         child.timeout, child.reproducible = self.timeout, self.reproducible
         self._children.add(child)
