@@ -43,7 +43,6 @@ lint: $(STAMPS)/lint
 bench: $(STAMPS)/bench peers
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/latency.py
-	$(BIN)/python benchmarks/ddp.py
 	$(BIN)/ferrodist bench --json bench.json --chart bench.svg
 
 docs: $(STAMPS)/docs

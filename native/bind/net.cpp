@@ -159,6 +159,9 @@ void add_turns(nb::class_<TcpGroup>& group) {
         .def_prop_ro("last_turn", [](const TcpGroup& self) { return self.turns.last(); }, "The last number drawn.")
         .def_prop_ro("ended_turns", [](const TcpGroup& self) { return self.turns.ended(); },
                      "The number of the last turn that ended with all before it.")
+        .def_prop_rw("leaves_deaths", [](const TcpGroup& self) { return self.group->leaves_deaths; },
+                     [](TcpGroup& self, bool value) { self.group->leaves_deaths = value; },
+                     "Whether it shows elsewhere if a rank that died is still needed.")
         .def_rw("is_open", &TcpGroup::is_open, "Whether calls may be made.")
         .def_rw("reproducible", &TcpGroup::reproducible, "What calls are fingerprinted with.")
         .def_rw("timeout_ns", &TcpGroup::timeout_ns, "How long a call may wait; 0 is for ever.");

@@ -127,6 +127,10 @@ public:
     void line_up(int change);
     std::vector<int> find_ring(int peer);
 
+    // Whether ranks take part in calls without sending pieces, so that it shows elsewhere if one that died
+    // is still needed.
+    bool leaves_deaths = false;
+
     Letters& letters() { return letters_; }
     // A send that holds its caller begins to wait for its receiver.
     void begin_send(int peer) {

@@ -140,6 +140,9 @@ void Group::on_ring(Bytes payload) {
 // A rank that died counts as lost for this call only if the call still needs something from it. That is
 // certain when nobody who is left has got anything of this call from it: for all have to hear of all.
 Ending Group::find_dead() {
+    if (leaves_deaths) {
+        return {};
+    }
     const auto is_dead = [&](int rank) { return rank != rank_ && !has_left(rank) && is_gone(rank); };
     for (int dead = 0; dead < size(); ++dead) {
         if (!is_dead(dead)) {

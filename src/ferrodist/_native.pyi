@@ -405,6 +405,12 @@ class TcpGroup:
     def exit(self) -> None:
         """Leave a call whose last part was done elsewhere."""
 
+    @property
+    def leaves_deaths(self) -> bool:
+        """Whether it shows elsewhere if a rank that died is still needed."""
+
+    @leaves_deaths.setter
+    def leaves_deaths(self, value: bool) -> None: ...
     def walk(
         self,
         plan: Plan,

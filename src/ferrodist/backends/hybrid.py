@@ -52,6 +52,7 @@ class HybridBackend(TcpBackend):
         super().__init__(mesh, group, members, rank, config, neighbours, deaths)
         self.host_map = HostMap.of([neighbours[member].host for member in members], rank)
         self._inside: SharedMemoryBackend | None = None  # until the ranks of this host have met
+        group.leaves_deaths = True  # who shares memory with a rank knows what it has done
         self._planners: dict[tuple[int, ...], Planner] = {}
 
     @classmethod
@@ -115,6 +116,13 @@ class HybridBackend(TcpBackend):
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Take memory that the ranks of this host reach in place."""
         return self.inside._new_memory(nbytes)
+
+    def _lateness(self, rank: int) -> float:
+        """Return how long this rank has waited for another, between hosts and inside."""
+        between, here = super()._lateness(rank), self.host_map
+        if rank not in here.local:
+            return between
+        return between + self.inside.group.waited(here.local_rank, here.local.index(rank))
 
     def _leave(self, departure: Departure) -> None:
         if self._inside is not None:

@@ -139,7 +139,8 @@ class ProcessTalk(abc.ABC):
         if outcome in (Outcome.VERDICT, Outcome.GIVEN_UP):
             given = backend.verdict_of(self.sequence)
             assert given is not None
-            is_late = outcome == Outcome.GIVEN_UP and self._num_runs <= 1
+            is_missed = backend.rank in (given.facts.get("missing") or ())  # it came too late
+            is_late = (outcome == Outcome.GIVEN_UP or is_missed) and self._num_runs <= 1
             return given.later(backend.rank) if is_late else given.now(backend.rank)
         return backend.give(self._due(outcome, culprit)).now(backend.rank)
 
