@@ -71,11 +71,12 @@ Ending Split::wait(const Patience& patience) {
         if (parent_->find_verdict(0) != nullptr) {
             return {Outcome::verdict};
         }
+        const bool looks = waiter.is_time_to_look();
         for (const int rank : absent) {
             if (parent_->sends_no_more(rank)) {
                 return parent_->loss(rank);
             }
-            if (waiter.is_time_to_look() && mesh.is_silent(parent_->world_rank(rank))) {
+            if (looks && mesh.is_silent(parent_->world_rank(rank))) {
                 return {Outcome::silent, rank};
             }
         }

@@ -21,6 +21,7 @@ from ferrodist.backends.host_map import HostMap
 from ferrodist.backends.hybrid_talk import HybridTalk
 from ferrodist.backends.neighbours import NeighbourDeaths
 from ferrodist.backends.planner import Planner
+from ferrodist.backends.process_texts import unpack_departure
 from ferrodist.backends.shared_memory import SharedMemoryBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.verdict import Departure
@@ -116,6 +117,15 @@ class HybridBackend(TcpBackend):
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Take memory that the ranks of this host reach in place."""
         return self.inside._new_memory(nbytes)
+
+    def departure_of(self, rank: int) -> Departure:
+        """Tell how a rank left; the words of one on this host are in its memory at once."""
+        here = self.host_map.local
+        if rank in here and self._inside is not None:
+            words = self._inside.group.departure_of(here.index(rank))
+            if words is not None:
+                return unpack_departure(words)
+        return super().departure_of(rank)
 
     def _lateness(self, rank: int) -> float:
         """Return how long this rank has waited for another, between hosts and inside."""
