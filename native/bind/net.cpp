@@ -189,6 +189,12 @@ void add_endings(nb::class_<TcpGroup>& group) {
             const net::Lock guard = self.group->mesh().lock();
             return self.group->is_gone(rank);
         }, "rank"_a, "Tell whether a rank has left or died.")
+        .def("loss_of", [](TcpGroup& self, int rank) {
+            require_rank(self, rank);
+            Unlocked unlocked;
+            const net::Lock guard = self.group->mesh().lock();
+            return static_cast<int>(self.group->loss(rank).outcome);
+        }, "rank"_a, "Return the outcome of a wait for a rank that is gone.")
         .def("departure_of", [](TcpGroup& self, int rank) {
             require_rank(self, rank);
             std::optional<std::string> found;

@@ -115,6 +115,9 @@ Ending Group::hear_all(std::uint64_t sequence, Bytes statement, const Patience& 
 
 // On the keeper: ranks that wait in one call and differ in it may wait for ever, each for others.
 void Group::on_report(int rank, std::uint64_t sequence, std::uint64_t fingerprint) {
+    if (sequence == 0) {
+        return;  // no call has it
+    }
     last_report_ = std::max(last_report_, sequence);
     peer_of(rank).reported = sequence;
     peer_of(rank).reported_fingerprint = fingerprint;
@@ -135,7 +138,7 @@ void Group::ask_all(std::uint64_t sequence) {
 
 // On the keeper: collects what all have called, and hands it to all.
 void Group::on_differ(int rank, std::uint64_t sequence, Payload payload) {
-    if (sequence < stated_ || heard_ == sequence) {
+    if (sequence == 0 || sequence < stated_ || heard_ == sequence) {
         return;
     }
     ask_all(sequence);
@@ -152,7 +155,7 @@ void Group::on_differ(int rank, std::uint64_t sequence, Payload payload) {
 }
 
 void Group::on_statement(const Header& header, Bytes text) {
-    if (header.tag >= members_.size()) {
+    if (header.sequence == 0 || header.tag >= members_.size()) {
         return;
     }
     if (header.sequence != heard_) {

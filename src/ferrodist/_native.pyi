@@ -497,6 +497,9 @@ class TcpGroup:
     def departure_of(self, rank: int) -> bytes | None:
         """Return how a rank left, None if it did not say."""
 
+    def loss_of(self, rank: int) -> int:
+        """Return the outcome of a wait for a rank that is gone."""
+
     def flaw_of(self, rank: int) -> str:
         """Say what is wrong with the connection to a rank; empty if nothing is."""
 

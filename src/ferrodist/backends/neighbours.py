@@ -20,7 +20,7 @@ from ferrodist.buffer import Buffer, DType
 from ferrodist.call import MAX_TAG
 from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
-from ferrodist.errors import InvalidArgument
+from ferrodist.errors import DistributedError, InvalidArgument, RendezvousError
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.ends import how_ended
 from ferrodist.rendezvous.mesh import Neighbour
@@ -84,8 +84,16 @@ def check_settings(backend: TcpBackend) -> None:
             backend._messenger.send(_pack(mine), peer, _SETTINGS_TAG, deadline)
         return
     theirs = _pack({})
-    backend._messenger.line_up(theirs, 0, _SETTINGS_TAG, deadline)[1]()
-    found = json.loads(bytes(theirs.memory).rstrip(b"\0"))
+    try:
+        backend._messenger.line_up(theirs, 0, _SETTINGS_TAG, deadline)[1]()
+        found = json.loads(bytes(theirs.memory).rstrip(b"\0").decode())
+    except (DistributedError, ValueError) as error:
+        raise RendezvousError(
+            f"rank {backend.rank} is connected to the others, but did not hear rank 0's settings: "
+            f"{error}",
+            rank=0,
+            this_rank=backend.rank,
+        ) from error
     for name, value in mine.items():
         if found.get(name) != value:
             raise InvalidArgument(

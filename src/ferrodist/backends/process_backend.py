@@ -103,6 +103,10 @@ class ProcessBackend(MessagingBackend):
     def damage_of(self, rank: int, what: str) -> str:
         """Say in a clause why ``what`` of a rank, as "its queue", cannot be right."""
 
+    def loss_of(self, rank: int) -> int:
+        """Return the outcome of a wait for a rank that is gone."""
+        return Outcome.LOST
+
     # -- collectives ----------------------------------------------------------------------------
 
     def converse(self, sequence: int, call: Call, body: Body[T], deadline: Deadline) -> T:

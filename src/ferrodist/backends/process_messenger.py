@@ -18,7 +18,7 @@ from ferrodist.buffer import Buffer
 from ferrodist.call import Leaf, caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError, SizeMismatch
-from ferrodist.transports.framing import pack_array_header, unpack_shape
+from ferrodist.transports.framing import FrameError, pack_array_header, unpack_shape
 
 if TYPE_CHECKING:
     from ferrodist.backends.process_backend import ProcessBackend
@@ -130,7 +130,7 @@ class ProcessMessenger:
         mail = _Mail(self._backend, call, deadline)
         self._backend.refuse_if_aborted()
         if self._group.is_gone(peer):
-            raise mail.failure(Outcome.LOST, peer, None)
+            raise mail.failure(self._backend.loss_of(peer), peer, None)
         header = pack_array_header(source.dtype, source.shape)
         return mail, self._group.post(peer, tag, header, source.memory)
 
@@ -208,7 +208,10 @@ class ProcessMessenger:
         peer: int,
     ) -> BaseException:
         if outcome == Outcome.UNEXPECTED:
-            leaf = Leaf("", *unpack_shape(found))
+            try:
+                leaf = Leaf("", *unpack_shape(found))
+            except FrameError as flaw:
+                return message_errors.damaged(mail.what, peer, self._backend.rank, str(flaw))
             return message_errors.unexpected(mail.what, peer, self._backend.rank, leaf, expected)
         return mail.failure(outcome, peer if culprit < 0 else culprit, error)
 

@@ -7,7 +7,8 @@ Only facts cross, as JSON; nothing that is read runs code.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ferrodist import errors
@@ -46,7 +47,11 @@ def pack_statement(statement: Statement) -> bytes:
 
 def unpack_statement(data: bytes) -> Statement:
     """Read a rank's statement."""
-    facts = json.loads(data)
+    with _reading("what a rank says of its call"):
+        return _statement_of(json.loads(data.decode()))
+
+
+def _statement_of(facts: dict[str, Any]) -> Statement:
     leaves = tuple(Leaf(path, DType(code), tuple(shape)) for path, code, shape in facts["leaves"])
     call = Call(
         Kind(facts["kind"]),
@@ -90,8 +95,13 @@ def _fitting(record: Callable[[str], list[Any]], text: str, limit: int) -> bytes
 
 def unpack_verdict(data: bytes, members: Sequence[int]) -> Verdict:
     """Read a final verdict; one on another group speaks of ranks of that group."""
-    name, sequence, text, facts, its_members = json.loads(data)
-    error = getattr(errors, name)
+    with _reading("a verdict"):
+        return _verdict_of(json.loads(data.decode()), members)
+
+
+def _verdict_of(record: list[Any], members: Sequence[int]) -> Verdict:
+    name, sequence, text, facts, its_members = record
+    error = _ERRORS[name]
     if list(members) != its_members and facts.get("rank") is not None:
         world_rank, reason = its_members[facts["rank"]], facts.get("reason", text)
         if world_rank in members:
@@ -103,6 +113,24 @@ def unpack_verdict(data: bytes, members: Sequence[int]) -> Verdict:
     return Verdict(error, sequence, text, facts)
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Refuse words of another process that make no sense."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise errors.ProtocolError(
+            f"{what} came in words that cannot be read; do all ranks run the same ferrodist?"
+        ) from error
+
+
+_ERRORS: dict[str, type[errors.DistributedError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.DistributedError)
+}
+
+
 def pack_departure(departure: Departure) -> bytes:
     """Lay out how a rank left, cut to what there is room for."""
     return _fitting(lambda how: [how, departure.advice], departure.how, _DEPARTURE_NBYTES)
@@ -112,4 +140,8 @@ def unpack_departure(data: bytes) -> Departure:
     """Read how a rank left."""
     if not data:
         return died("dropped its backend without close()")
-    return Departure(*json.loads(data))
+    try:
+        how, advice = json.loads(data.decode())
+        return Departure(str(how), str(advice))
+    except (ValueError, TypeError):
+        return died("left with words that cannot be read")

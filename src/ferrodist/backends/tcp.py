@@ -134,6 +134,10 @@ class TcpBackend(ShortWayBackend):
         """Say what is wrong with the bytes that came from a rank."""
         return self.group.flaw_of(rank) or "it is not what was expected"
 
+    def loss_of(self, rank: int) -> int:
+        """Return the outcome of a wait for a rank that is gone, or sends what cannot be right."""
+        return self.group.loss_of(rank)
+
     def departure_of(self, rank: int) -> Departure:
         """Tell how a rank left, in its own words if it had any."""
         if self.group.departure_of(rank) is not None:
