@@ -24,7 +24,7 @@ constexpr std::size_t staging_nbytes = 64 * 1024;
 constexpr int socket_buffer_nbytes = 4 << 20;
 constexpr std::size_t large_payload = 32 * 1024;
 constexpr std::size_t frames_at_once = 16;
-constexpr std::size_t send_at_once = 1 << 20;
+constexpr std::size_t send_at_once = 1 << 17;  // what was just hashed is still in the cache
 constexpr std::size_t pump_at_once = 4 << 20;  // then other links have their turn
 
 }  // namespace

@@ -42,7 +42,7 @@ public:
     }
 
 private:
-    static constexpr std::size_t before = 64, small = 32 * 1024, large = 256 * 1024, most = 64;
+    static constexpr std::size_t before = 64, small = 32 * 1024, large = 512 * 1024, most = 32;
     std::mutex mutex_;
     std::vector<std::byte*> kept_ = [] {
         std::vector<std::byte*> none;

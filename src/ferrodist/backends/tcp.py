@@ -28,7 +28,7 @@ from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.mesh import Neighbour, join_mesh
 from ferrodist.schedules import LinkModel
 
-_LONGEST_PIECE = 1 << 18  # fits the cache of a core, where it is hashed and folded
+_LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and folded
 _MOST_PLANS = 256
 
 
