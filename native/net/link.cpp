@@ -282,7 +282,7 @@ bool Link::pump(FrameHandler& handler) {
         try {
             parse(handler);
         } catch (const std::bad_alloc&) {
-            fail(State::corrupt, "there is no memory for a frame of " + std::to_string(header_.length) + " bytes");
+            fail(State::corrupt, "no memory for a message of " + std::to_string(header_.length) + " bytes");
         }
         if (nbytes < asked && !is_at_end_) {
             return true;
@@ -360,7 +360,7 @@ void Link::give_up_place(const std::byte* begin, std::size_t size) {
         payload_.memory = new_memory(header_.length);
     } catch (const std::bad_alloc&) {
         has_header_ = false;
-        return fail(State::corrupt, "there was no memory for the rest of a frame");
+        return fail(State::corrupt, "no memory for the rest of a message");
     }
     into_ = payload_.memory.get();
 }

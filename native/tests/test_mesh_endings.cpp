@@ -86,7 +86,7 @@ TEST(long_statements_are_heard_whole) {
     });
 }
 
-TEST(a_rank_that_dies_while_all_tell_their_calls_is_lost) {
+TEST(a_rank_that_dies_while_all_tell_their_calls_is_lost_to_the_keeper_who_tells_the_others) {
     Meshes meshes(3, {.strangers = {2}});
     run_threads(3, [&](int rank) {
         if (rank == 2) {
@@ -96,8 +96,24 @@ TEST(a_rank_that_dies_while_all_tell_their_calls_is_lost) {
         }
         std::vector<std::string> statements;
         const shm::Ending ending = hear_all(meshes.group(rank), 1, statements);
-        CHECK_EQUAL(ending.outcome, Outcome::lost);
-        CHECK_EQUAL(ending.culprit, 2);
+        CHECK_EQUAL(ending.outcome, rank == 0 ? Outcome::lost : Outcome::verdict);
+        CHECK_EQUAL(ending.culprit, rank == 0 ? 2 : -1);
+        meshes.group(rank).give_verdict(1, "rank 2 is lost");
+    });
+}
+
+TEST(a_keeper_that_dies_while_all_tell_their_calls_is_lost) {
+    Meshes meshes(3, {.strangers = {0}});
+    run_threads(3, [&](int rank) {
+        if (rank == 0) {
+            meshes.stranger(0, 1).hear(FrameKind::differ);
+            meshes.kill(0);
+            return;
+        }
+        std::vector<std::string> statements;
+        const shm::Ending ending = hear_all(meshes.group(rank), 1, statements);
+        CHECK(ending.outcome == Outcome::lost || ending.outcome == Outcome::verdict);
+        meshes.group(rank).give_verdict(1, "rank 0 is lost");
     });
 }
 

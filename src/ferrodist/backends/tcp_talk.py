@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ferrodist.backends.tcp import TcpBackend
 
 
+_NO_MEMORY = "no memory"  # how native code begins to say so
+
+
 class TcpTalk(ProcessTalk):
     """One call in progress."""
 
@@ -170,6 +173,10 @@ class TcpTalk(ProcessTalk):
         if outcome == Outcome.LATE:
             missing = self.backend.group.missing()
             return self.backend.expiry(self.call, self.sequence, self.deadline, missing)
+        flaw = self.backend.group.flaw_of(culprit) if outcome == Outcome.CORRUPT else ""
+        if flaw.startswith(_NO_MEMORY):  # this rank's own trouble, not its peer's
+            reason = f"{flaw} from rank {culprit} (in {self.call.kind.label} #{self.sequence})"
+            return verdict.abort(self.backend.rank, reason)
         return super()._due(outcome, culprit)
 
     def disagree(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:

@@ -79,10 +79,21 @@ class TcpPoint:
         if pattern:
             names = {one.address: one.name for one in list_interfaces()}
             known = [one for one in addresses if one.host in names]
-            return [one for one in known if matches(pattern, names[one.host])] or self._chosen()
+            taken = [one for one in known if matches(pattern, names[one.host])]
+            if not taken and known and self._is_address(known[0]):
+                raise self._error(
+                    f"rank 0 is to listen at {known[0].host}, which is on {names[known[0].host]}, "
+                    f"and {variable('socket_ifname')}={brief(pattern)!r} does not take that "
+                    "interface; change one of the two"
+                )
+            return taken or self._chosen()
         if self._is_known_here_only(addresses):
             return self._chosen()
         return sorted(addresses, key=lambda address: is_loopback(address.host))
+
+    def _is_address(self, address: Address) -> bool:
+        """Tell whether the endpoint is an address itself, at which the others look for rank 0."""
+        return self._endpoint.host == address.host
 
     def _is_known_here_only(self, addresses: list[Address]) -> bool:
         """Tell whether a name leads to loopback, as on its own host it may (127.0.1.1).
