@@ -45,10 +45,8 @@ Ending Letters::settle(Letter& letter, bool holds_caller, const Patience& patien
             break;
         }
     }
-    if (holds_caller) {
+    if (!ending.failed()) {  // else it shows whom it was for until it is withdrawn: others may ask
         group_.set_sending_to(-1);
-    }
-    if (!ending.failed()) {
         open_.erase(letter.number);
     }
     return ending;
@@ -56,6 +54,7 @@ Ending Letters::settle(Letter& letter, bool holds_caller, const Patience& patien
 
 bool Letters::take_back(Letter& letter) {
     const Lock guard = group_.mesh().lock();
+    group_.set_sending_to(-1);
     if (letter.is_done) {
         open_.erase(letter.number);
         return true;
@@ -77,6 +76,7 @@ void Letters::abandon(Letter& letter) {
     if (open_.erase(letter.number) == 0) {
         return;
     }
+    group_.set_sending_to(-1);
     if (letter.ticket.pending > 0) {
         group_.mesh().link(group_.world_rank(letter.peer)).detach(letter.ticket);
         group_.send(letter.peer, {.kind = FrameKind::abandoned, .sequence = letter.number});

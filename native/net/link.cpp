@@ -57,9 +57,12 @@ void Link::fail(State state, std::string why) {
         flaw_ = std::move(why);
         state_ = state;
     }
-    if (state != State::broken) {
-        return;
+    if (state == State::broken) {
+        drop_outgoing();
     }
+}
+
+void Link::drop_outgoing() {
     for (std::deque<Outgoing>* queue : {&queue_, &urgent_}) {  // nobody need wait for it to go out
         for (Outgoing& frame : *queue) {
             if (frame.ticket != nullptr) {
@@ -158,7 +161,10 @@ void Link::flush() {
                 is_writable_ = false;
                 return;
             }
-            return fail(State::broken, std::string("the connection failed (") + std::strerror(errno) + ")");
+            // What the other side sent before it was gone is still to be read: then the link is broken.
+            why_not_sent_ = std::string("the connection failed (") + std::strerror(errno) + ")";
+            is_at_end_ = true;
+            return drop_outgoing();
         }
         took(static_cast<std::size_t>(sent));
         if (static_cast<std::size_t>(sent) < nbytes) {
@@ -264,13 +270,17 @@ bool Link::pump(FrameHandler& handler) {
                 continue;
             }
             if (errno == EAGAIN || errno == EWOULDBLOCK) {
+                if (!why_not_sent_.empty()) {
+                    fail(State::broken, why_not_sent_);
+                }
                 return true;
             }
             fail(State::broken, std::string("the connection failed (") + std::strerror(errno) + ")");
             return true;
         }
         if (got == 0) {
-            fail(has_header_ || begin_ != end_ ? State::broken : State::ended, "its connection ended");
+            const bool is_broken = has_header_ || begin_ != end_ || !why_not_sent_.empty();
+            fail(is_broken ? State::broken : State::ended, why_not_sent_.empty() ? "its connection ended" : why_not_sent_);
             return true;
         }
         const auto nbytes = static_cast<std::size_t>(got);

@@ -115,13 +115,14 @@ private:
     bool begin_payload(FrameHandler& handler);
     bool end_payload(FrameHandler& handler);
     void fail(State state, std::string why);
+    void drop_outgoing();
 
     int socket_;
     FrameKey out_key_, in_key_;
     std::uint32_t source_, peer_;
     std::uint64_t piece_;
     State state_ = State::up;
-    std::string flaw_;
+    std::string flaw_, why_not_sent_;
 
     std::deque<Outgoing> queue_, urgent_;
     bool is_urgent_begun_ = false;  // a frame of the urgent queue, not of the other, is on its way

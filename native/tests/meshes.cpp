@@ -44,6 +44,12 @@ Frame Stranger::hear(net::FrameKind kind) {
     return frame;
 }
 
+std::size_t Stranger::num_heard(net::FrameKind kind) const {
+    const auto& frames = heard_.frames;
+    return static_cast<std::size_t>(
+        std::count_if(frames.begin(), frames.end(), [&](const Frame& frame) { return frame.header.kind == kind; }));
+}
+
 // -- meshes ---------------------------------------------------------------------------------------
 
 Meshes::Meshes(int size, const MeshSetup& setup) : ranks_(static_cast<std::size_t>(size)) {

@@ -34,6 +34,7 @@ public:
     void say(net::Header header, const Buffer& payload = {});
     // Waits for a frame of this kind and takes it out of what was heard.
     Frame hear(net::FrameKind kind);
+    std::size_t num_heard(net::FrameKind kind) const;
     // Takes what has come.
     void listen() { link.pump(heard_); }
 

@@ -221,11 +221,33 @@ TEST(a_connection_that_is_broken_lets_go_of_what_was_to_go_out) {
     ::close(ends.right);
     link.send_in_place({.kind = FrameKind::data}, memory, ticket);
     link.flush();
-    CHECK_EQUAL(link.state(), Link::State::broken);
     CHECK_EQUAL(ticket.pending, 0u);
+    Collector heard;
+    link.pump(heard);
+    CHECK_EQUAL(link.state(), Link::State::broken);
     link.send_in_place({.kind = FrameKind::data}, memory, ticket);
     CHECK_EQUAL(ticket.pending, 0u);
     CHECK(link.is_idle() && link.is_delivered());
+}
+
+TEST(what_has_come_is_heard_though_nothing_goes_out_any_more) {
+    const Ends ends = connect_ends();
+    Link link(ends.left, session_of(0, 1), 1, 0, Wire::piece);
+    {
+        Link other(ends.right, session_of(0, 1), 0, 1, Wire::piece);
+        for (std::uint64_t i = 0; i < 5; ++i) {
+            send(other, random_bytes(10'000, i), i);
+        }
+        other.flush();
+    }
+    send(link, random_bytes(10, 1));  // to one who is gone
+    link.flush();
+    Collector heard;
+    while (link.is_up()) {
+        link.pump(heard);
+    }
+    CHECK_EQUAL(heard.frames.size(), 5u);
+    CHECK(!link.flaw().empty());
 }
 
 TEST(a_flipped_bit_anywhere_is_found) {
