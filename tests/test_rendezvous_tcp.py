@@ -483,7 +483,7 @@ def test_a_guest_does_not_prove_itself_to_a_rank_that_is_not_0():
         listener.listen()
         rank = Rank(jobs[1])
         link = Link(listener.accept()[0])
-        with contextlib.suppress(EOFError):
+        with pytest.raises(AuthenticationError, match="left when it saw this job's proof"):
             drive(handshake.greet_guest(link, jobs[2]), link, Deadline(10))
         link.close()
     assert isinstance(rank.end().error, AuthenticationError)

@@ -76,33 +76,63 @@ def has_a_core_each(neighbours: Sequence[Neighbour], rank: int) -> bool:
 
 
 def check_settings(backend: TcpBackend) -> None:
-    """Compare the settings that ranks must share with those of rank 0."""
-    mine = _settings(backend.config)
+    """Compare the settings that ranks must share with those of rank 0; all ranks raise, or none."""
     deadline = Deadline(backend.config.join_timeout)
-    if backend.rank == 0:
-        for peer in range(1, backend.world_size):
-            backend._messenger.send(_pack(mine), peer, _SETTINGS_TAG, deadline)
-        return
-    theirs = _pack({})
     try:
-        backend._messenger.line_up(theirs, 0, _SETTINGS_TAG, deadline)[1]()
-        found = json.loads(bytes(theirs.memory).rstrip(b"\0").decode())
+        if backend.rank == 0:
+            difference = _hear_differences(backend, deadline)
+        else:
+            difference = _tell_difference(backend, deadline)
     except (DistributedError, ValueError) as error:
         raise RendezvousError(
-            f"rank {backend.rank} is connected to the others, but did not hear rank 0's settings: "
-            f"{error}",
-            rank=0,
+            f"rank {backend.rank} is connected to the others, but they did not get to compare "
+            f"their settings: {error}",
             this_rank=backend.rank,
         ) from error
-    for name, value in mine.items():
-        if found.get(name) != value:
-            raise InvalidArgument(
-                f"{variable(name)} is {value} on rank {backend.rank} and {found.get(name)} on rank "
-                "0: it decides what is sent, so it has to be the same on all ranks",
-                got=value,
-                expected=found.get(name),
-                this_rank=backend.rank,
+    if difference:
+        raise InvalidArgument(
+            f"{difference}: it decides what is sent, so it has to be the same on all ranks",
+            this_rank=backend.rank,
+        )
+
+
+def _hear_differences(backend: TcpBackend, deadline: Deadline) -> str:
+    """On rank 0: tell all its settings, hear who has others, and tell that to all."""
+    peers = range(1, backend.world_size)
+    for peer in peers:
+        backend._messenger.send(_pack(_settings(backend.config)), peer, _SETTINGS_TAG, deadline)
+    answers = [_receive(backend, peer, deadline) for peer in peers]
+    difference = next((str(answer["difference"]) for answer in answers if answer["difference"]), "")
+    for peer in peers:
+        backend._messenger.send(_pack({"difference": difference}), peer, _SETTINGS_TAG, deadline)
+    return difference
+
+
+def _tell_difference(backend: TcpBackend, deadline: Deadline) -> str:
+    """On the others: compare, say what differs, and hear whether anything does anywhere."""
+    theirs, difference = _receive(backend, 0, deadline), ""
+    for name, value in _settings(backend.config).items():
+        if theirs.get(name) != value:
+            difference = (
+                f"{variable(name)} is {_shown(value)} on rank {backend.rank} and "
+                f"{_shown(theirs.get(name))} on rank 0"
             )
+    backend._messenger.send(_pack({"difference": difference}), 0, _SETTINGS_TAG, deadline)
+    return str(_receive(backend, 0, deadline)["difference"])
+
+
+def _receive(backend: TcpBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
+    message = _pack({})
+    backend._messenger.line_up(message, peer, _SETTINGS_TAG, deadline)[1]()
+    found = json.loads(bytes(message.memory).rstrip(b"\0").decode())
+    if not isinstance(found, dict):
+        raise ValueError("settings that cannot be read")
+    return found
+
+
+def _shown(value: Any) -> str:
+    """Write a setting as it is set."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ferrodist.config import variable
 from ferrodist.errors import AuthenticationError, ProtocolError
 from ferrodist.rendezvous import failure
 from ferrodist.rendezvous.job import Job
@@ -93,7 +94,8 @@ def greet_host(
     if not hmac.compare_digest(proof, _prove(job, purpose.host, mine, theirs)):
         raise AuthenticationError(
             f"whoever listens{where} for job {job.name!r} does not know its secret: it belongs to "
-            "another job of this name, or to nobody you know",
+            f"another job of this name, or its {variable('secret_file')} is not the same file as "
+            "here (compare them with sha256sum)",
             rank=rank,
             this_rank=job.rank,
         )
@@ -126,7 +128,12 @@ def greet_guest(
     greeting, mine = Greeting.unpack(theirs), _new_greeting(job).pack()
     link.send(Kind.GREETING, mine)
     link.send(Kind.PROOF, _prove(job, purpose.host, theirs, mine))
-    proof = (yield from link.receive(Kind.PROOF)).body
+    try:
+        proof = (yield from link.receive(Kind.PROOF)).body
+    except EOFError as error:
+        raise AuthenticationError(
+            f"a visitor that calls itself rank {greeting.rank} left when it saw this job's proof"
+        ) from error
     if not hmac.compare_digest(proof, _prove(job, purpose.guest, theirs, mine)):
         raise AuthenticationError("a visitor does not know the job's secret")
     link.seal_received(_prove(job, _TO_HOST, theirs, mine))

@@ -90,8 +90,10 @@ class Host:
         if self.is_full():
             raise self._overdue()
         here = {0: self._own_name, **{rank: guest.who for rank, guest in self._guests.items()}}
-        seconds = self._deadline.seconds or 0.0
-        raise start_errors.missing_ranks(self._job, here, seconds, self._refusals)
+        seconds, refusals = self._deadline.seconds or 0.0, self._refusals
+        if (count := self._reception.num_without_secret) > 0:
+            refusals = [*refusals, start_errors.without_secret(count)]
+        raise start_errors.missing_ranks(self._job, here, seconds, refusals)
 
     def _overdue(self) -> RendezvousError:
         return RendezvousError(f"the ranks of job {self._job.name!r} did not get ready in time")

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError
+from ferrodist.errors import AuthenticationError, DistributedError
 from ferrodist.rendezvous import failure
 from ferrodist.rendezvous.job import Job
 from ferrodist.rendezvous.link import Kind, Link, Talk
@@ -71,6 +71,7 @@ class Reception:
         receive: Callable[[Link, Peer], Talk[None]],
         wrap: Callable[[socket.socket], socket.socket] = lambda connection: connection,
     ) -> None:
+        self.num_without_secret = 0  # visitors that did not prove to know it
         self._job = job
         self._listener = listener
         self._selector = selector
@@ -159,6 +160,7 @@ class Reception:
         except StopIteration:
             return  # it is a guest
         except (EOFError, OSError) as error:
+            self.num_without_secret += isinstance(error, AuthenticationError)
             self._end_visit(visitor)
             self._log_refusal(error)
 

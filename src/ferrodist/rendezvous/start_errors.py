@@ -34,6 +34,14 @@ def missing_ranks(
     return RendezvousError(text, missing=missing, rank=missing[0])
 
 
+def without_secret(count: int) -> str:
+    """Say that visitors came who had another secret: they may be the ranks that are missing."""
+    return (
+        f"refused: {count} connections without the job's secret; if they were ranks, compare the "
+        f"file of {variable('secret_file')} on all hosts (sha256sum)"
+    )
+
+
 def _if_alone(job: Job) -> str:
     return (
         "only this process was started, or the others do not call ferrodist.init(), as every rank "
@@ -76,7 +84,10 @@ def missing_host(job: Job, address: str, deadline: Deadline) -> RendezvousError:
 def _if_between_hosts(job: Job) -> str:
     if not job.several_hosts or job.endpoint is None:
         return ""
-    return f"; or a firewall keeps ranks from {job.endpoint}, which 'ferrodist doctor' can tell"
+    return (
+        f"; or the command differs between hosts (endpoint, number of hosts, ranks per host); or a "
+        f"firewall keeps ranks from {job.endpoint}, which 'ferrodist doctor' can tell"
+    )
 
 
 def second_process(job: Job, rank: int, first: str, second: str) -> RendezvousError:

@@ -80,13 +80,14 @@ class TcpPoint:
             names = {one.address: one.name for one in list_interfaces()}
             known = [one for one in addresses if one.host in names]
             taken = [one for one in known if matches(pattern, names[one.host])]
+            others = [] if taken else self._chosen()  # raises where the pattern takes none at all
             if not taken and known and self._is_address(known[0]):
                 raise self._error(
                     f"rank 0 is to listen at {known[0].host}, which is on {names[known[0].host]}, "
                     f"and {variable('socket_ifname')}={brief(pattern)!r} does not take that "
                     "interface; change one of the two"
                 )
-            return taken or self._chosen()
+            return taken or others
         if self._is_known_here_only(addresses):
             return self._chosen()
         return sorted(addresses, key=lambda address: is_loopback(address.host))
