@@ -13,9 +13,9 @@ namespace {
 class Recycling {
 public:
     std::byte* take(std::size_t nbytes) {
-        if (nbytes <= large) {
-            const std::lock_guard guard(mutex_);
-            if (nbytes > small && !kept_.empty()) {
+        if (nbytes > small && nbytes <= large) {
+            const std::unique_lock guard(mutex_, std::try_to_lock);
+            if (guard && !kept_.empty()) {
                 std::byte* block = kept_.back();
                 kept_.pop_back();
                 return block + before;
@@ -32,8 +32,8 @@ public:
         std::size_t size;
         std::memcpy(&size, block, sizeof size);
         if (size == large) {
-            const std::lock_guard guard(mutex_);
-            if (kept_.size() < most) {
+            const std::unique_lock guard(mutex_, std::try_to_lock);
+            if (guard && kept_.size() < most) {
                 kept_.push_back(block);
                 return;
             }
@@ -42,6 +42,7 @@ public:
     }
 
 private:
+    // Only ever tried: in a forked child it stays locked if a thread of the parent had it.
     static constexpr std::size_t before = 64, small = 32 * 1024, large = 512 * 1024, most = 32;
     std::mutex mutex_;
     std::vector<std::byte*> kept_ = [] {

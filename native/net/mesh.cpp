@@ -130,6 +130,8 @@ Mesh::~Mesh() {
         sockets_to_close().erase(own);
         ::close(own);
     }
+    delete &changed_;
+    delete &idle_;
 }
 
 // -- sending --------------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ private:
     const MeshOptions options_;
     const shm::Birth birth_;
     std::mutex mutex_;
-    std::condition_variable changed_, idle_;
+    // A forked child never destroys these: it would wait for waits of threads that it does not have.
+    std::condition_variable &changed_ = *new std::condition_variable, &idle_ = *new std::condition_variable;
     std::vector<std::unique_ptr<Link>> links_;
     std::vector<int> unfinished_;  // links of which not all was read at one go
     std::unordered_map<std::uint64_t, Group*> groups_;

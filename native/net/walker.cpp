@@ -68,7 +68,7 @@ private:
 
     // Queues as much as may go out now: not far ahead of what comes in, so that all of it stays cached.
     void feed() {
-        const std::size_t limit = num_in_ == 0 ? num_out_ : std::min(num_out_, num_done_ + pieces_ahead);
+        const std::size_t limit = num_done_ == num_in_ ? num_out_ : std::min(num_out_, num_done_ + pieces_ahead);
         while (num_queued_ < limit && ticket_.pending < pieces_ahead &&
                group_.has_window(to_, out_.size_of(num_queued_))) {
             const std::vector<View> parts = out_.parts(num_queued_);
