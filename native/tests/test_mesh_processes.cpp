@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Meshes of processes that are stopped, or forked.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "check.hpp"
+#include "meshes.hpp"
+
+namespace ferrodist::tests {
+namespace {
+
+using net::Group;
+using shm::Outcome;
+
+// A pipe: what one process writes lets another go on.
+class Signpost {
+public:
+    Signpost() { CHECK_EQUAL(pipe(ends_), 0); }
+    ~Signpost() {
+        ::close(ends_[0]);
+        ::close(ends_[1]);
+    }
+    Signpost(const Signpost&) = delete;
+    Signpost& operator=(const Signpost&) = delete;
+
+    void let_go() const { CHECK_EQUAL(::write(ends_[1], "x", 1), 1); }
+    void wait() const {
+        char one;
+        while (::read(ends_[0], &one, 1) < 0 && errno == EINTR) {
+        }
+    }
+
+private:
+    int ends_[2];
+};
+
+// Runs in a process of its own, whose end tells whether all checks were passed.
+pid_t start_process(const std::function<void()>& work) {
+    const pid_t pid = fork();
+    if (pid == 0) {
+        alarm(60);
+        num_failed = 0;
+        work();
+        _exit(num_failed == 0 ? 0 : 1);
+    }
+    CHECK(pid > 0);
+    return pid;
+}
+
+void check_ends_well(pid_t pid) {
+    int status = 0;
+    CHECK_EQUAL(waitpid(pid, &status, 0), pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+}  // namespace
+
+TEST(ranks_that_were_all_stopped_do_not_take_each_other_for_silent) {
+    constexpr std::int64_t silence = 300 * millisecond;
+    Signpost is_waiting, may_go;
+    const pid_t pid = start_process([&] {
+        Meshes meshes(2, {.silence_ns = silence});
+        run_threads(2, [&](int rank) {
+            Buffer piece(100);
+            if (rank == 0) {
+                CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1, .from = 1, .in = piece}).outcome, Outcome::done);
+                return;
+            }
+            CHECK(eventually([&] { return meshes.group(0).last_call(0).first == 1; }));
+            is_waiting.let_go();
+            may_go.wait();
+            CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1, .to = 0, .out = piece}).outcome, Outcome::done);
+        });
+    });
+    is_waiting.wait();
+    CHECK_EQUAL(kill(pid, SIGSTOP), 0);
+    CHECK_EQUAL(waitpid(pid, nullptr, WUNTRACED), pid);
+    const std::int64_t end = shm::now_ns() + 3 * silence;
+    CHECK(eventually([&] { return shm::now_ns() > end; }));
+    CHECK_EQUAL(kill(pid, SIGCONT), 0);
+    const std::int64_t later = shm::now_ns() + silence;  // time enough to look round
+    CHECK(eventually([&] { return shm::now_ns() > later; }));
+    may_go.let_go();
+    check_ends_well(pid);
+}
+
+// Threads of the mesh may hold its lock at the moment of a fork; in the child it stays locked.
+TEST(a_forked_child_drops_its_copy_of_a_mesh_and_harms_nobody) {
+    Meshes meshes(2);
+    std::atomic<bool> is_over{false};
+    run_threads(3, [&](int number) {
+        if (number < 2) {  // they talk until one says that it is over
+            Buffer out(1), in(1);
+            for (std::uint64_t sequence = 1; in[0] == std::byte{0} && out[0] == std::byte{0}; ++sequence) {
+                out[0] = std::byte{static_cast<std::uint8_t>(number == 0 && is_over)};
+                CHECK_EQUAL(trade(meshes.group(number), {sequence, 1 - number, out, 1 - number, in}).outcome,
+                            Outcome::done);
+            }
+            return;
+        }
+        for (std::size_t i = 0; i < times(50); ++i) {
+            check_ends_well(start_process([&] {
+                CHECK(meshes.mesh(0).is_of_ancestor());
+                meshes.mesh(0).finish();
+                meshes.kill(0);
+                meshes.kill(1);
+            }));
+        }
+        is_over = true;
+    });
+}
+
+TEST(the_end_of_a_rank_is_heard_though_a_child_of_it_lives_on) {
+    Meshes meshes(2);
+    Signpost is_there, may_go;
+    const pid_t pid = start_process([&] {
+        is_there.let_go();
+        may_go.wait();
+    });
+    is_there.wait();
+    meshes.kill(1);
+    Buffer here(10);
+    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1, .from = 1, .in = here}).outcome, Outcome::lost);
+    may_go.let_go();
+    check_ends_well(pid);
+}
+
+}  // namespace ferrodist::tests
