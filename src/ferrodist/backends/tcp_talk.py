@@ -125,10 +125,16 @@ class TcpTalk(ProcessTalk):
                 raise _WalkEnded(ending)
             return arrived
 
+        group = self.backend.group
+        outcome = group.enter(self.call.kind, self.sequence, self._fingerprint)
+        if outcome != Outcome.DONE:
+            return outcome, -1, None
         try:
             walk_plan(plan, source, target, dtype, in_place, self.backend.config, exchange)
         except _WalkEnded as ended:
             return ended.ending
+        finally:
+            group.exit()
         return Outcome.DONE, -1, None
 
     def _exchange(
