@@ -402,9 +402,10 @@ def test_an_interface_that_does_not_fit_the_endpoint_is_named_at_once_on_rank_0(
     network.run(JOIN, only_on=only_on, FERRODIST_JOIN_TIMEOUT="5")
     found = network.said.hear(4)
     assert "FERRODIST_SOCKET_IFNAME='=lo' does not take that interface" in found[0]["text"]
+    assert found[0]["culprit"] == 0
     assert found[0]["seconds"] < 4
-    for facts in found:
-        assert (facts["error"], facts["culprit"]) == ("RendezvousError", 0), facts
+    for facts in found:  # whose culprit may be one of their own host that gave up just before
+        assert facts["error"] == "RendezvousError", facts
         assert facts["seconds"] < 8
 
 
