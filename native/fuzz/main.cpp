@@ -26,6 +26,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t nbyt
 #if defined(__SANITIZE_ADDRESS__)
 // No length that somebody else says may come to be that much memory.
 extern "C" const char* __asan_default_options() { return "max_allocation_size_mb=64:hard_rss_limit_mb=4096"; }
+extern "C" const char* __ubsan_default_options() { return "print_stacktrace=1:abort_on_error=1"; }
 extern "C" void __sanitizer_set_death_callback(void (*callback)());
 #endif
 

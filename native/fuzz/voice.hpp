@@ -25,13 +25,16 @@ public:
     // Says the rest of a frame of which a part was held back.
     void go_on();
     // Says bytes that are no frame.
-    void babble(const Buffer& bytes) { write(bytes); }
+    void babble(const Buffer& bytes) {
+        is_in_step_ = false;
+        write(bytes);
+    }
     // Reads what has come, and forgets it.
     void listen();
     void end_speech();
     void hang_up();
-    // Whether all that was said has been taken.
-    bool is_heard() const;
+    // Whether what is said next is heard as it is meant, or not at all.
+    bool is_in_step() const { return is_in_step_; }
 
 private:
     void write(const Buffer& bytes);
@@ -42,6 +45,7 @@ private:
     std::uint32_t rank_;
     std::uint64_t number_ = 0;
     Buffer held_back_;
+    bool is_in_step_ = true;
     std::function<void()> make_room_;
 };
 

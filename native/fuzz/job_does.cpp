@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// What the rank does.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <string>
+
+#include "fuzz/job.hpp"
+#include "net/walker.hpp"
+
+namespace ferrodist::fuzz {
+namespace {
+
+using net::FrameKind;
+using net::Group;
+using shm::Ending;
+
+constexpr std::int64_t moment = 10'000;  // nanoseconds
+
+// A wait that is over at once.
+class Wait {
+public:
+    Wait() : patience{&watch_, shm::now_ns() + moment, {0, 2 * moment, 100}} {}
+
+private:
+    shm::Watch watch_;
+
+public:
+    const shm::Patience patience;
+};
+
+}  // namespace
+
+void Job::read_all() {
+    net::Lock guard = mesh_->lock();
+    const Wait wait;
+    net::Waiter waiter(*mesh_, guard, wait.patience);
+    while (!waiter.until_change(mesh_->tick()).failed()) {
+    }
+}
+
+void Job::exchange() {
+    const Wait wait;
+    sequence_ += script_.below(2);
+    const Buffer out(script_.size() % piece);
+    Buffer in(script_.size() % piece);
+    const int to = script_.one_in(3) ? -1 : peer(), from = script_.one_in(3) ? -1 : peer();
+    Group& with = group();
+    const auto rank = [&](int one) { return one < with.size() && one != with.rank() ? one : -1; };
+    const net::Task task{nullptr, nullptr, false, sequence_, script_.below(3)};
+    net::exchange(with, 1, rank(to), out, rank(from), in.data(), in.size(), task, wait.patience);
+}
+
+void Job::send_letter() {
+    Buffer content = script_.one_in(2) ? Buffer(large + script_.size()) : script_.bytes(script_.size());
+    const Buffer header = script_.bytes(script_.below(12));
+    sent_.push_back({std::move(content), nullptr});
+    Sent& one = sent_.back();
+    one.letter = group_->letters().post(peer(), tag(), header, one.content);
+    if (one.letter == nullptr) {
+        sent_.pop_back();
+    }
+}
+
+void Job::settle_letter() {
+    if (sent_.empty()) {
+        return;
+    }
+    const auto one = std::next(sent_.begin(), static_cast<std::ptrdiff_t>(script_.below(sent_.size())));
+    const Wait wait;
+    const Ending ending = group_->letters().settle(*one->letter, script_.one_in(2), wait.patience);
+    if (ending.failed() && script_.one_in(2)) {
+        return;
+    }
+    if (ending.failed() && !group_->letters().take_back(*one->letter)) {
+        group_->letters().abandon(*one->letter);
+    }
+    sent_.erase(one);
+}
+
+void Job::receive_letter(int from, std::uint32_t tag) {
+    const Wait wait;
+    Buffer target(script_.one_in(2) ? script_.size() : large), found;
+    const Buffer header = script_.bytes(script_.below(2) * script_.below(12));
+    group_->letters().receive(from, tag, header, target.data(), target.size(), wait.patience, found);
+}
+
+// An offer, what may come of it, and somebody who wants it.
+void Job::receive_offer() {
+    constexpr FrameKind kinds[] = {FrameKind::content, FrameKind::abandoned, FrameKind::content, FrameKind::withdraw,
+                                   FrameKind::offer};
+    const std::size_t index = script_.below(voices_.size());
+    net::Header header{.kind = FrameKind::offer, .tag = tag(), .sequence = script_.below(3), .fingerprint = large};
+    voices_[index]->say(script_, header, {});
+    read_all();
+    for (std::size_t i = script_.below(5); i > 0; --i) {
+        header.kind = kinds[script_.below(std::size(kinds))];
+        const bool has_content = header.kind == FrameKind::content;
+        voices_[index]->say(script_, header, Buffer(has_content ? script_.size() % piece : 0));
+    }
+    receive_letter((rank_ + 1 + static_cast<int>(index)) % size, header.tag);
+}
+
+void Job::begin_split() {
+    if (split_ != nullptr) {
+        return;
+    }
+    std::vector<int> all(size);
+    std::iota(all.begin(), all.end(), 0);
+    std::rotate(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(script_.below(size)), all.end());
+    if (script_.one_in(2)) {
+        std::erase(all, peer());
+    }
+    child_.reset();
+    split_ = std::make_unique<net::Split>(group_, all, 5);
+}
+
+void Job::end_split() {
+    if (split_ == nullptr) {
+        return;
+    }
+    const Wait wait;
+    if (!split_->wait(wait.patience).failed()) {
+        child_ = split_->group();
+    }
+    split_->absent();
+    if (script_.one_in(2)) {
+        split_.reset();
+    }
+}
+
+void Job::differ() {
+    const Wait wait;
+    std::vector<std::string> statements;
+    group().hear_all(sequence_, script_.bytes(script_.size()), wait.patience, statements);
+}
+
+// Looks at everything that others may have set, as errors do.
+void Job::look_round() {
+    Group& with = group();
+    for (int rank = 0; rank < with.size(); ++rank) {
+        with.last_call(rank);
+        with.departure_of(rank);
+        with.flaw_of(rank);
+        with.letters().waiting_tags(rank);
+    }
+    for (int rank = 0; rank < size; ++rank) {
+        mesh_->report_of(rank);
+        for (const std::vector<int>& members : mesh_->invitations_of(rank)) {
+            for (const int member : members) {
+                mesh_->report_of(member);
+            }
+        }
+    }
+    with.verdict(sequence_);
+    with.look_round();
+    if (script_.one_in(8)) {
+        with.announce_closing();
+    }
+    with.line_up(1);
+    with.line_up(-1);
+}
+
+// Asks all what they do; they answer at once, for the rank would wait for them.
+void Job::ask_round() {
+    if (!std::all_of(voices_.begin(), voices_.end(), [](const auto& one) { return one->is_in_step(); })) {
+        return;
+    }
+    std::uint64_t number;
+    {
+        const net::Lock guard = mesh_->lock();
+        number = mesh_->new_number() + 1;
+    }
+    for (auto& one : voices_) {
+        net::Desk desk;
+        desk.poll = number;
+        desk.sequence = script_.number();
+        desk.kind = static_cast<std::uint32_t>(script_.number());
+        desk.is_inside = static_cast<std::uint32_t>(script_.below(2));
+        desk.waiting_for = static_cast<std::int32_t>(script_.number());
+        desk.sending_to = static_cast<std::int32_t>(script_.number());
+        Buffer payload(sizeof desk + 8 * size + script_.below(9));
+        std::memcpy(payload.data(), &desk, sizeof desk);
+        one->say({.kind = FrameKind::desk}, payload);
+    }
+    const std::vector<int> found = script_.one_in(2) ? group_->missing() : group_->find_ring(peer());
+    for (const int rank : found) {
+        if (rank < 0 || rank >= size) {
+            std::abort();  // whoever names it would look for a rank that is not there
+        }
+    }
+}
+
+void Job::end_group() {
+    if (script_.one_in(4)) {
+        voice().end_speech();
+    } else if (script_.one_in(4)) {
+        voice().hang_up();
+    } else if (child_ != nullptr && script_.one_in(2)) {
+        child_->leave("over", sequence_);
+        child_.reset();
+    } else if (rank_ == 0 && script_.one_in(8)) {  // it keeps them itself
+        group_->give_verdict(sequence_ + 3, "enough");
+    }
+}
+
+}  // namespace ferrodist::fuzz
