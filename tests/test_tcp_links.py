@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(90)
 
 MEGABYTE = 1 << 20
 slow = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
-JOINED = 1000  # bytes of a link by which its two ends have long met
+JOINED = 3000  # bytes of a link by which its two ends have long met
 
 
 class WrongSum(Exception):

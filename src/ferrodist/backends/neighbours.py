@@ -20,7 +20,7 @@ from ferrodist.buffer import Buffer, DType
 from ferrodist.call import MAX_TAG
 from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, InvalidArgument, RendezvousError
+from ferrodist.errors import DistributedError, InvalidArgument, ProtocolError, RendezvousError
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.ends import how_ended
 from ferrodist.rendezvous.mesh import Neighbour
@@ -83,6 +83,8 @@ def check_settings(backend: TcpBackend) -> None:
             difference = _hear_differences(backend, deadline)
         else:
             difference = _tell_difference(backend, deadline)
+    except ProtocolError:
+        raise
     except (DistributedError, ValueError) as error:
         raise RendezvousError(
             f"rank {backend.rank} is connected to the others, but they did not get to compare "
