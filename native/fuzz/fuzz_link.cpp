@@ -49,7 +49,7 @@ Job::~Job() {
 }
 
 void Job::step() {
-    switch (script_.below(24)) {
+    switch (script_.below(28)) {
         case 0:
         case 1:
         case 2:
@@ -72,9 +72,15 @@ void Job::step() {
         case 14:
             return settle_letter();
         case 15:
-            return receive_letter(peer(), tag());
+            return receive_letter(peer(), tag(), script_.one_in(4) ? large : script_.size());
         case 16:
+        case 23:
             return receive_offer();
+        case 24:
+        case 25:
+            return answer_letter();
+        case 26:
+            return walk();
         case 17:
             return begin_split();
         case 18:

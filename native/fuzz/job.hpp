@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <list>
 #include <memory>
 #include <vector>
@@ -46,14 +47,19 @@ private:
     void exchange();
     void send_letter();
     void settle_letter();
-    void receive_letter(int from, std::uint32_t tag);
+    void answer_letter();
+    void receive_letter(int from, std::uint32_t tag, std::size_t nbytes);
     void receive_offer();
+    void walk();
     void begin_split();
     void end_split();
     void differ();
     void look_round();
     void ask_round();
     void end_group();
+    // The voice of a rank.
+    Voice& voice_of(int rank) { return *voices_[static_cast<std::size_t>((rank - rank_ - 1 + size) % size)]; }
+    Sent& sent() { return *std::next(sent_.begin(), static_cast<std::ptrdiff_t>(script_.below(sent_.size()))); }
     std::uint32_t tag() { return static_cast<std::uint32_t>(script_.one_in(8) ? script_.number() : script_.below(2)); }
     int peer() { return (rank_ + 1 + static_cast<int>(script_.below(size - 1))) % size; }
     net::Group& group() { return child_ != nullptr && script_.one_in(3) ? *child_ : *group_; }

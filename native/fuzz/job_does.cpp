@@ -62,43 +62,77 @@ void Job::send_letter() {
     }
 }
 
+// What may come from those a message is for, or from others.
+void Job::answer_letter() {
+    constexpr FrameKind kinds[] = {FrameKind::accept, FrameKind::taken, FrameKind::accept, FrameKind::abandoned,
+                                   FrameKind::withdraw};
+    if (sent_.empty()) {
+        return;
+    }
+    const Sent& one = sent();
+    Voice& from = script_.one_in(4) ? voice() : voice_of(one.letter->peer);
+    for (std::size_t i = script_.below(4); i > 0; --i) {
+        from.say({.kind = kinds[script_.below(std::size(kinds))], .sequence = one.letter->number});
+    }
+}
+
 void Job::settle_letter() {
     if (sent_.empty()) {
         return;
     }
-    const auto one = std::next(sent_.begin(), static_cast<std::ptrdiff_t>(script_.below(sent_.size())));
+    Sent& one = sent();
     const Wait wait;
-    const Ending ending = group_->letters().settle(*one->letter, script_.one_in(2), wait.patience);
+    const Ending ending = group_->letters().settle(*one.letter, script_.one_in(2), wait.patience);
     if (ending.failed() && script_.one_in(2)) {
         return;
     }
-    if (ending.failed() && !group_->letters().take_back(*one->letter)) {
-        group_->letters().abandon(*one->letter);
+    if (ending.failed() && !group_->letters().take_back(*one.letter)) {
+        group_->letters().abandon(*one.letter);
     }
-    sent_.erase(one);
+    sent_.remove_if([&](const Sent& other) { return &other == &one; });
 }
 
-void Job::receive_letter(int from, std::uint32_t tag) {
+void Job::receive_letter(int from, std::uint32_t tag, std::size_t nbytes) {
     const Wait wait;
-    Buffer target(script_.one_in(2) ? script_.size() : large), found;
-    const Buffer header = script_.bytes(script_.below(2) * script_.below(12));
-    group_->letters().receive(from, tag, header, target.data(), target.size(), wait.patience, found);
+    Buffer target(nbytes), found;
+    const Buffer header = script_.bytes(script_.one_in(4) * script_.below(12));
+    group_->letters().receive(from, tag, header, target.data(), nbytes, wait.patience, found);
 }
 
 // An offer, what may come of it, and somebody who wants it.
 void Job::receive_offer() {
     constexpr FrameKind kinds[] = {FrameKind::content, FrameKind::abandoned, FrameKind::content, FrameKind::withdraw,
                                    FrameKind::offer};
-    const std::size_t index = script_.below(voices_.size());
-    net::Header header{.kind = FrameKind::offer, .tag = tag(), .sequence = script_.below(3), .fingerprint = large};
-    voices_[index]->say(script_, header, {});
+    const int from = peer();
+    const std::size_t nbytes = script_.one_in(4) ? large : 1 + script_.below(100);
+    net::Header header{.kind = FrameKind::offer, .tag = tag(), .sequence = script_.below(3), .fingerprint = nbytes};
+    voice_of(from).say(header);
     read_all();
     for (std::size_t i = script_.below(5); i > 0; --i) {
         header.kind = kinds[script_.below(std::size(kinds))];
         const bool has_content = header.kind == FrameKind::content;
-        voices_[index]->say(script_, header, Buffer(has_content ? script_.size() % piece : 0));
+        voice_of(from).say(script_, header, Buffer(has_content ? script_.below(2 + nbytes % piece) : 0));
     }
-    receive_letter((rank_ + 1 + static_cast<int>(index)) % size, header.tag);
+    receive_letter(from, header.tag, nbytes);
+}
+
+// A step of a collective: a message of several pieces to a rank, and one from it that is folded in.
+void Job::walk() {
+    const int with = peer();
+    const std::uint64_t nbytes = 4 * script_.size();
+    const std::int32_t table[] = {1, size, 0, 0, 0, 0, 3, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0,
+                                  1, with, 1, 0, with, 1, 2, 1, 1, 2, 0, 2, 1, 0};
+    const std::uint64_t ranges[] = {0, nbytes, 0, nbytes, 0, nbytes}, scratch[] = {nbytes};
+    const net::Plan plan(table, ranges, scratch, {DType::float32, Op::sum, 1, false, false}, {});
+    const Wait wait;
+    const Buffer source(nbytes);
+    Buffer target(nbytes);
+    sequence_ += script_.below(2);
+    for (std::size_t rest = nbytes; script_.one_in(2) && rest > 0; rest -= std::min<std::size_t>(rest, piece)) {
+        voice_of(with).say(script_, {.kind = FrameKind::data, .sequence = sequence_, .fingerprint = 1},
+                           Buffer(std::min<std::size_t>(rest, piece)));
+    }
+    net::walk(*group_, plan, {source.data(), target.data(), false, sequence_, 1}, wait.patience);
 }
 
 void Job::begin_split() {

@@ -11,7 +11,7 @@ using net::FrameKind;
 // A number that means something to the rank, or may.
 std::uint64_t Job::number() {
     if (!sent_.empty() && script_.one_in(2)) {
-        return std::next(sent_.begin(), static_cast<std::ptrdiff_t>(script_.below(sent_.size())))->letter->number;
+        return sent().letter->number;
     }
     return script_.one_in(2) ? sequence_ + script_.below(2) : script_.number();
 }
