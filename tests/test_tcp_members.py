@@ -22,10 +22,13 @@ import pytest
 
 import ferrodist
 from ferrodist import DistributedError, GroupAborted, ProtocolError, _native
+from ferrodist.backends.neighbours import _SETTINGS_NBYTES, _SETTINGS_TAG
 from ferrodist.backends.tcp import TcpBackend
+from ferrodist.buffer import DType
 from ferrodist.config import Config
 from ferrodist.rendezvous import Job as Place
 from ferrodist.rendezvous.mesh import join_mesh
+from ferrodist.transports.framing import pack_array_header
 from jobs import error_and_time
 from test_shared_memory_limits import memory_nbytes
 
@@ -44,13 +47,24 @@ KINDS = re.findall(r"^    (\w+),", FRAMES.read_text(), re.MULTILINE)
 class Impostor:
     """Rank 1 of two, who has the key of its link and says what it likes."""
 
-    def __init__(self, place: Place) -> None:
-        (rank_0, _) = join_mesh(place, Config.from_environment())
+    def __init__(self, place: Place, settings: bytes = b'{"difference": ""}') -> None:
+        # From elsewhere: of ranks of this host it is found out whether they live, which takes time.
+        (rank_0, _) = join_mesh(place, Config(host_id="elsewhere"))
         self.key = rank_0.key
         self.socket = socket.socket(fileno=rank_0.socket)
         self.socket.setblocking(True)
-        os.close(rank_0.watch)
         self.number = 0
+        self._agree(settings)
+
+    def _agree(self, words: bytes) -> None:
+        """Answer to the settings of rank 0, and wait until it has heard it, or is gone."""
+        header = pack_array_header(DType.UINT8, (_SETTINGS_NBYTES,))
+        letter = struct.pack("<H", len(header)) + header + words.ljust(_SETTINGS_NBYTES, b"\0")
+        answer = self.frame("letter", letter, tag=_SETTINGS_TAG)
+        self.socket.sendall(answer)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2):  # its settings, and that nobody has others
+                self.socket.recv(len(answer), socket.MSG_WAITALL)
 
     def frame(self, kind: str | int, payload: bytes = b"", **fields: int) -> bytes:
         """Make the next frame of the link."""
@@ -119,6 +133,13 @@ SENSELESS: dict[str, Nonsense] = {
 }
 
 
+# Of these json itself does not say ValueError.
+NESTED: dict[str, Nonsense] = {
+    "verdict nested too deep": lambda one: [one.frame("verdict", b"[" * 30_000, sequence=1)],
+    "departure nested too deep": lambda one: [one.frame("left", b"[" * 30_000, sequence=0)],
+}
+
+
 def _forged(one: Impostor) -> bytes:
     key, one.key = one.key, bytes(32)
     frame = one.frame("heartbeat")
@@ -157,10 +178,11 @@ def meet_impostors(start_tcp_job: Any, cases: list[tuple[Nonsense, Any]]) -> lis
     name, secret = f"test-{secrets.token_hex(8)}", secrets.token_bytes(32)
 
     def call(place, make_call):
-        before = memory_nbytes()
+        before, has_joined = memory_nbytes(), False
         with contextlib.ExitStack() as stack:
             try:
                 backend = TcpBackend.join(place, config=Config(timeout=5, join_timeout=5))
+                has_joined = True
                 stack.callback(backend.fail, ValueError("enough"))
                 found = [None, None]
                 for number, call in enumerate((make_call, ferrodist.barrier)):
@@ -168,6 +190,7 @@ def meet_impostors(start_tcp_job: Any, cases: list[tuple[Nonsense, Any]]) -> lis
                         found[number] = error_and_time(call, backend)[0]
             except BaseException as error:  # noqa: BLE001 -- whatever it is, the test looks at it
                 found = [error, error]
+        assert has_joined, found[0]
         return [*found, memory_nbytes() - before]
 
     def body(backend, pipe):
@@ -201,19 +224,22 @@ def test_what_no_member_may_send_is_refused_before_memory_is_set_aside(start_tcp
         assert nbytes < 12 * MEGABYTE, name
 
 
-def test_what_makes_no_sense_is_an_error_in_words(start_tcp_job):
+@pytest.mark.parametrize(
+    "senseless", [SENSELESS, NESTED], ids=["senseless", "nested"]
+)
+def test_what_makes_no_sense_is_an_error_in_words(start_tcp_job, senseless):
     cases = [
         (nonsense, CALLS[1] if "array" in name else CALLS[0])
-        for name, nonsense in SENSELESS.items()
+        for name, nonsense in senseless.items()
     ]
     found = meet_impostors(start_tcp_job, cases)
-    for name, (error, later, _) in zip(SENSELESS, found, strict=True):
+    for name, (error, later, _) in zip(senseless, found, strict=True):
         for one in (error, later):
             assert one is None or isinstance(one, DistributedError), (name, one)
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(8), pytest.param(range(8, 1000), marks=slow)], ids=["few", "many"]
+    "seeds", [range(100), pytest.param(range(100, 10_000), marks=slow)], ids=["few", "many"]
 )
 def test_a_member_that_sends_nonsense_is_an_error_in_words(start_tcp_job, seeds):
     for begin in range(seeds.start, seeds.stop, 100):
@@ -223,6 +249,36 @@ def test_a_member_that_sends_nonsense_is_an_error_in_words(start_tcp_job, seeds)
         for seed, (error, later, _) in zip(some, found, strict=True):
             for one in (error, later):
                 assert one is None or isinstance(one, DistributedError), (seed, one)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"[]",
+        b"null",
+        b"\xff",
+        b"",
+        b'{"difference": [1]}',
+        b'{"difference": "x"}',
+        b"{}",
+        b"[" * 1000,
+    ],
+)
+def test_settings_that_cannot_be_read_are_an_error_in_words(start_tcp_job, words):
+    name, secret = f"test-{secrets.token_hex(8)}", secrets.token_bytes(32)
+
+    def body(backend, pipe):
+        place = Place(name, backend.rank, 2, secret)
+        if backend.rank == 1:
+            with Impostor(place, words).socket:
+                return ferrodist.recv(0, 0, backend)
+        error, _ = error_and_time(lambda: TcpBackend.join(place, config=Config(join_timeout=5)))
+        ferrodist.send(1, 1, backend)
+        return error
+
+    with start_tcp_job(2, body) as job:
+        error, _ = job.results()
+    assert isinstance(error, DistributedError), repr(error)
 
 
 # -- too few files, too little memory --------------------------------------------------------------

@@ -103,8 +103,8 @@ def _hear_differences(backend: TcpBackend, deadline: Deadline) -> str:
     peers = range(1, backend.world_size)
     for peer in peers:
         backend._messenger.send(_pack(_settings(backend.config)), peer, _SETTINGS_TAG, deadline)
-    answers = [_receive(backend, peer, deadline) for peer in peers]
-    difference = next((str(answer["difference"]) for answer in answers if answer["difference"]), "")
+    answers = [_receive_difference(backend, peer, deadline) for peer in peers]
+    difference = next(filter(None, answers), "")
     for peer in peers:
         backend._messenger.send(_pack({"difference": difference}), peer, _SETTINGS_TAG, deadline)
     return difference
@@ -120,15 +120,25 @@ def _tell_difference(backend: TcpBackend, deadline: Deadline) -> str:
                 f"{_shown(theirs.get(name))} on rank 0"
             )
     backend._messenger.send(_pack({"difference": difference}), 0, _SETTINGS_TAG, deadline)
-    return str(_receive(backend, 0, deadline)["difference"])
+    return _receive_difference(backend, 0, deadline)
+
+
+def _receive_difference(backend: TcpBackend, peer: int, deadline: Deadline) -> str:
+    found = _receive(backend, peer, deadline)
+    if "difference" not in found:
+        raise ValueError(f"rank {peer} does not say whether its settings differ")
+    return str(found["difference"])
 
 
 def _receive(backend: TcpBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
     message = _pack({})
     backend._messenger.line_up(message, peer, _SETTINGS_TAG, deadline)[1]()
-    found = json.loads(bytes(message.memory).rstrip(b"\0").decode())
+    try:
+        found = json.loads(bytes(message.memory).rstrip(b"\0").decode())
+    except RecursionError as error:
+        raise ValueError("settings that are nested too deep") from error
     if not isinstance(found, dict):
-        raise ValueError("settings that cannot be read")
+        raise ValueError("settings that cannot be decoded")
     return found
 
 

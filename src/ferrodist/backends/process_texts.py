@@ -118,7 +118,7 @@ def _reading(what: str) -> Iterator[None]:
     """Refuse words of another process that make no sense."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise errors.ProtocolError(
             f"{what} came in words that cannot be read; do all ranks run the same ferrodist?"
         ) from error
@@ -143,5 +143,5 @@ def unpack_departure(data: bytes) -> Departure:
     try:
         how, advice = json.loads(data.decode())
         return Departure(str(how), str(advice))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return died("left with words that cannot be read")
