@@ -14,7 +14,7 @@ import pytest
 
 import ferrodist
 from ferrodist import Config, InvalidArgument, ReduceOp, SimulatedBackend, _native
-from ferrodist.backends.base import Conversation
+from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind
 from ferrodist.collectives.request import Request
@@ -139,34 +139,21 @@ def test_run_that_finds_the_group_gone_stops_and_says_so() -> None:
 # -- backends that are broken on purpose -----------------------------------------------------------
 
 
-class Tampered:
-    """A conversation that does something wrong; by itself it changes nothing."""
+class Tampered(SimulatedBackend):
+    """A backend that does something wrong; by itself it changes nothing."""
 
-    def __init__(self, talk: Conversation, backend: SimulatedBackend) -> None:
-        self.talk = talk
-        self.rank = backend.rank
-        self.world = backend.world_size
-
-    def run(self, kind: Kind, source: Buffer | None, target: Buffer | None, **options: Any) -> None:
-        self.talk.run(kind, source, target, **options)
-
-    def disagree(self, *arguments: Any) -> Any:
-        return self.talk.disagree(*arguments)
-
-    def fold(self, source: Buffer, target: Buffer, fold: Callable[[list[Any]], None]) -> None:
+    def fold(
+        self,
+        running: RunningCall,
+        source: Buffer,
+        target: Buffer,
+        fold: Callable[[list[Any]], None],
+    ) -> None:
         """Gather all inputs and fold them in a way of one's own."""
-        everything = Buffer.empty(source.dtype, (self.world, source.count))
-        self.talk.run(Kind.ALL_GATHER, source, everything)
+        everything = Buffer.empty(source.dtype, (self.world_size, source.count))
+        super()._run_collective(running, Kind.ALL_GATHER, source, everything, NO_ARGS)
         size = source.nbytes
-        fold([everything.memory[rank * size :][:size] for rank in range(self.world)])
-
-
-def broken(talk: type[Tampered]) -> type[SimulatedBackend]:
-    class Broken(SimulatedBackend):
-        def converse(self, sequence: int, call: Any, body: Any, deadline: Any) -> Any:
-            return super().converse(sequence, call, lambda t: body(talk(t, self)), deadline)
-
-    return Broken
+        fold([everything.memory[rank * size :][:size] for rank in range(self.world_size)])
 
 
 Find = Callable[..., list[Failure]]
@@ -204,71 +191,81 @@ def plain(function: str, **options: Any) -> list[Case]:
 
 
 class SwapsBlocks(Tampered):
-    def run(self, kind: Kind, source: Any, target: Any, **options: Any) -> None:
-        super().run(kind, source, target, **options)
+    def _run_collective(
+        self, running: RunningCall, kind: Kind, source: Any, target: Any, args: CollectiveArgs
+    ) -> None:
+        super()._run_collective(running, kind, source, target, args)
         if kind is Kind.ALL_GATHER and target.nbytes:
-            size = target.nbytes // self.world
+            size = target.nbytes // self.world_size
             first, second = bytes(target.memory[:size]), bytes(target.memory[size : 2 * size])
             target.memory[: 2 * size] = second + first
 
 
 def test_swapped_blocks_are_found(find: Find) -> None:
     cases = plain("all_gather")
-    failed = find(cases, broken(SwapsBlocks))
+    failed = find(cases, SwapsBlocks)
     assert {failure.case for failure in failed} == set(cases)
 
 
 class ForgetsToDivide(Tampered):
-    def run(self, kind: Kind, source: Any, target: Any, **options: Any) -> None:
-        if options.get("op") is ReduceOp.MEAN:
-            options["op"] = ReduceOp.SUM
-        super().run(kind, source, target, **options)
+    def _run_collective(
+        self, running: RunningCall, kind: Kind, source: Any, target: Any, args: CollectiveArgs
+    ) -> None:
+        if args.op is ReduceOp.MEAN:
+            args = args._replace(op=ReduceOp.SUM)
+        super()._run_collective(running, kind, source, target, args)
 
 
 def test_missing_division_is_found_in_means_alone(find: Find) -> None:
-    failed = find(plain("allreduce"), broken(ForgetsToDivide))
+    failed = find(plain("allreduce"), ForgetsToDivide)
     assert {failure.case.op for failure in failed} == {"MEAN"}
 
 
 class FoldsBackwards(Tampered):
-    def run(self, kind: Kind, source: Any, target: Any, **options: Any) -> None:
+    def _run_collective(
+        self, running: RunningCall, kind: Kind, source: Any, target: Any, args: CollectiveArgs
+    ) -> None:
         if kind is not Kind.ALLREDUCE:
-            return super().run(kind, source, target, **options)
+            return super()._run_collective(running, kind, source, target, args)
 
         def fold(operands: list[Any]) -> None:
             backwards = operands[::-1]
-            _native.fold(source.dtype, options["op"], target.memory, backwards, self.world)
+            _native.fold(source.dtype, args.op, target.memory, backwards, self.world_size)
 
-        return self.fold(source, target, fold)
+        return self.fold(running, source, target, fold)
 
 
 def test_fold_in_another_order_is_found_where_the_order_shows(find: Find) -> None:
-    failed = find(plain("allreduce"), broken(FoldsBackwards))
+    failed = find(plain("allreduce"), FoldsBackwards)
     assert {failure.case.op for failure in failed} == {"SUM", "MEAN", "PROD"}
     assert all(failure.case.dtype.startswith(("float", "bf", "c")) for failure in failed)
 
 
 class RoundsEveryTime(Tampered):
-    def run(self, kind: Kind, source: Any, target: Any, **options: Any) -> None:
+    def _run_collective(
+        self, running: RunningCall, kind: Kind, source: Any, target: Any, args: CollectiveArgs
+    ) -> None:
         if kind is not Kind.ALLREDUCE or not source.dtype.is_half:
-            return super().run(kind, source, target, **options)
+            return super()._run_collective(running, kind, source, target, args)
 
         def fold(operands: list[Any]) -> None:
             target.memory[:] = operands[0]
             for operand in operands[1:]:
                 _native.fold(source.dtype, ReduceOp.SUM, target.memory, [target.memory, operand])
 
-        return self.fold(source, target, fold)
+        return self.fold(running, source, target, fold)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_second_rounding_of_16_bit_floats_is_found(find: Find, dtype: str) -> None:
-    assert find([Case("allreduce", shape=(7,), dtype=dtype, op="SUM")], broken(RoundsEveryTime))
+    assert find([Case("allreduce", shape=(7,), dtype=dtype, op="SUM")], RoundsEveryTime)
 
 
 class StartsFromZero(Tampered):
-    def run(self, kind: Kind, source: Any, target: Any, **options: Any) -> None:
-        super().run(kind, source, target, **options)
+    def _run_collective(
+        self, running: RunningCall, kind: Kind, source: Any, target: Any, args: CollectiveArgs
+    ) -> None:
+        super()._run_collective(running, kind, source, target, args)
         if kind is Kind.ALLREDUCE and source.dtype is DType.FLOAT32:
             array = np.frombuffer(target.memory, np.float32)
             array += np.float32(0.0)
@@ -276,14 +273,16 @@ class StartsFromZero(Tampered):
 
 def test_fold_that_loses_the_sign_of_zero_is_found(find: Find) -> None:
     cases = [Case("allreduce", shape=(7,), op="SUM", values="special")]
-    assert find(cases, broken(StartsFromZero))
+    assert find(cases, StartsFromZero)
     assert not find(cases)
 
 
 class TrustsTheLastRankLess(Tampered):
-    def run(self, kind: Kind, source: Any, target: Any, **options: Any) -> None:
-        super().run(kind, source, target, **options)
-        if kind is Kind.ALLREDUCE and self.rank == self.world - 1 and target.nbytes:
+    def _run_collective(
+        self, running: RunningCall, kind: Kind, source: Any, target: Any, args: CollectiveArgs
+    ) -> None:
+        super()._run_collective(running, kind, source, target, args)
+        if kind is Kind.ALLREDUCE and self.rank == self.world_size - 1 and target.nbytes:
             array = np.frombuffer(target.memory, np.float64)
             array[0] = np.nextafter(array[0], 0.0)
 
@@ -292,31 +291,35 @@ def test_bits_that_differ_between_ranks_within_the_bound_are_found(find: Find) -
     case = Case(
         "allreduce", shape=(7,), dtype="float64", op="SUM", algorithm="ring", in_order=False
     )
-    failed = find([case], broken(TrustsTheLastRankLess))
+    failed = find([case], TrustsTheLastRankLess)
     assert {failure.text for failure in failed} == {"ranks do not hold the same bits"}
 
 
 class TakesAnotherRoot(Tampered):
-    def run(self, kind: Kind, source: Any, target: Any, **options: Any) -> None:
-        if kind in (Kind.BROADCAST, Kind.REDUCE) and not options.get("in_place"):
-            options["root"] = (options["root"] + 1) % self.world
-        super().run(kind, source, target, **options)
+    def _run_collective(
+        self, running: RunningCall, kind: Kind, source: Any, target: Any, args: CollectiveArgs
+    ) -> None:
+        if kind in (Kind.BROADCAST, Kind.REDUCE) and not args.in_place:
+            args = args._replace(root=(args.root + 1) % self.world_size)
+        super()._run_collective(running, kind, source, target, args)
 
 
 def test_wrong_root_is_found(find: Find) -> None:
     cases = plain("broadcast", root=1)
-    failed = find(cases, broken(TakesAnotherRoot))
+    failed = find(cases, TakesAnotherRoot)
     assert {failure.case for failure in failed} == set(cases)
 
 
 class SkipsBarriers(Tampered):
-    def run(self, kind: Kind, source: Any, target: Any, **options: Any) -> None:
+    def _run_collective(
+        self, running: RunningCall, kind: Kind, source: Any, target: Any, args: CollectiveArgs
+    ) -> None:
         if kind is not Kind.BARRIER:
-            super().run(kind, source, target, **options)
+            super()._run_collective(running, kind, source, target, args)
 
 
 def test_barrier_that_does_not_wait_is_found(find: Find) -> None:
-    assert find([Case("barrier", "synchronised", "late_other")], broken(SkipsBarriers))
+    assert find([Case("barrier", "synchronised", "late_other")], SkipsBarriers)
 
 
 class IgnoresTags(SimulatedBackend):

@@ -14,7 +14,7 @@ import pytest
 
 import ferrodist
 from ferrodist import CollectiveMismatch, SizeMismatch
-from ferrodist.backends.outcome import Outcome
+from ferrodist.backends.status import StatusCode
 from test_shared_memory_differences import differences
 
 pytest_plugins = ["hybrid_jobs"]
@@ -184,21 +184,19 @@ def test_an_objection_reaches_ranks_of_a_host_that_are_at_different_stages(start
     """
 
     def body(backend, pipe):
-        from ferrodist.backends.hybrid_talk import HybridTalk
+        usual = backend._exchange
 
-        usual = HybridTalk._exchange
-
-        def exchange(talk, to, payload, peer, arrived):
+        def exchange(running, to, payload, peer, arrived):
             if backend.rank == 0 and to == 4 and payload is not None:
-                HybridTalk._exchange = usual
+                backend._exchange = usual
                 pipe.send("held")
                 pipe.recv()
-            ending = usual(talk, to, payload, peer, arrived)
-            if backend.rank == 4 and ending[0] == Outcome.MISMATCH:
+            status = usual(running, to, payload, peer, arrived)
+            if backend.rank == 4 and status[0] == StatusCode.MISMATCH:
                 pipe.send("differs")
-            return ending
+            return status
 
-        HybridTalk._exchange = exchange
+        backend._exchange = exchange
         backend.timeout = 4
         with pytest.raises(CollectiveMismatch, match="rank 3: out has shape"):
             wrong_out(backend, backend.rank == 3, 2)

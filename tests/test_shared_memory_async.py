@@ -43,13 +43,13 @@ def cpu_seconds(thread: threading.Thread) -> float:
 
 def test_calls_in_flight_run_in_program_order_on_one_thread_that_ends_with_close(start_job):
     def body(backend, pipe):
-        turns, converse = [], backend.converse
+        tickets, begin_call = [], backend._begin_call
 
-        def note(number, *rest):
-            turns.append((number, threading.current_thread()))
-            return converse(number, *rest)
+        def note(running):
+            tickets.append((running.sequence, threading.current_thread()))
+            begin_call(running)
 
-        backend.converse = note
+        backend._begin_call = note
         assert ferrodist.allreduce(1, backend) == 3
         assert progress_threads() == []  # a call that is waited for needs none
         works = []
@@ -60,7 +60,7 @@ def test_calls_in_flight_run_in_program_order_on_one_thread_that_ends_with_close
         assert all(work.done() for work in works)
         (thread,) = progress_threads()
         main = threading.current_thread()
-        assert turns == [(1, main), *((number, thread) for number in range(2, 22)), (22, main)]
+        assert tickets == [(1, main), *((number, thread) for number in range(2, 22)), (22, main)]
         backend.close()
         return [int(work.result()[-1]) for work in works], int(last[0]), progress_threads()
 

@@ -100,6 +100,10 @@ class Buffer:
         nbytes = math.prod(shape) * dtype.itemsize
         return cls(np.empty(nbytes, np.uint8).data, dtype, shape)
 
+    def copy(self) -> Buffer:
+        """Copy the content to memory of its own."""
+        return Buffer(memoryview(bytes(self.memory)), self.dtype, self.shape)
+
     def part(self, index: int, parts: int) -> Buffer:
         """View part ``index`` of ``parts`` equal cuts along axis 0, without copying."""
         size = self.nbytes // parts

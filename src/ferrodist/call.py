@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
     @property
     def label(self) -> str:
         """The name of the public function."""
-        return self.name.lower()
+        return _LABELS[self]
 
     @property
     def is_reduction(self) -> bool:
@@ -60,6 +60,8 @@ class Kind(enum.IntEnum):
         """True where the array is made of one block per rank, whatever the algorithm."""
         return Kind.ALL_GATHER <= self <= Kind.ALL_TO_ALL
 
+
+_LABELS = tuple(kind.name.lower() for kind in Kind)
 
 _ROOTED = (
     Kind.BROADCAST,

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Backend: what a user holds and passes to collectives, and what all providers have in common.
 
-A public function hands over a *body*: a function that runs one or more whole collectives through
-the ``Conversation`` it is given and returns the result. However many, they are one call with one
-sequence number. Calls of one group run one at a time, in the order they were made, on whatever
-thread.
+A public function opens ``backend.call(call, deadline)`` and runs one or more whole collectives in
+it: they are one call with one sequence number. Calls of one group run one at a time, in the order
+they were made, on whatever thread.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from ferrodist.arrays import Form, array_over, form_like, parse_form
 from ferrodist.backends import verdict
 from ferrodist.backends.progress import Progress, ProgressThread
+from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
 from ferrodist.backends.turns import Turns
 from ferrodist.backends.verdict import Departure
 from ferrodist.buffer import Buffer
@@ -40,47 +40,11 @@ from ferrodist.errors import (
     InvalidRank,
     InvalidWorldSize,
 )
-from ferrodist.reduce_op import ReduceOp
 from ferrodist.work import Work
-
-if TYPE_CHECKING:
-    from ferrodist.schedules import Schedule  # only a provider that walks schedules loads them
 
 logger = logging.getLogger("ferrodist")
 
 T = TypeVar("T")
-Counts = Sequence[int] | Sequence[Sequence[int]]
-Algorithm: TypeAlias = "str | Schedule | None"
-
-
-class Conversation(Protocol):
-    """One call in progress: what a body may do."""
-
-    def run(
-        self,
-        kind: Kind,
-        source: Buffer | None,
-        target: Buffer | None,
-        *,
-        op: ReduceOp | None = None,
-        root: int = 0,
-        counts: Counts | None = None,
-        algorithm: Algorithm = None,
-        in_order: bool = False,
-        in_place: bool = False,
-    ) -> None:
-        """Do one whole collective from ``source`` to ``target``; None where a rank has none.
-
-        ``counts`` gives the elements of each block where they differ: by rank for gathers and
-        scatters, by sender and receiver for all_to_all. ``in_order`` asks for the fold in rank
-        order, ``in_place`` says that the two buffers share memory.
-        """
-
-    def disagree(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
-        """Tell all ranks of a difference the fingerprints leave out; return the error to raise."""
-
-
-Body = Callable[[Conversation], T]
 
 
 class Statistics(NamedTuple):
@@ -145,16 +109,40 @@ class Backend(abc.ABC):
         return self.world_size
 
     @abc.abstractmethod
-    def converse(self, sequence: int, call: Call, body: Body[T], deadline: Deadline) -> T:
-        """Enter call ``sequence``, run the body, leave. Called when the call's turn has come."""
+    def _begin_call(self, running: RunningCall) -> None:
+        """Enter a call whose ticket has come up; raises if this rank or the group is at its end."""
 
     @abc.abstractmethod
-    def look_while_queued(self, sequence: int, call: Call, deadline: Deadline) -> float:
-        """Raise if waiting for this call's turn is over, else say how long to wait on."""
+    def _run_collective(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+    ) -> None:
+        """Do one whole collective of a call; see ``RunningCall.collective``."""
 
     @abc.abstractmethod
-    def is_settled(self, sequence: int) -> bool:
-        """Tell whether the other ranks know how this call ends."""
+    def _report_mismatch(
+        self, running: RunningCall, error: type[CollectiveMismatch], text: str
+    ) -> CollectiveMismatch:
+        """Tell all ranks of a difference the fingerprints leave out; return the error of all."""
+
+    @abc.abstractmethod
+    def _end_call(self, running: RunningCall) -> None:
+        """Leave a call that was entered, well or not."""
+
+    @abc.abstractmethod
+    def _look_while_queued(self, running: RunningCall) -> float:
+        """Raise if waiting for a call's ticket is over, else say how long to wait on."""
+
+    @abc.abstractmethod
+    def _is_settled(self, running: RunningCall) -> bool:
+        """Tell whether the other ranks know how a call ends, or this rank has left."""
+
+    def _poll(self, running: RunningCall) -> None:  # noqa: B027 -- only native waits ask for it
+        """Do what a wait that lasts does besides waiting."""
 
     @abc.abstractmethod
     def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
@@ -270,63 +258,44 @@ class Backend(abc.ABC):
         """Give flat memory for an array."""
         return np.empty(nbytes, np.uint8)
 
-    def perform(
-        self, call: Call, body: Body[Any], deadline: Deadline, finish: Callable[[Any], T]
-    ) -> T:
-        """Run a call, after those made before it, and return what ``finish`` makes of its result.
-
-        ``finish`` runs when the turn is over: what it does or raises is of no concern to others.
-        """
+    def call(self, call: Call, deadline: Deadline) -> RunningCall:
+        """Open a call: a context manager that runs it after those made before it."""
         self.check_usable()
-        return finish(self._in_turn(self._turns.take(), call, body, deadline))
+        return RunningCall(self, call, deadline)
 
-    def resume(
-        self,
-        number: int,
-        call: Call,
-        body: Body[Any],
-        deadline: Deadline,
-        finish: Callable[[Any], T],
-    ) -> T:
-        """Go on with a call that began on the short way, has its turn, and did one collective."""
-        raise NotImplementedError  # where there is a short way
+    def perform(self, prepared: Prepared[T]) -> T:
+        """Run a call and return its result."""
+        with self.call(prepared.call, prepared.deadline) as running:
+            prepared.run(running)
+        return prepared.finish()
 
-    def give_up_turn(self, number: int, error: BaseException) -> None:
-        """End the turn of a call that began on the short way and cannot go on."""
-        raise NotImplementedError  # where there is a short way
-
-    def start(
-        self, call: Call, body: Body[Any], deadline: Deadline, finish: Callable[[Any], T]
-    ) -> Work[T]:
+    def start(self, prepared: Prepared[T]) -> Work[T]:
         """Queue a call and return its handle at once."""
         with self._lock:  # so that nothing is queued behind the end of the thread
             self.check_usable()
             if self._progress is None:
                 self._progress = Progress(f"ferrodist-progress-{self.rank}")
                 weakref.finalize(self, self._progress.stop).atexit = False
-            number = self._turns.take()
-            work: Work[T] = Work(f"{call.kind.label} #{number}", self._progress.thread)
-
-            def run() -> T:
-                return finish(self._in_turn(number, call, body, deadline))
-
-            self._progress.put(lambda: self._finish(work, run))
+            ticket = self._turns.take()
+            label = prepared.call.kind.label
+            work: Work[T] = Work(f"{label} #{ticket}", self._progress.thread)
+            self._progress.put(
+                lambda: self._finish(work, lambda: self._run_queued(prepared, ticket))
+            )
         return work
 
-    def _in_turn(self, number: int, call: Call, body: Body[T], deadline: Deadline) -> T:
-        try:
-            self._turns.wait(number, lambda: self.look_while_queued(number, call, deadline))
-            return self.converse(number, call, body, deadline)
-        except BaseException as error:
-            self._abort_unless_settled(number, call, error)
-            raise
-        finally:
-            self._turns.end(number)
+    def _run_queued(self, prepared: Prepared[T], ticket: int) -> T:
+        """Run a call on the thread of calls in flight."""
+        call, deadline = prepared.call, prepared.deadline
+        with RunningCall(self, call, deadline, ticket=ticket, in_background=True) as running:
+            prepared.run(running)
+        return prepared.finish()
 
-    def _abort_unless_settled(self, number: int, call: Call, error: BaseException) -> None:
+    def _abort_unless_settled(self, running: RunningCall, error: BaseException) -> None:
         """Tell the others, if they do not know yet, that this call cannot succeed."""
-        if not self.is_settled(number):
-            self.abort(f"{verdict.words_of(error)} (in {call.kind.label} #{number})")
+        if not self._is_settled(running):
+            what = f"{running.call.kind.label} #{running.sequence}"
+            self.abort(f"{verdict.words_of(error)} (in {what})")
 
     def _finish(self, work: Work[T], run: Callable[[], T]) -> None:
         """Carry out a Work; an error that nobody asks for is logged now and raised by close()."""
@@ -384,7 +353,8 @@ class Backend(abc.ABC):
 
     def check_usable(self) -> None:
         """Raise unless this rank may still make calls, from this thread."""
-        self.check_process()
+        if self.is_forked:
+            self.check_process()
         if self._is_closed:
             raise BackendClosed(f"rank {self.rank} has closed this backend", this_rank=self.rank)
         if isinstance(threading.current_thread(), ProgressThread):

@@ -101,7 +101,7 @@ class Control:
         self._rank_of = {world_rank: rank for rank, world_rank in enumerate(members)}
         self._finals: list[Verdict] = []
         self._mismatch: Verdict | None = None
-        self._objection: tuple[type[CollectiveMismatch], str] | None = None
+        self._report: tuple[type[CollectiveMismatch], str] | None = None
         self._arrivals: list[float] = []
         groups[group] = self  # last: a finalizer may look at it from now on
 
@@ -131,11 +131,11 @@ class Control:
             self.desks[rank].is_inside = False
             self.desks[rank].waiting_for = None
 
-    def object_to(self, sequence: int, error: type[CollectiveMismatch], text: str) -> None:
+    def report_mismatch(self, sequence: int, error: type[CollectiveMismatch], text: str) -> None:
         """Report a difference that fingerprints cannot show: it becomes the verdict of the call."""
         with self.switch.lock:
             if self._mismatch is None or self._mismatch.sequence < sequence:  # the first one stands
-                self._objection = self._objection or (error, text)
+                self._report = self._report or (error, text)
                 self._judge(sequence)
 
     # -- verdicts -------------------------------------------------------------------------------
@@ -202,12 +202,14 @@ class Control:
         """Give the verdict of a difference once every rank has entered the call."""
         if any(desk.sequence < sequence for desk in self.desks):
             return
-        objection, self._objection = self._objection, None
+        report, self._report = self._report, None
         fingerprint = self.desks[0].fingerprint
-        if objection is not None:
-            self.give(verdict.objection(sequence, [desk.call for desk in self.desks], *objection))
+        if report is not None:
+            self.give(
+                verdict.reported_mismatch(sequence, [desk.call for desk in self.desks], *report)
+            )
         elif any(desk.fingerprint != fingerprint for desk in self.desks):
-            self.give(verdict.disagreement(sequence, [desk.call for desk in self.desks]))
+            self.give(verdict.mismatch(sequence, [desk.call for desk in self.desks]))
 
     @property
     def group_name(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ferrodist.backends.outcome import Ending
+from ferrodist.backends.status import NativeStatus
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -58,7 +58,7 @@ class NativeGroup(Protocol):
         holds_caller: bool,
         in_background: bool,
         look: Callable[[], None],
-    ) -> Ending:
+    ) -> NativeStatus:
         """Wait until the memory of a letter may change."""
 
     def take_back(self, letter: Letter) -> bool:
@@ -142,7 +142,7 @@ class NativeGroup(Protocol):
 class NativeSplit(Protocol):
     """Some ranks of a group on their way to be a group."""
 
-    def wait(self, deadline: float, look: Callable[[], None]) -> Ending:
+    def wait(self, deadline: float, look: Callable[[], None]) -> NativeStatus:
         """Wait for all members; return outcome, culprit and the error that ended the wait."""
 
     def absent(self) -> list[int]:

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from ferrodist import _native
-from ferrodist.backends.base import Algorithm
-from ferrodist.backends.walk_plan import WalkPlan, make_plan
+from ferrodist.backends.running_call import Algorithm, CollectiveArgs
+from ferrodist.backends.walk_plan import WalkPlan, lengths_of, make_plan
 from ferrodist.backends.walker import Move, Task, walk
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
@@ -16,7 +16,6 @@ from ferrodist.config import Config
 from ferrodist.errors import InvalidArgument, UnsupportedOp
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.schedules import (
-    Lengths,
     LinkModel,
     Schedule,
     choose,
@@ -87,16 +86,13 @@ class Planner:
         )
 
     def plan(
-        self,
-        kind: Kind,
-        op: ReduceOp | None,
-        root: int,
-        dtype: DType,
-        lengths: Lengths,
-        algorithm: Algorithm,
-        in_order: bool,
+        self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
     ) -> WalkPlan:
         """Work out what a collective needs besides its buffers; kept, for it will come again."""
+        op, root, counts, algorithm, in_order, _ = args
+        lengths = lengths_of(kind, self._rank, self._world, input, output, counts)
+        sample = input or output
+        dtype = sample.dtype if sample else DType.UINT8
         key = (kind, op, root, dtype, lengths, algorithm, in_order)
         plan = self._plans.get(key)
         if plan is None:
@@ -112,22 +108,20 @@ class Planner:
 
 def walk_plan(
     plan: WalkPlan,
-    source: Buffer | None,
-    target: Buffer | None,
-    dtype: DType,
+    input: Buffer | None,
+    output: Buffer | None,
     in_place: bool,
     config: Config,
     exchange: Move,
 ) -> None:
     """Do one whole collective: walk its table over every segment."""
-    if in_place and not plan.alias_safe and source is not None:
-        in_place = False
-        source = Buffer(memoryview(bytes(source.memory)), source.dtype, source.shape)
+    if in_place and not plan.alias_safe and input is not None:
+        in_place, input = False, input.copy()
     task = Task(
         plan.table,
-        source,
-        target,
-        dtype,
+        input,
+        output,
+        plan.dtype,
         plan.op,
         plan.divisor,
         plan.is_wide,
@@ -136,8 +130,8 @@ def walk_plan(
     )
     for layout in plan.layouts:
         walk(task, layout, exchange)
-    if plan.divides_at_end and target is not None:
-        _native.fold(dtype, ReduceOp.MEAN, target.memory, [target.memory], plan.divisor)
+    if plan.divides_at_end and output is not None:
+        _native.fold(plan.dtype, ReduceOp.MEAN, output.memory, [output.memory], plan.divisor)
 
 
 @lru_cache(maxsize=256)

@@ -1,45 +1,84 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """ProcessBackend: a rank that is a process and holds a native group, whatever connects the ranks.
 
-Here is what surrounds the collectives: verdicts, splitting, leaving, and the texts of what goes
-wrong. Joining, and the collectives themselves, are for subclasses.
+Here is what surrounds the collectives: what becomes of a call that cannot succeed, verdicts,
+splitting, leaving, and the texts of what goes wrong. When ranks differ, each exchanges descriptors
+with all the others and makes the same verdict of them. Losses, aborts and deadlines are seen by
+whoever waits; the first one's verdict, told to all, is everybody's. Joining, and the collectives
+themselves, are for subclasses.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
+import logging
+import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ferrodist import _native
 from ferrodist.backends import message_errors, verdict
-from ferrodist.backends.base import Algorithm, Body, Statistics
+from ferrodist.backends.base import Statistics
 from ferrodist.backends.deaths import Deaths
 from ferrodist.backends.messaging import MessagingBackend
 from ferrodist.backends.native_group import NativeGroup, NativeSplit, NativeWorld
 from ferrodist.backends.native_turns import NativeTurns
-from ferrodist.backends.outcome import Outcome
 from ferrodist.backends.planner import Planner
 from ferrodist.backends.process_messenger import ProcessMessenger
-from ferrodist.backends.process_talk import ProcessTalk
 from ferrodist.backends.process_texts import (
+    CallDescriptor,
+    MismatchReport,
     pack_departure,
     pack_verdict,
     unpack_departure,
     unpack_verdict,
 )
+from ferrodist.backends.running_call import Algorithm, RunningCall
+from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure, Verdict
 from ferrodist.call import Call, Kind
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendClosed, CollectiveTimeout, RankLost
+from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
 
-T = TypeVar("T")
+logger = logging.getLogger("ferrodist")
 
 _FOR_EVER = 1e9  # seconds: thirty years
-_QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its turn
+_QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
+_REPORT_AFTER = 0.1  # seconds of waiting after which the others can read what this rank waits in
+
+
+class Wait:
+    """What a wait does besides waiting: it tells the log, and the other ranks, what it is in."""
+
+    def __init__(self, backend: ProcessBackend, where: str) -> None:
+        self.backend = backend
+        self.where = where
+        self.has_reported = False
+        self._started = time.monotonic()
+        self._notice = backend.config.notice
+        self._next_notice = self._started + self._notice
+
+    def look(self) -> None:
+        """Report a wait that lasts; native code asks for this about every 50 ms."""
+        now = time.monotonic()
+        if not self.has_reported and now - self._started > _REPORT_AFTER:
+            self.has_reported = True
+            self.backend.world.report(f"is in {self.where}{self.backend.group_name}")
+        if now >= self._next_notice:
+            self._notice *= 2
+            self._next_notice = now + self._notice
+            missing = verdict.names_of_ranks(self.backend.group.missing())
+            logger.warning(
+                "rank %d: still waiting for %s in %s", self.backend.rank, missing, self.where
+            )
+
+    def end(self) -> None:
+        """Take the report back."""
+        if self.has_reported:
+            self.backend.world.report("")
 
 
 class ProcessBackend(MessagingBackend):
@@ -82,10 +121,10 @@ class ProcessBackend(MessagingBackend):
     # -- what subclasses write ------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _new_talk(
-        self, sequence: int, call: Call, deadline: Deadline, num_runs: int = 0
-    ) -> ProcessTalk:
-        """Begin a call whose turn has come, or go on with one after ``num_runs`` collectives."""
+    def _exchange_descriptors(
+        self, running: RunningCall, mine: CallDescriptor
+    ) -> Sequence[CallDescriptor]:
+        """Tell all ranks what this one has called; return what all have, in the order of ranks."""
 
     @abc.abstractmethod
     def _new_planner(self) -> Planner:
@@ -104,39 +143,103 @@ class ProcessBackend(MessagingBackend):
         """Say in a clause why ``what`` of a rank, as "its queue", cannot be right."""
 
     def loss_of(self, rank: int) -> int:
-        """Return the outcome of a wait for a rank that is gone."""
-        return Outcome.LOST
+        """Return the status code of a wait for a rank that is gone."""
+        return StatusCode.LOST
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def converse(self, sequence: int, call: Call, body: Body[T], deadline: Deadline) -> T:
-        """Run the body; its first collective compares the call with those of the others."""
+    def _begin_call(self, running: RunningCall) -> None:
+        """Begin a call; its first collective compares it with those of the others."""
         if self.group.has_left:
             raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
-        talk = self._new_talk(sequence, call, deadline)
-        try:
-            return body(talk)
-        finally:
-            talk.end()
 
-    def look_while_queued(self, sequence: int, call: Call, deadline: Deadline) -> float:
+    def _end_call(self, running: RunningCall) -> None:
+        if running.watch is not None:
+            running.watch.end()
+
+    def _poll(self, running: RunningCall) -> None:
+        if running.watch is None:
+            where = f"{running.call.kind.label} #{running.sequence} at {running.call.site}"
+            running.watch = Wait(self, where)
+        running.watch.look()
+
+    def _look_while_queued(self, running: RunningCall) -> float:
         """Let the call that holds this one up run out of time when this one does."""
+        call, deadline = running.call, running.deadline
         if deadline.remaining() <= 0 and self.verdict_of(None) is None:
-            running = self._turns.last_ended + 1
+            sequence = self._turns.last_ended + 1
             missing = [rank for rank in self.group.missing() if rank != self.rank]
             if missing:
-                due = self.expiry(call, running, deadline, missing)
+                due = self.expiry(call, sequence, deadline, missing)
             else:
                 why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
-                due = verdict.timeout(call, running, [self.rank], deadline, why)
+                due = verdict.timeout(call, sequence, [self.rank], deadline, why)
             raise self.give(due).now(self.rank)
         self._refuse_if_final()
         return min(deadline.remaining(), _QUEUE_LOOK)
 
-    def is_settled(self, sequence: int) -> bool:
-        """Tell whether the other ranks know how this call ends, or this rank has left."""
-        is_known = self.settled == sequence or self.group.verdict(sequence) is not None
+    def _is_settled(self, running: RunningCall) -> bool:
+        is_known = self.settled == running.sequence
+        is_known = is_known or self.group.verdict(running.sequence) is not None
         return is_known or self.group.has_left
+
+    # -- calls that fail ------------------------------------------------------------------------
+
+    def _check(self, running: RunningCall, status: NativeStatus) -> None:
+        """Raise what became of a native call, unless it is done."""
+        if status[0]:
+            raise self._failure(running, Status(*status))
+
+    def _failure(self, running: RunningCall, status: Status) -> BaseException:
+        """Make the error that a status means, and see that all ranks get the same."""
+        code = status.code
+        if code == StatusCode.INTERRUPTED and status.error is not None:
+            return status.error
+        if code == StatusCode.MISMATCH:
+            return self._settle_mismatch(running, None)
+        if code in (StatusCode.VERDICT, StatusCode.GIVEN_UP):
+            given = self.verdict_of(running.sequence)
+            assert given is not None
+            is_missed = self.rank in (given.facts.get("missing") or ())  # it came too late
+            is_late = (code == StatusCode.GIVEN_UP or is_missed) and running.num_collectives <= 1
+            return given.later(self.rank) if is_late else given.now(self.rank)
+        return self.give(self._verdict_on(running, status)).now(self.rank)
+
+    def _verdict_on(self, running: RunningCall, status: Status) -> Verdict:
+        """Make the verdict that is due when this rank is the first to see a failure."""
+        call, sequence, rank = running.call, running.sequence, status.failed_rank
+        if status.code == StatusCode.LATE:
+            missing = self.group.missing() if rank < 0 else [rank]
+            return self.expiry(call, sequence, running.deadline, missing)
+        if status.code == StatusCode.LOST:
+            return verdict.loss(call, sequence, rank, self.departure_of(rank))
+        if status.code == StatusCode.SILENT:
+            return verdict.loss(call, sequence, rank, verdict.died(self.silence))
+        return verdict.corruption(call, sequence, rank, self.damage_of(rank, "what it posted"))
+
+    def _report_mismatch(
+        self, running: RunningCall, error: type[CollectiveMismatch], text: str
+    ) -> CollectiveMismatch:
+        return self._settle_mismatch(running, (error, text))
+
+    def _settle_mismatch(
+        self, running: RunningCall, report: MismatchReport | None
+    ) -> CollectiveMismatch:
+        """Exchange descriptors, and make of them the verdict that all ranks make."""
+        found = self._exchange_descriptors(running, CallDescriptor(running.call, report))
+        calls = [descriptor.call for descriptor in found]
+        first = next((one.report for one in found if one.report is not None), None)
+        given = (
+            verdict.mismatch(running.sequence, calls)
+            if first is None
+            else verdict.reported_mismatch(running.sequence, calls, *first)
+        )
+        self.settled = running.sequence
+        made = given._replace(text=given.text + self.group_name).now(self.rank)
+        assert isinstance(made, CollectiveMismatch)
+        return made
+
+    # -- algorithms -----------------------------------------------------------------------------
 
     def check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
@@ -260,9 +363,9 @@ class ProcessBackend(MessagingBackend):
     def _split_off(self, members: tuple[int, ...], identity: int, deadline: Deadline) -> Self:
         """Make a group whose members know it by ``identity``, which no other group has."""
         split = self._new_split(members, identity)
-        ending = split.wait(deadline.end, lambda: None)
-        if ending[0] != Outcome.DONE:
-            raise self._split_failure(split, members, deadline, *ending)
+        status = Status(*split.wait(deadline.end, lambda: None))
+        if status.code != StatusCode.DONE:
+            raise self._split_failure(split, members, deadline, status)
         world_ranks = tuple(self.members[member] for member in members)
         child = self._child(split.group(), world_ranks, members.index(self.rank))
         child._complete(self, identity, deadline)
@@ -276,27 +379,26 @@ class ProcessBackend(MessagingBackend):
         split: NativeSplit,
         members: tuple[int, ...],
         deadline: Deadline,
-        outcome: int,
-        culprit: int,
-        error: BaseException | None,
+        status: Status,
     ) -> BaseException:
         """Make the error of a split that did not come about; it is this rank's own."""
         what = f"split({list(members)})"
-        if outcome == Outcome.INTERRUPTED and error is not None:
+        code, rank, error = status
+        if code == StatusCode.INTERRUPTED and error is not None:
             self.abort(f"{verdict.words_of(error)} (in split)")
             return error
-        if outcome == Outcome.VERDICT:
+        if code == StatusCode.VERDICT:
             final = self.verdict_of(None)
             assert final is not None
             return final.later(self.rank)
-        if outcome == Outcome.LATE:
+        if code == StatusCode.LATE:
             return self._split_timeout(what, split.absent(), deadline)
-        if outcome == Outcome.CORRUPT:
-            reason = self.damage_of(culprit, "its group")
-            return message_errors.damaged(what, culprit, self.rank, reason)
-        how = self.departure_of(culprit).how
-        text = f"{what}: rank {culprit} {how}"
-        return RankLost(text, rank=culprit, this_rank=self.rank, how=how)
+        if code == StatusCode.CORRUPT:
+            reason = self.damage_of(rank, "its group")
+            return message_errors.damaged(what, rank, self.rank, reason)
+        how = self.departure_of(rank).how
+        text = f"{what}: rank {rank} {how}"
+        return RankLost(text, rank=rank, this_rank=self.rank, how=how)
 
     def _split_timeout(self, what: str, absent: list[int], deadline: Deadline) -> CollectiveTimeout:
         others = []

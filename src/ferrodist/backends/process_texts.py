@@ -21,16 +21,20 @@ _VERDICT_NBYTES = 16 * 1024  # what there is room for in shared memory
 _DEPARTURE_NBYTES = 2048
 
 
-class Statement(NamedTuple):
-    """What one rank says when ranks differ: its call, and its objection if it has one."""
+MismatchReport = tuple[type[errors.CollectiveMismatch], str]
+"""A difference that one rank has found: the error it means, and what differs."""
+
+
+class CallDescriptor(NamedTuple):
+    """What one rank tells all when ranks differ: its call, and its mismatch report if any."""
 
     call: Call
-    objection: tuple[type[errors.CollectiveMismatch], str] | None
+    report: MismatchReport | None
 
 
-def pack_statement(statement: Statement) -> bytes:
-    """Lay out a rank's statement."""
-    call, objection = statement
+def pack_descriptor(descriptor: CallDescriptor) -> bytes:
+    """Lay out a rank's call descriptor."""
+    call, report = descriptor
     facts = {
         "kind": call.kind,
         "leaves": [[x.path, x.dtype, x.shape] for x in call.leaves],
@@ -40,18 +44,18 @@ def pack_statement(statement: Statement) -> bytes:
         "reproducible": call.reproducible,
         "site": None if call.site is None else str(call.site),
         "pickle": call.pickle,
-        "objection": None if objection is None else [objection[0].__name__, objection[1]],
+        "objection": None if report is None else [report[0].__name__, report[1]],
     }
     return json.dumps(facts).encode()
 
 
-def unpack_statement(data: bytes) -> Statement:
-    """Read a rank's statement."""
+def unpack_descriptor(data: bytes) -> CallDescriptor:
+    """Read a rank's call descriptor."""
     with _reading("what a rank says of its call"):
-        return _statement_of(json.loads(data.decode()))
+        return _descriptor_of(json.loads(data.decode()))
 
 
-def _statement_of(facts: dict[str, Any]) -> Statement:
+def _descriptor_of(facts: dict[str, Any]) -> CallDescriptor:
     leaves = tuple(Leaf(path, DType(code), tuple(shape)) for path, code, shape in facts["leaves"])
     call = Call(
         Kind(facts["kind"]),
@@ -63,8 +67,8 @@ def _statement_of(facts: dict[str, Any]) -> Statement:
         site=facts["site"],
         pickle=facts["pickle"],
     )
-    objection = facts["objection"]
-    return Statement(call, None if objection is None else (_mismatch(objection[0]), objection[1]))
+    report = facts["objection"]
+    return CallDescriptor(call, None if report is None else (_mismatch(report[0]), report[1]))
 
 
 def _mismatch(name: str) -> type[errors.CollectiveMismatch]:

@@ -1,32 +1,42 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """SharedMemoryBackend: ranks are processes of one host that see each other's memory.
 
-The collectives themselves are native code (``native/shm``); here are joining, the arena, and the
-short way: a call that native code does whole, and that comes here only to wait or to fail.
+The collectives themselves are native code (``native/shm``); an algorithm that the caller names is
+walked by messages. A difference is seen by every rank itself, in the first round of a collective:
+fingerprints of all are compared there. Then all exchange their descriptors, again in rounds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from ferrodist import _native
 from ferrodist.backends.deaths import Deaths
-from ferrodist.backends.planner import Planner
-from ferrodist.backends.process_talk import Wait
-from ferrodist.backends.shared_talk import SharedTalk
+from ferrodist.backends.planner import Planner, walk_plan
+from ferrodist.backends.process_backend import Wait
+from ferrodist.backends.process_texts import CallDescriptor, pack_descriptor, unpack_descriptor
+from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, Counts, RunningCall
 from ferrodist.backends.short_way import ShortWayBackend
-from ferrodist.buffer import DTYPES_BY_LABEL
-from ferrodist.call import Call, Leaf
+from ferrodist.backends.status import NativeStatus, Status, StatusCode
+from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
+from ferrodist.call import MAX_TAG, Kind, Leaf
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatch
+from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job, meet
 from ferrodist.schedules.cost import LINKS
 
-T = TypeVar("T")
+MISMATCH_FOUND = _native.hash_text("objection")
+"""The fingerprint of a round that a rank joins only to stop the others with a difference."""
+
+_DESCRIPTORS = _native.hash_text("table of calls")
+_64_BITS = (1 << 64) - 1
+_SCHEDULE_TAG = MAX_TAG + 1  # no user's
 
 
 class SharedMemoryBackend(ShortWayBackend):
@@ -71,12 +81,6 @@ class SharedMemoryBackend(ShortWayBackend):
         ranks, deaths = tuple(range(job.world_size)), Deaths(job, members)
         return cls(world, arena, world.first_group(), ranks, job.rank, config, deaths)
 
-    def _new_talk(
-        self, sequence: int, call: Call, deadline: Deadline, num_runs: int = 0
-    ) -> SharedTalk:
-        """Begin a call; its first collective compares it with those of the others."""
-        return SharedTalk(self, sequence, call, deadline, num_runs)
-
     def _new_planner(self) -> Planner:
         """Plan only for callers that name an algorithm; unnamed, native code decides."""
         return Planner(self.rank, self.world_size, self.config, LINKS["shared_memory"])
@@ -96,6 +100,138 @@ class SharedMemoryBackend(ShortWayBackend):
         """Take memory of this process's arena; it goes back with the last array over it."""
         return self.arena.empty(nbytes) if nbytes else super()._new_memory(0)
 
+    # -- collectives ----------------------------------------------------------------------------
+
+    def _run_collective(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+    ) -> None:
+        """Do one whole collective: in native code, or by walking the algorithm that is named."""
+        if args.in_place and kind is Kind.ALL_TO_ALL and args.counts is not None and input:
+            # What comes may lie where something still has to be read.
+            args, input = args._replace(in_place=False), input.copy()
+        # Those of one call are told apart; the first one has the fingerprint of the call.
+        number = running.num_collectives - 1
+        if args.algorithm is None:
+            self._check(running, self.run_native(running, number, kind, input, output, args))
+            return
+        self._check(running, self.run_native(running, number, Kind.BARRIER))
+        plan = self.planner.plan(kind, input, output, args)
+
+        def exchange(
+            to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
+        ) -> memoryview | None:
+            return self._exchange(running, to, payload, peer, expected_nbytes)
+
+        walk_plan(plan, input, output, args.in_place, self.config, exchange)
+
+    def run_native(
+        self,
+        running: RunningCall,
+        number: int,
+        kind: Kind,
+        input: Buffer | None = None,
+        output: Buffer | None = None,
+        args: CollectiveArgs = NO_ARGS,
+        *,
+        fingerprint: int | None = None,
+        poll: Callable[[], None] | None = None,
+    ) -> NativeStatus:
+        """Do collective ``number`` of a call in native code, or one of a ``fingerprint``."""
+        counts = args.counts
+        sample = input or output
+        return self.group.run(
+            kind,
+            sample.dtype if sample else DType.UINT8,
+            ReduceOp.SUM if args.op is None else args.op,
+            args.root,
+            input.memory if input else None,
+            output.memory if output else None,
+            _count(kind, input, output, self.world_size),
+            None if counts is None else _flat(counts),
+            args.in_place,
+            running.sequence,
+            (running.fingerprint + number) & _64_BITS if fingerprint is None else fingerprint,
+            running.deadline.end,
+            running.in_background,
+            poll or running.poll,
+        )
+
+    def _exchange(
+        self,
+        running: RunningCall,
+        to: int,
+        payload: memoryview | None,
+        peer: int,
+        expected_nbytes: int | None,
+    ) -> memoryview | None:
+        """Send and receive one message of a schedule at once; either may be None."""
+        group, end, in_background = self.group, running.deadline.end, running.in_background
+
+        def poll() -> None:
+            self._poll_in_schedule(running)
+
+        letter = None if payload is None else group.post(to, _SCHEDULE_TAG, b"", payload)
+        try:
+            arrived = None
+            if expected_nbytes is not None:
+                arrived = memoryview(bytearray(expected_nbytes))
+                code, _, error, _ = group.receive(
+                    peer, _SCHEDULE_TAG, b"", arrived, end, in_background, poll, letter
+                )
+                self._check(running, (code, peer, error))
+            if letter is not None:
+                code, _, error = group.settle(letter, end, False, in_background, poll)
+                self._check(running, (code, to, error))
+        except BaseException:
+            if letter is not None and not group.take_back(letter):
+                group.abandon(letter)
+            raise
+        return arrived
+
+    def _poll_in_schedule(self, running: RunningCall) -> None:
+        """Poll in a message of a schedule; only here a verdict ends a wait for a message."""
+        self._poll(running)
+        given = self.verdict_of(running.sequence)
+        if given is not None:
+            raise given.now(self.rank)
+
+    def _report_mismatch(
+        self, running: RunningCall, error: type[CollectiveMismatch], text: str
+    ) -> CollectiveMismatch:
+        """Stop the others in their next round with a difference; all get the same verdict."""
+        status = self.run_native(running, 0, Kind.BARRIER, fingerprint=MISMATCH_FOUND)
+        if status[0] not in (StatusCode.DONE, StatusCode.MISMATCH):  # done: all ranks report one
+            raise self._failure(running, Status(*status))
+        return super()._report_mismatch(running, error, text)
+
+    def _exchange_descriptors(
+        self, running: RunningCall, mine: CallDescriptor
+    ) -> list[CallDescriptor]:
+        data = np.frombuffer(pack_descriptor(mine), np.uint8)
+        sizes = np.empty(self.world_size, np.int64)
+        self._gather_descriptors(running, np.array([len(data)]), sizes)
+        counts, ends = sizes.tolist(), np.cumsum(sizes).tolist()
+        joined = np.empty(ends[-1], np.uint8)
+        self._gather_descriptors(running, data, joined, counts)
+        return [
+            unpack_descriptor(joined[end - size : end].tobytes())
+            for end, size in zip(ends, counts, strict=True)
+        ]
+
+    def _gather_descriptors(
+        self, running: RunningCall, mine: Any, all_of_them: Any, counts: Counts | None = None
+    ) -> None:
+        buffers, args = (_buffer(mine), _buffer(all_of_them)), CollectiveArgs(counts=counts)
+        self._check(
+            running,
+            self.run_native(running, 0, Kind.ALL_GATHER, *buffers, args, fingerprint=_DESCRIPTORS),
+        )
+
     # -- messages on the short way ---------------------------------------------------------------
 
     def _look_at_mail(self) -> None:
@@ -103,8 +239,8 @@ class SharedMemoryBackend(ShortWayBackend):
 
     def _fail_recv_at_once(
         self,
-        outcome: int,
-        culprit: int,
+        code: int,
+        failed_rank: int,
         error: BaseException | None,
         found: bytes,
         like: Any,
@@ -116,5 +252,27 @@ class SharedMemoryBackend(ShortWayBackend):
         expected = Leaf("", DTYPES_BY_LABEL[like.dtype.name], like.shape)
         with self._aborting_on_interrupt("recv"):
             raise self._messenger.receive_failure(
-                outcome, culprit, error, found, expected, peer, tag, Deadline(self.timeout)
+                code, failed_rank, error, found, expected, peer, tag, Deadline(self.timeout)
             )
+
+
+def _count(kind: Kind, input: Buffer | None, output: Buffer | None, world: int) -> int:
+    """Say how many elements the array has; where it is cut by rank, how many one block has."""
+    if kind is Kind.BARRIER:
+        return 0
+    if kind in (Kind.SCATTER, Kind.REDUCE_SCATTER):
+        assert output is not None
+        return output.count
+    assert input is not None or output is not None
+    count = input.count if input is not None else output.count  # type: ignore[union-attr] # one is
+    return count // world if kind is Kind.ALL_TO_ALL else count
+
+
+def _flat(counts: Counts) -> list[int]:
+    """Lay a table of counts out row by row."""
+    return [number for row in counts for number in ([row] if isinstance(row, int) else row)]
+
+
+def _buffer(array: np.ndarray[Any, Any]) -> Buffer:
+    dtype = DType.UINT8 if array.dtype == np.uint8 else DType.INT64
+    return Buffer(array.view(np.uint8).data, dtype, array.shape, array)

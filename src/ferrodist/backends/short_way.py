@@ -8,12 +8,12 @@ became of a call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ferrodist.backends import verdict
-from ferrodist.backends.base import Body, Conversation
-from ferrodist.backends.process_backend import ProcessBackend
-from ferrodist.backends.process_talk import ProcessTalk, Wait
+from ferrodist.backends.process_backend import ProcessBackend, Wait
+from ferrodist.backends.running_call import Prepared, RunningCall
+from ferrodist.backends.status import Status
 from ferrodist.buffer import DTYPES_BY_LABEL
 from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.deadline import Deadline
@@ -57,44 +57,34 @@ class ShortWayBackend(ProcessBackend):
         root: int,
         num_runs: int,
     ) -> None:
-        """Raise what became of a call that went the short way, and end its turn."""
+        """Raise what became of a call that went the short way, and end its ticket."""
         call = _call_of(Kind(kind), x, op, root, self.reproducible)
-        talk = self._new_talk(sequence, call, Deadline(self.timeout), num_runs)
-
-        def fail(_: Conversation) -> None:
-            raise talk.failure(outcome, culprit, error)
-
+        deadline = Deadline(self.timeout)
         self._stop_looking()
-        self._end_turn_after(talk, fail)
+        with _BegunCall(self, call, deadline, ticket=sequence, num_collectives=num_runs) as running:
+            raise self._failure(running, Status(outcome, culprit, error))
 
-    def resume(
-        self,
-        number: int,
-        call: Call,
-        body: Body[Any],
-        deadline: Deadline,
-        finish: Callable[[Any], T],
-    ) -> T:
-        """Go on with a call that began on the short way, has its turn, and did one collective."""
+    def resume(self, ticket: int, prepared: Prepared[T]) -> T:
+        """Go on with a call that began on the short way, has its ticket, and did one collective."""
         self._stop_looking()
-        talk = self._new_talk(number, call, deadline, num_runs=1)
-        return finish(self._end_turn_after(talk, body))
+        call, deadline = prepared.call, prepared.deadline
+        with _BegunCall(self, call, deadline, ticket=ticket, num_collectives=1) as running:
+            prepared.run(running)
+        return prepared.finish()
 
     def give_up_turn(self, number: int, error: BaseException) -> None:
-        """End the turn of a call that began on the short way and cannot go on."""
+        """End the ticket of a call that began on the short way and cannot go on."""
         self.abort(f"{verdict.words_of(error)} (in call #{number})")
         self._turns.end(number)
 
-    def _end_turn_after(self, talk: ProcessTalk, body: Body[T]) -> T:
-        """Do the rest of a call whose turn it is."""
-        try:
-            return body(talk)
-        except BaseException as error:
-            self._abort_unless_settled(talk.sequence, talk.call, error)
-            raise
-        finally:
-            talk.end()
-            self._turns.end(talk.sequence)
+
+class _BegunCall(RunningCall):
+    """A call whose ticket has come up, and which has begun, on the short way."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
 
 
 def _call_of(kind: Kind, x: Any, op: Any, root: int, reproducible: bool) -> Call:

@@ -15,17 +15,25 @@ from ferrodist import _native
 from ferrodist.backends import verdict
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.control import Control
-from ferrodist.backends.scheduled import ScheduledBackend
+from ferrodist.backends.messaging import MessagingBackend
+from ferrodist.backends.messenger import Messenger
+from ferrodist.backends.planner import Planner, walk_plan
+from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.backends.verdict import Departure
-from ferrodist.backends.watches import SplitWatch
+from ferrodist.backends.watches import CallWatch, SplitWatch
+from ferrodist.buffer import Buffer
+from ferrodist.call import Call, Kind
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
-from ferrodist.errors import InvalidWorldSize, RankLost
+from ferrodist.errors import CollectiveMismatch, InvalidWorldSize, RankLost
 from ferrodist.schedules.cost import LinkModel
+from ferrodist.transports.base import Expected
 from ferrodist.transports.faulty import Faults
+from ferrodist.transports.framing import Frame
 from ferrodist.transports.threads import Switch, ThreadTransport
 
 _WORLD = 0  # the group number of the first group
+_QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 
 
 class _World:
@@ -84,7 +92,7 @@ def _with_descendants(control: Control, world_rank: int) -> Iterator[Control]:
             yield from _with_descendants(child, world_rank)
 
 
-class SimulatedBackend(ScheduledBackend):
+class SimulatedBackend(MessagingBackend):
     """One rank of a world whose ranks are threads of this process.
 
     Example:
@@ -102,9 +110,13 @@ class SimulatedBackend(ScheduledBackend):
     """
 
     def __init__(self, world: _World, control: Control, rank: int, config: Config) -> None:
-        transport = ThreadTransport(world.switch, control.members[rank])
-        super().__init__(transport, control, rank, config, world.model)
+        size = len(control.members)
+        super().__init__(rank, size, config)
         self._world = world
+        self._control = control
+        self._transport = ThreadTransport(world.switch, control.members[rank])
+        self.planner = Planner(rank, size, config, world.model)
+        self._messenger = Messenger(self._transport, control, rank)
         self._splits: dict[tuple[int, ...], int] = {}
         self._parent: SimulatedBackend | None = None
         # A backend that is dropped without close() leaves its group all the same.
@@ -155,6 +167,101 @@ class SimulatedBackend(ScheduledBackend):
             while not control.is_complete:
                 self._transport.sleep(parent.members[self.rank], watch)
         return control
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def _begin_call(self, running: RunningCall) -> None:
+        sequence, call = running.sequence, running.call
+        running.watch = CallWatch(self._control, self.rank, sequence, call, running.deadline)
+        self._control.enter(self.rank, sequence, call, running.fingerprint)
+
+    def _end_call(self, running: RunningCall) -> None:
+        self._control.finish(self.rank)
+
+    def _run_collective(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+    ) -> None:
+        """Do one whole collective: pick the schedule, walk its table over every segment."""
+        transport, members, watch = self._transport, self._control.members, running.watch
+        expected = Expected(self._control.group, running.sequence, running.fingerprint)
+
+        def exchange(
+            to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
+        ) -> memoryview | None:
+            if payload is None:
+                return transport.recv(members[peer], expected, watch)
+            frame = Frame(*expected, payload)
+            if expected_nbytes is not None:
+                return transport.exchange(members[to], frame, members[peer], expected, watch)
+            transport.send(members[to], frame, watch)
+            return None
+
+        plan = self.planner.plan(kind, input, output, args)
+        walk_plan(plan, input, output, args.in_place, self.config, exchange)
+
+    def _report_mismatch(
+        self, running: RunningCall, error: type[CollectiveMismatch], text: str
+    ) -> CollectiveMismatch:
+        """Report the difference, then wait for the verdict that all ranks get."""
+        self._control.report_mismatch(running.sequence, error, text)
+        with self._control.switch.lock:
+            while True:  # left by the error that look() raises
+                try:
+                    self._transport.sleep(self._transport.rank, running.watch)
+                except CollectiveMismatch as given:
+                    return given
+
+    def _look_while_queued(self, running: RunningCall) -> float:
+        """Let the call that holds this one up run out of time when this one does."""
+        control, deadline = self._control, running.deadline
+        with control.switch.lock:
+            if deadline.remaining() <= 0 and control.final is None:
+                self._expire_in_queue(running.call, deadline)
+                assert control.final is not None
+                raise control.final.now(self.rank)
+            control.refuse_if_final(self.rank)
+        return min(deadline.remaining(), _QUEUE_LOOK)
+
+    def _expire_in_queue(self, call: Call, deadline: Deadline) -> None:
+        desk = self._control.desks[self.rank]
+        if desk.is_inside:
+            self._control.expire(desk.sequence, desk.call, deadline)
+            return
+        why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
+        held_up = self._turns.last_ended + 1  # where the other ranks wait for this one
+        self._control.give(verdict.timeout(call, held_up, [self.rank], deadline, why))
+
+    def _is_settled(self, running: RunningCall) -> bool:
+        with self._control.switch.lock:
+            has_left = self._control.desks[self.rank].departure is not None
+            return has_left or self._control.verdict_of(running.sequence) is not None
+
+    def check_algorithm(
+        self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
+    ) -> str | None:
+        """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
+        return self.planner.check(kind, algorithm, root, reproducible)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Give the group up, and every group split off it."""
+        self.check_process()
+        with self._control.switch.lock:
+            self._control.abort(self.rank, reason)
+
+    def _announce_closing(self) -> None:
+        with self._control.switch.lock:
+            self._control.desks[self.rank].is_closing = True
+            self._control.switch.wake_all()
+
+    def _holds_lock(self) -> bool:
+        return self._control.switch.is_locked_here()
+
+    # -- groups, statistics, leaving ------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """Count what this rank's world has exchanged and who came late to this group's calls."""

@@ -2,34 +2,41 @@
 """TcpBackend: ranks are processes that are connected by TCP, on one host or on several.
 
 Every rank has a connection to every other, made when it joins; native code reads and writes them
-(``native/net``), walks the schedules and keeps the verdicts.
+(``native/net``), walks the schedules and keeps the verdicts. Every piece that is sent carries the
+call's fingerprint, so whoever differs is found by whoever hears from it. The group's keeper, its
+lowest rank, is told, asks all for their descriptors, and hands everybody all of them.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
 from ferrodist import _native
+from ferrodist.backends import verdict
 from ferrodist.backends.neighbours import NeighbourDeaths, check_settings, has_a_core_each
-from ferrodist.backends.planner import Planner
+from ferrodist.backends.planner import Planner, walk_plan
+from ferrodist.backends.process_texts import CallDescriptor, pack_descriptor, unpack_descriptor
+from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.backends.short_way import ShortWayBackend
-from ferrodist.backends.tcp_talk import TcpTalk, make_native
+from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure
 from ferrodist.backends.walk_plan import WalkPlan
-from ferrodist.buffer import DType
-from ferrodist.call import Call
+from ferrodist.buffer import Buffer
+from ferrodist.call import Kind
 from ferrodist.config import Config
-from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.mesh import Neighbour, join_mesh
 from ferrodist.schedules import LinkModel
 
 _LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and folded
 _MOST_PLANS = 256
+_NO_MEMORY = "no memory"  # how native code begins to say so
 
 
 class TcpBackend(ShortWayBackend):
@@ -99,20 +106,15 @@ class TcpBackend(ShortWayBackend):
         hosts = [self.neighbours[member].host for member in self.members]
         return [rank for rank, host in enumerate(hosts) if host == here]
 
-    def native_plan(self, plan: WalkPlan, dtype: DType, peers: Sequence[int] = ()) -> _native.Plan:
+    def _native_plan(self, plan: WalkPlan, peers: Sequence[int] = ()) -> _native.Plan:
         """Return a plan as native code takes it; kept, for it will come again."""
         found = self._native_plans.get(id(plan))
         if found is None:
             if len(self._native_plans) >= _MOST_PLANS:
                 self._native_plans.clear()
                 self.group.forget_plans()
-            found = self._native_plans[id(plan)] = plan, make_native(plan, dtype, peers)
+            found = self._native_plans[id(plan)] = plan, _make_native(plan, peers)
         return found[1]
-
-    def _new_talk(
-        self, sequence: int, call: Call, deadline: Deadline, num_runs: int = 0
-    ) -> TcpTalk:
-        return TcpTalk(self, sequence, call, deadline, num_runs)
 
     def _new_planner(self) -> Planner:
         model = self.link_model
@@ -135,7 +137,7 @@ class TcpBackend(ShortWayBackend):
         return self.group.flaw_of(rank) or "it is not what was expected"
 
     def loss_of(self, rank: int) -> int:
-        """Return the outcome of a wait for a rank that is gone, or sends what cannot be right."""
+        """Return the code of a wait for a rank that is gone, or sends what cannot be right."""
         return self.group.loss_of(rank)
 
     def departure_of(self, rank: int) -> Departure:
@@ -153,6 +155,186 @@ class TcpBackend(ShortWayBackend):
         super()._leave(departure)
         if self._parent is None:
             self.world.finish()
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def _run_collective(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+    ) -> None:
+        """Do one whole collective: pick the schedule, execute it over every segment."""
+        plan = self.planner.plan(kind, input, output, args)
+        if args.algorithm is None and args.counts is None and kind is running.call.kind:
+            self._keep_for_the_short_way(running, plan)
+        self._execute(running, plan, input, output, args.in_place)
+
+    def _keep_for_the_short_way(self, running: RunningCall, plan: WalkPlan) -> None:
+        """Let native code do the next call like this one, if it is of one array, by itself."""
+        call, is_tree = running.call, len(running.call.leaves) > 1
+        if is_tree or not self.has_short_way or (call.leaves and call.leaves[0].path):
+            return
+        leaf = call.leaves[0] if call.leaves else None
+        self.group.keep_plan(
+            call.kind,
+            leaf.dtype if leaf else -1,
+            -1 if call.op is None else call.op,
+            -1 if call.root is None else call.root,
+            math.prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0,
+            call.reproducible,
+            plan.alias_safe,
+            self._native_plan(plan),
+        )
+
+    def _execute(
+        self,
+        running: RunningCall,
+        plan: WalkPlan,
+        input: Buffer | None,
+        output: Buffer | None,
+        in_place: bool,
+        peers: Sequence[int] = (),
+    ) -> None:
+        """Execute a plan; ``peers`` are the group's ranks behind those of the plan."""
+        if in_place and not plan.alias_safe and input is not None:
+            in_place, input = False, input.copy()
+        execute = self._execute_in_python
+        if self.config.walker != "python":
+            execute = self._execute_in_native_code
+        self._check_executed(running, execute(running, plan, input, output, in_place, peers))
+
+    def _check_executed(self, running: RunningCall, status: NativeStatus) -> None:
+        """Raise what became of the execution of a plan, unless it is done."""
+        self._check(running, status)
+
+    def _execute_in_native_code(
+        self,
+        running: RunningCall,
+        plan: WalkPlan,
+        input: Buffer | None,
+        output: Buffer | None,
+        in_place: bool,
+        peers: Sequence[int],
+    ) -> NativeStatus:
+        return self.group.walk(
+            self._native_plan(plan, peers),
+            input.memory if input else None,
+            output.memory if output else None,
+            in_place,
+            running.sequence,
+            running.fingerprint,
+            running.deadline.end,
+            running.in_background,
+            running.poll,
+        )
+
+    def _execute_in_python(
+        self,
+        running: RunningCall,
+        plan: WalkPlan,
+        input: Buffer | None,
+        output: Buffer | None,
+        in_place: bool,
+        peers: Sequence[int],
+    ) -> NativeStatus:
+        """Execute a plan with the reference walker, piece by piece."""
+        ranks = peers or range(self.world_size)
+
+        def exchange(
+            to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
+        ) -> memoryview | None:
+            arrived = None if expected_nbytes is None else memoryview(bytearray(expected_nbytes))
+            status = self._exchange(running, ranks[to], payload, ranks[peer], arrived)
+            if status[0]:
+                raise _ExecutionEnded(status)
+            return arrived
+
+        code = self.group.enter(running.call.kind, running.sequence, running.fingerprint)
+        if code != StatusCode.DONE:
+            return Status(code)
+        try:
+            walk_plan(plan, input, output, in_place, self.config, exchange)
+        except _ExecutionEnded as ended:
+            return ended.status
+        finally:
+            self.group.exit()
+        return Status(StatusCode.DONE)
+
+    def _exchange(
+        self,
+        running: RunningCall,
+        to: int,
+        payload: memoryview | None,
+        peer: int,
+        arrived: memoryview | None,
+    ) -> NativeStatus:
+        """Send and receive one piece at once; either may be None."""
+        return self.group.exchange(
+            running.call.kind,
+            to,
+            payload,
+            peer,
+            arrived,
+            running.sequence,
+            running.fingerprint,
+            running.deadline.end,
+            running.in_background,
+            running.poll,
+        )
+
+    def _verdict_on(self, running: RunningCall, status: Status) -> verdict.Verdict:
+        code, rank, _ = status
+        if code == StatusCode.LATE:
+            return super()._verdict_on(running, status._replace(failed_rank=-1))
+        flaw = self.group.flaw_of(rank) if code == StatusCode.CORRUPT else ""
+        if flaw.startswith(_NO_MEMORY):  # this rank's own trouble, not its peer's
+            where = f"{running.call.kind.label} #{running.sequence}"
+            return verdict.abort(self.rank, f"{flaw} from rank {rank} (in {where})")
+        return super()._verdict_on(running, status)
+
+    def _exchange_descriptors(
+        self, running: RunningCall, mine: CallDescriptor
+    ) -> list[CallDescriptor]:
+        """Tell the group's keeper what this rank has called, and hear from it what all have."""
+        code, rank, error, found = self.group.hear_all(
+            running.sequence,
+            pack_descriptor(mine),
+            running.deadline.end,
+            running.in_background,
+            running.poll,
+        )
+        self._check(running, (code, rank, error))
+        return [unpack_descriptor(descriptor) for descriptor in found]
+
+
+class _ExecutionEnded(Exception):
+    """Ends the execution of a plan in Python."""
+
+    def __init__(self, status: NativeStatus) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def _make_native(plan: WalkPlan, peers: Sequence[int] = ()) -> _native.Plan:
+    """Hand a plan to native code; ``peers`` are the group's ranks behind those of the plan."""
+    ranges = array("Q")
+    for layout in plan.layouts:
+        for span in layout.ranges:
+            ranges.extend(span)
+    return _native.Plan(
+        plan.table.to_ints(),
+        ranges,
+        array("Q", [layout.scratch_nbytes for layout in plan.layouts]),
+        plan.dtype,
+        plan.op,
+        plan.divisor,
+        plan.is_wide,
+        plan.divides_at_end,
+        list(peers),
+    )
 
 
 def _close_watches(neighbours: Sequence[Neighbour]) -> None:

@@ -9,11 +9,11 @@ whose parts differ for every pair, and those that have to fold in the order of r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist import _native
-from ferrodist.backends import hybrid_talk
+from ferrodist.backends.running_call import CollectiveArgs, Counts, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.reduce_op import ReduceOp
@@ -21,49 +21,78 @@ from ferrodist.schedules import LINKS, LinkModel, choose, predict
 
 if TYPE_CHECKING:
     from ferrodist.backends.hybrid import HybridBackend
-    from ferrodist.backends.hybrid_talk import HybridTalk
 
 
-class Order(NamedTuple):
-    """What a collective is to do."""
+class Collective(NamedTuple):
+    """One collective of a call: its buffers, and the two levels that it is made of."""
 
-    source: Buffer | None
-    target: Buffer | None
-    op: ReduceOp | None
-    root: int
-    in_place: bool
+    backend: HybridBackend
+    running: RunningCall
+    input: Buffer | None
+    output: Buffer | None
+    args: CollectiveArgs
 
     @property
-    def source_array(self) -> Buffer:
+    def input_array(self) -> Buffer:
         """The input, in kinds where every rank has one."""
-        assert self.source is not None
-        return self.source
+        assert self.input is not None
+        return self.input
 
     @property
-    def target_array(self) -> Buffer:
+    def output_array(self) -> Buffer:
         """The result, in kinds where every rank has one."""
-        assert self.target is not None
-        return self.target
+        assert self.output is not None
+        return self.output
 
     @property
-    def fold(self) -> ReduceOp:
+    def op(self) -> ReduceOp:
         """The operation of a reduction."""
-        assert self.op is not None
-        return self.op
+        assert self.args.op is not None
+        return self.args.op
+
+    def intra_node(
+        self,
+        kind: Kind,
+        input: Buffer | None = None,
+        output: Buffer | None = None,
+        *,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        in_place: bool = False,
+    ) -> None:
+        """Do a collective of the ranks of this host; ``root`` is a number among them."""
+        args = CollectiveArgs(op, root, in_place=in_place)
+        self.backend.intra_node(self.running, kind, input, output, args)
+
+    def inter_node(
+        self,
+        ranks: Sequence[int],
+        kind: Kind,
+        input: Buffer | None = None,
+        output: Buffer | None = None,
+        *,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        counts: Counts | None = None,
+        in_place: bool = False,
+    ) -> None:
+        """Do a collective of ranks on different hosts; ``root`` is a place in their list."""
+        args = CollectiveArgs(op, root, counts, in_place=in_place)
+        self.backend.inter_node(self.running, ranks, kind, input, output, args)
 
 
-Work = Callable[["HybridTalk", Order], None]
+Steps = Callable[[Collective], None]
 
 _RAILS_NBYTES = 1 << 16  # from here on a part each costs less than what is saved
 
 
 def find(
-    backend: HybridBackend, kind: Kind, sample: Buffer | None, op: ReduceOp | None, in_order: bool
-) -> Work | None:
+    backend: HybridBackend, kind: Kind, sample: Buffer | None, args: CollectiveArgs
+) -> Steps | None:
     """Return how to do a collective in two levels; None if it is not done so, or does not pay."""
-    work = _WORKS.get(kind)
+    steps = _STEPS.get(kind)
     hosts = backend.host_map
-    if work is None or (in_order and kind.is_reduction):
+    if steps is None or (args.in_order and kind.is_reduction):
         return None
     if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) and not hosts.are_in_order:
         return None
@@ -73,7 +102,7 @@ def find(
     nbytes = 0 if sample is None else sample.count * dtype.itemsize
     if kind is Kind.ALL_GATHER:
         nbytes *= backend.world_size
-    return work if _pays(backend, kind, nbytes, dtype.is_half) else None
+    return steps if _pays(backend, kind, nbytes, dtype.is_half) else None
 
 
 def _pays(backend: HybridBackend, kind: Kind, nbytes: int, half: bool) -> bool:
@@ -98,12 +127,12 @@ def _pays(backend: HybridBackend, kind: Kind, nbytes: int, half: bool) -> bool:
 # -- allreduce and reduce -------------------------------------------------------------------------
 
 
-def _allreduce(talk: HybridTalk, order: Order) -> None:
-    source, target, op = order.source_array, order.target_array, order.fold
-    hosts, config = talk.backend.host_map, talk.backend.config
+def _allreduce(collective: Collective) -> None:
+    source, target, op = collective.input_array, collective.output_array, collective.op
+    hosts, config = collective.backend.host_map, collective.backend.config
     num_local = len(hosts.local)
     for begin, end in _segments(source.count, source.dtype, config.segment_nbytes):
-        step = _Step(talk, source, target, begin, end, order.in_place)
+        step = _Step(collective, source, target, begin, end, collective.args.in_place)
         whole = 0
         if hosts.are_equal and (end - begin) * source.dtype.itemsize >= _RAILS_NBYTES:
             whole = (end - begin) // num_local * num_local
@@ -118,25 +147,25 @@ class _Step:
 
     def __init__(
         self,
-        talk: HybridTalk,
+        collective: Collective,
         source: Buffer,
         target: Buffer | None,
         begin: int,
         end: int,
         in_place: bool,
     ) -> None:
-        self.talk = talk
+        self.collective = collective
         self.is_wide = source.dtype.is_half
         self.in_place = in_place and not self.is_wide
-        self.source = hybrid_talk.part(source, begin, end)
-        self._target = None if target is None else hybrid_talk.part(target, begin, end)
+        self.source = _part(source, begin, end)
+        self._target = None if target is None else _part(target, begin, end)
         self.target = self._target
         if self.is_wide:
-            wide = hybrid_talk.new_buffer(DType.FLOAT32, end - begin)
+            wide = Buffer.empty(DType.FLOAT32, (end - begin,))
             _native.widen(source.dtype, wide.memory, self.source.memory)
             self.source = wide
             if target is not None:
-                self.target = hybrid_talk.new_buffer(DType.FLOAT32, end - begin)
+                self.target = Buffer.empty(DType.FLOAT32, (end - begin,))
 
     def finish(self) -> None:
         """Round what is wide into the caller's array."""
@@ -145,73 +174,74 @@ class _Step:
 
 
 def _by_rails(step: _Step, count: int, op: ReduceOp) -> None:
-    talk, hosts = step.talk, step.talk.backend.host_map
+    collective, hosts = step.collective, step.collective.backend.host_map
     assert step.target is not None
-    source = hybrid_talk.part(step.source, 0, count)
-    target = hybrid_talk.part(step.target, 0, count)
+    source = _part(step.source, 0, count)
+    target = _part(step.target, 0, count)
     size = count // len(hosts.local)
-    mine = hybrid_talk.part(target, hosts.local_rank * size, (hosts.local_rank + 1) * size)
-    talk.inside(
-        Kind.REDUCE_SCATTER, source, mine, op=_unfinished(op), count=size, in_place=step.in_place
+    mine = _part(target, hosts.local_rank * size, (hosts.local_rank + 1) * size)
+    collective.intra_node(
+        Kind.REDUCE_SCATTER, source, mine, op=_unfinished(op), in_place=step.in_place
     )
     rail = hosts.rail()
-    talk.between(rail, Kind.ALLREDUCE, mine, mine, op=_unfinished(op), in_place=True)
-    _divide(mine, op, talk.backend.world_size)
-    talk.inside(Kind.ALL_GATHER, mine, target, count=size, in_place=True)
+    collective.inter_node(rail, Kind.ALLREDUCE, mine, mine, op=_unfinished(op), in_place=True)
+    _divide(mine, op, collective.backend.world_size)
+    collective.intra_node(Kind.ALL_GATHER, mine, target, in_place=True)
 
 
 def _by_speakers(step: _Step, begin: int, end: int, op: ReduceOp) -> None:
-    talk, hosts = step.talk, step.talk.backend.host_map
+    collective, hosts = step.collective, step.collective.backend.host_map
     assert step.target is not None
-    source = hybrid_talk.part(step.source, begin, end)
-    target = hybrid_talk.part(step.target, begin, end)
-    is_speaker, count = hosts.local_rank == 0, end - begin
-    talk.inside(
+    source = _part(step.source, begin, end)
+    target = _part(step.target, begin, end)
+    is_speaker = hosts.local_rank == 0
+    collective.intra_node(
         Kind.REDUCE,
         source,
         target if is_speaker else None,
         op=_unfinished(op),
-        count=count,
         in_place=step.in_place and is_speaker,
     )
     if is_speaker:
         speakers = hosts.speakers()
-        talk.between(speakers, Kind.ALLREDUCE, target, target, op=_unfinished(op), in_place=True)
-        _divide(target, op, talk.backend.world_size)
-    _hand_out(talk, target, 0, count)
+        collective.inter_node(
+            speakers, Kind.ALLREDUCE, target, target, op=_unfinished(op), in_place=True
+        )
+        _divide(target, op, collective.backend.world_size)
+    _hand_out(collective, target, 0)
 
 
-def _hand_out(talk: HybridTalk, target: Buffer, speaker: int, count: int) -> None:
+def _hand_out(collective: Collective, target: Buffer, speaker: int) -> None:
     """Give what a rank of this host has to all of it."""
-    is_mine = talk.backend.host_map.local_rank == speaker
+    is_mine = collective.backend.host_map.local_rank == speaker
     source = target if is_mine else None
-    talk.inside(Kind.BROADCAST, source, target, root=speaker, count=count, in_place=is_mine)
+    collective.intra_node(Kind.BROADCAST, source, target, root=speaker, in_place=is_mine)
 
 
-def _reduce(talk: HybridTalk, order: Order) -> None:
-    source, target, op, root = order.source_array, order.target, order.fold, order.root
-    backend, hosts = talk.backend, talk.backend.host_map
+def _reduce(collective: Collective) -> None:
+    source, target, op = collective.input_array, collective.output, collective.op
+    root = collective.args.root
+    backend, hosts = collective.backend, collective.backend.host_map
     speakers, home = hosts.speakers(root), hosts.host_of(root)
     speaker = hosts.local.index(speakers[hosts.here])
     is_speaker = hosts.local_rank == speaker
     for begin, end in _segments(source.count, source.dtype, backend.config.segment_nbytes):
-        step = _Step(talk, source, target, begin, end, order.in_place)
+        step = _Step(collective, source, target, begin, end, collective.args.in_place)
         result = step.target
         if is_speaker and result is None:
-            result = hybrid_talk.new_buffer(step.source.dtype, end - begin)
-        talk.inside(
+            result = Buffer.empty(step.source.dtype, (end - begin,))
+        collective.intra_node(
             Kind.REDUCE,
             step.source,
             result if is_speaker else None,
             op=_unfinished(op),
             root=speaker,
-            count=end - begin,
             in_place=step.in_place and is_speaker,
         )
         if is_speaker:
             is_root = backend.rank == root
             final = result if is_root else None
-            talk.between(
+            collective.inter_node(
                 speakers,
                 Kind.REDUCE,
                 result,
@@ -223,7 +253,7 @@ def _reduce(talk: HybridTalk, order: Order) -> None:
             if final is not None:
                 _divide(final, op, backend.world_size)
         step.finish()
-    talk.inside(Kind.BARRIER)
+    collective.intra_node(Kind.BARRIER)
 
 
 def _unfinished(op: ReduceOp) -> ReduceOp:
@@ -246,62 +276,75 @@ def _segments(count: int, dtype: DType, nbytes: int) -> Iterator[tuple[int, int]
 # -- the others -----------------------------------------------------------------------------------
 
 
-def _broadcast(talk: HybridTalk, order: Order) -> None:
-    target, root = order.target_array, order.root
-    hosts = talk.backend.host_map
+def _broadcast(collective: Collective) -> None:
+    target, root = collective.output_array, collective.args.root
+    hosts = collective.backend.host_map
     speakers = hosts.speakers(root)
-    talk.inside(Kind.BARRIER)
-    if talk.backend.rank in speakers:
+    collective.intra_node(Kind.BARRIER)
+    if collective.backend.rank in speakers:
         home = hosts.host_of(root)
-        talk.between(
-            speakers, Kind.BROADCAST, order.source, target, root=home, in_place=order.in_place
+        collective.inter_node(
+            speakers,
+            Kind.BROADCAST,
+            collective.input,
+            target,
+            root=home,
+            in_place=collective.args.in_place,
         )
-    _hand_out(talk, target, hosts.local.index(speakers[hosts.here]), target.count)
+    _hand_out(collective, target, hosts.local.index(speakers[hosts.here]))
 
 
-def _all_gather(talk: HybridTalk, order: Order) -> None:
-    source, target = order.source_array, order.target_array
-    hosts, size = talk.backend.host_map, source.count
+def _all_gather(collective: Collective) -> None:
+    source, target = collective.input_array, collective.output_array
+    hosts, size = collective.backend.host_map, source.count
     is_speaker = hosts.local_rank == 0
-    here = hybrid_talk.part(target, hosts.local[0] * size, (hosts.local[-1] + 1) * size)
-    talk.inside(
+    here = _part(target, hosts.local[0] * size, (hosts.local[-1] + 1) * size)
+    collective.intra_node(
         Kind.GATHER,
         source,
         here if is_speaker else None,
-        count=size,
-        in_place=order.in_place and is_speaker,
+        in_place=collective.args.in_place and is_speaker,
     )
     if is_speaker:
         counts = [len(ranks) * size for ranks in hosts.hosts]
         speakers = hosts.speakers()
-        talk.between(speakers, Kind.ALL_GATHER, here, target, counts=counts, in_place=True)
-    _hand_out(talk, target, 0, target.count)
+        collective.inter_node(speakers, Kind.ALL_GATHER, here, target, counts=counts, in_place=True)
+    _hand_out(collective, target, 0)
 
 
-def _reduce_scatter(talk: HybridTalk, order: Order) -> None:
-    source, target, op = order.source_array, order.target_array, order.fold
-    hosts, size, dtype = talk.backend.host_map, target.count, source.dtype
+def _reduce_scatter(collective: Collective) -> None:
+    source, target, op = collective.input_array, collective.output_array, collective.op
+    hosts, size, dtype = collective.backend.host_map, target.count, source.dtype
     is_speaker = hosts.local_rank == 0
-    whole = hybrid_talk.new_buffer(dtype, source.count) if is_speaker else None
-    here = hybrid_talk.new_buffer(dtype, len(hosts.local) * size) if is_speaker else None
-    talk.inside(Kind.REDUCE, source, whole, op=_unfinished(op), count=source.count)
+    whole = Buffer.empty(dtype, (source.count,)) if is_speaker else None
+    here = Buffer.empty(dtype, (len(hosts.local) * size,)) if is_speaker else None
+    collective.intra_node(Kind.REDUCE, source, whole, op=_unfinished(op))
     if here is not None:
         counts = [len(ranks) * size for ranks in hosts.hosts]
         speakers = hosts.speakers()
-        talk.between(speakers, Kind.REDUCE_SCATTER, whole, here, op=_unfinished(op), counts=counts)
-        _divide(here, op, talk.backend.world_size)
-    talk.inside(Kind.SCATTER, here, target, count=size)
+        collective.inter_node(
+            speakers, Kind.REDUCE_SCATTER, whole, here, op=_unfinished(op), counts=counts
+        )
+        _divide(here, op, collective.backend.world_size)
+    collective.intra_node(Kind.SCATTER, here, target)
 
 
-def _barrier(talk: HybridTalk, order: Order) -> None:
-    hosts = talk.backend.host_map
-    talk.inside(Kind.BARRIER)
+def _barrier(collective: Collective) -> None:
+    hosts = collective.backend.host_map
+    collective.intra_node(Kind.BARRIER)
     if hosts.local_rank == 0:
-        talk.between(hosts.speakers(), Kind.BARRIER)
-    talk.inside(Kind.BARRIER)
+        collective.inter_node(hosts.speakers(), Kind.BARRIER)
+    collective.intra_node(Kind.BARRIER)
 
 
-_WORKS: dict[Kind, Work] = {
+def _part(buffer: Buffer, begin: int, end: int) -> Buffer:
+    """Show some elements of an array."""
+    size = buffer.dtype.itemsize
+    memory = buffer.memory[begin * size : end * size]
+    return Buffer(memory, buffer.dtype, (end - begin,), buffer.owner)
+
+
+_STEPS: dict[Kind, Steps] = {
     Kind.ALLREDUCE: _allreduce,
     Kind.REDUCE: _reduce,
     Kind.BROADCAST: _broadcast,

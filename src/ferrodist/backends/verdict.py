@@ -86,7 +86,7 @@ _WHO_KILLS = "the kernel does that when memory runs out (see dmesg), and so do j
 _SAME_NUMBER = "every rank must make the same number of calls"
 
 
-def disagreement(sequence: int, calls: Sequence[Call | None]) -> Verdict:
+def mismatch(sequence: int, calls: Sequence[Call | None]) -> Verdict:
     """Ranks called different things: the table of who called what and where."""
     present = [call for call in calls if call is not None]
     first = present[0]
@@ -113,7 +113,7 @@ def _advice(call: Call, only_sizes: bool, same_kind: bool) -> str:
     return "every rank must pass the same shape"
 
 
-def objection(
+def reported_mismatch(
     sequence: int, calls: Sequence[Call], error: type[errors.CollectiveMismatch], text: str
 ) -> Verdict:
     """A rank found, on arrival, what the fingerprints leave out."""

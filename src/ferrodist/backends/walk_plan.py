@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ferrodist.backends.base import Counts
+from ferrodist.backends.running_call import Counts
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.reduce_op import ReduceOp
@@ -16,6 +16,7 @@ class WalkPlan(NamedTuple):
     """The steps of one rank, where its cells lie, and how to fold."""
 
     table: Table
+    dtype: DType
     layouts: tuple[Layout, ...]
     op: ReduceOp
     divisor: int
@@ -37,6 +38,7 @@ def make_plan(
     itemsize = 4 if is_wide else dtype.itemsize
     return WalkPlan(
         table=table,
+        dtype=dtype,
         layouts=tuple(layouts(table, lengths, itemsize, segment_nbytes=segment_nbytes)),
         # Unfinished sums that travel are plain sums; the division comes at the end.
         op=ReduceOp.SUM if op is None or (is_mean and traits.partials) else op,
@@ -51,8 +53,8 @@ def lengths_of(
     kind: Kind,
     rank: int,
     world: int,
-    source: Buffer | None,
-    target: Buffer | None,
+    input: Buffer | None,
+    output: Buffer | None,
     counts: Counts | None,
 ) -> Lengths:
     """Say how long the arrays of a call are; the same on every rank but for its own blocks."""
@@ -61,12 +63,12 @@ def lengths_of(
     if counts is not None:
         return _uneven_lengths(kind, rank, counts)
     if kind in (Kind.ALL_GATHER, Kind.GATHER):
-        assert source is not None
-        return Lengths(source.count * world)
+        assert input is not None
+        return Lengths(input.count * world)
     if kind is Kind.SCATTER:
-        assert target is not None
-        return Lengths(target.count * world)
-    array = source if source is not None else target
+        assert output is not None
+        return Lengths(output.count * world)
+    array = input if input is not None else output
     assert array is not None
     return Lengths(array.count)
 

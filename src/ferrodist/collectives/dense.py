@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, Unpack, overload
 
-from ferrodist.backends.base import Algorithm
+from ferrodist.backends.running_call import Algorithm
 from ferrodist.call import Kind
-from ferrodist.collectives.plan import execute
+from ferrodist.collectives.plan import execute, execute_barrier
 from ferrodist.collectives.request import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -362,5 +362,4 @@ def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT) -> None:
     """
     if timeout is DEFAULT and at_once(BARRIER, backend, None, None, None, -1) is None:
         return
-    request = Request(Kind.BARRIER, backend, timeout=timeout)
-    request.execute(lambda talk: request.run(talk, None, None), lambda _: None)
+    execute_barrier(Request(Kind.BARRIER, backend, timeout=timeout))

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ferrodist.arrays import Result, Taken
+from ferrodist.backends.running_call import CollectiveArgs, Part
 from ferrodist.buffer import Buffer, DType
+from ferrodist.call import Kind
 
 
 class Item(NamedTuple):
@@ -22,62 +24,58 @@ class Item(NamedTuple):
     result: Result | None
     in_place: bool = False
 
-
-class Bundle(NamedTuple):
-    """Leaves of one dtype that travel together."""
-
-    items: tuple[Item, ...]
-    source_parts: int  # into how many equal parts each input is cut: W in reduce_scatter, else 1
-    target_parts: int  # into how many equal parts each result is cut: W in all_gather, else 1
-
-    @property
-    def is_lone(self) -> bool:
-        """True if there is nothing to pack."""
-        return len(self.items) == 1
-
-    def source(self) -> Buffer:
-        """Give the input of the collective, packed if there are several leaves."""
-        if self.is_lone:
-            return self.items[0].taken.buffer
-        inputs = [item.taken.buffer for item in self.items]
-        packed = _room_for(inputs)
-        _copy(inputs, packed, self.source_parts, is_packing=True)
-        return packed
-
-    def target(self) -> Buffer | None:
-        """Give the place for the result, None on ranks that have none."""
-        if self.items[0].result is None:
-            return None
-        if self.is_lone:
-            return self.items[0].result.buffer
-        return _room_for(self._results())
-
-    def unpack(self, target: Buffer | None) -> None:
-        """Distribute a packed result to the leaves."""
-        if target is not None and not self.is_lone:
-            _copy(self._results(), target, self.target_parts, is_packing=False)
-
-    def _results(self) -> list[Buffer]:
-        return [item.result.buffer for item in self.items if item.result is not None]
+    def alone(self, kind: Kind, args: CollectiveArgs) -> Part:
+        """Make the collective of a leaf that travels as it is."""
+        output = None if self.result is None else self.result.buffer
+        args = args._replace(in_place=True) if self.in_place else args
+        return Part(kind, self.taken.buffer, output, args)
 
 
-def bundle(
-    items: Sequence[Item], fuse_nbytes: int, source_parts: int, target_parts: int
-) -> list[Bundle]:
-    """Decide which leaves travel together: depends only on what all ranks agree on."""
+class Packed(NamedTuple):
+    """Results of leaves that travel together."""
+
+    leaves: list[Buffer]
+    output: Buffer
+    parts: int  # into how many equal parts each result is cut: W in all_gather, else 1
+
+    def unpack(self) -> None:
+        """Distribute the packed result to the leaves."""
+        _copy(self.leaves, self.output, self.parts, is_packing=False)
+
+
+def fuse(
+    items: Sequence[Item], kind: Kind, args: CollectiveArgs, world: int, fuse_nbytes: int
+) -> tuple[list[Part], list[Packed]]:
+    """Make the collectives of a call and say what to unpack when they are done.
+
+    Which leaves travel together depends only on what all ranks agree on.
+    """
+    if len(items) == 1:
+        return [items[0].alone(kind, args)], []
     small: dict[DType, list[Item]] = {}
-    bundles = []
+    parts, packed = [], []
     for item in items:
-        if item.taken.buffer.nbytes <= fuse_nbytes and len(items) > 1:
+        if item.taken.buffer.memory.nbytes <= fuse_nbytes:
             small.setdefault(item.taken.buffer.dtype, []).append(item)
         else:
-            bundles.append(Bundle((item,), source_parts, target_parts))
-    bundles += [Bundle(tuple(small[dtype]), source_parts, target_parts) for dtype in sorted(small)]
-    return bundles
+            parts.append(item.alone(kind, args))
+    for dtype in sorted(small):
+        if len(small[dtype]) == 1:
+            parts.append(small[dtype][0].alone(kind, args))
+            continue
+        inputs = [item.taken.buffer for item in small[dtype]]
+        outputs = [item.result.buffer for item in small[dtype] if item.result is not None]
+        together, output = _room_for(inputs), _room_for(outputs) if outputs else None
+        _copy(inputs, together, world if kind is Kind.REDUCE_SCATTER else 1, is_packing=True)
+        parts.append(Part(kind, together, output, args))
+        if output is not None:
+            packed.append(Packed(outputs, output, world if kind is Kind.ALL_GATHER else 1))
+    return parts, packed
 
 
 def _room_for(buffers: Sequence[Buffer]) -> Buffer:
-    return Buffer.empty(buffers[0].dtype, (sum(buffer.count for buffer in buffers),))
+    nbytes, dtype = sum([buffer.memory.nbytes for buffer in buffers]), buffers[0].dtype
+    return Buffer.empty(dtype, (nbytes // dtype.itemsize,))
 
 
 def _copy(leaves: Sequence[Buffer], packed: Buffer, parts: int, *, is_packing: bool) -> None:
@@ -85,7 +83,7 @@ def _copy(leaves: Sequence[Buffer], packed: Buffer, parts: int, *, is_packing: b
     place = 0
     for part in range(parts):
         for leaf in leaves:
-            size = leaf.nbytes // parts
+            size = leaf.memory.nbytes // parts
             outer, inner = slice(place, place + size), slice(part * size, (part + 1) * size)
             if is_packing:
                 packed.memory[outer] = leaf.memory[inner]

@@ -8,11 +8,12 @@ msgpack; anything else is refused unless every rank passes ``pickle=True``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ferrodist.backends.base import Conversation
+from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.collectives.codec import decode, encode
@@ -42,15 +43,7 @@ def broadcast_object(
     """
     request = Request(Kind.BROADCAST_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
     data = encode(value, pickle, "the object") if request.is_root else b""
-
-    def body(talk: Conversation) -> Any:
-        size = np.array([len(data)], np.int64)
-        _run(talk, request, Kind.BROADCAST, as_buffer(size), as_buffer(size), in_place=True)
-        found = _bytes(bytearray(data)) if request.is_root else _room(int(size[0]))
-        _run(talk, request, Kind.BROADCAST, found, found, in_place=True)
-        return found
-
-    return request.execute(body, lambda found: decode(found.memory, pickle), pickle=pickle)
+    return _execute(_BroadcastObject, request, [data], pickle)
 
 
 def all_gather_object(
@@ -71,16 +64,7 @@ def all_gather_object(
     """
     request = Request(Kind.ALL_GATHER_OBJECT, backend, timeout=timeout, is_async=async_op)
     data = encode(value, pickle, "the object")
-
-    def body(talk: Conversation) -> Any:
-        sizes = _tell_sizes(talk, request, len(data))
-        joined = _room(sum(sizes))
-        _run(talk, request, Kind.ALL_GATHER, _bytes(data), joined, counts=sizes)
-        return joined, sizes
-
-    return request.execute(
-        body, lambda found: _decode_each(found[0], found[1], pickle), pickle=pickle
-    )
+    return _execute(_GatherObject, request, [data], pickle)
 
 
 def gather_object(
@@ -102,16 +86,7 @@ def gather_object(
     """
     request = Request(Kind.GATHER_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
     data = encode(value, pickle, "the object")
-
-    def body(talk: Conversation) -> Any:
-        sizes = _tell_sizes(talk, request, len(data))
-        joined = _room(sum(sizes)) if request.is_root else None
-        _run(talk, request, Kind.GATHER, _bytes(data), joined, counts=sizes)
-        return joined, sizes
-
-    return request.execute(
-        body, lambda found: _decode_each(found[0], found[1], pickle), pickle=pickle
-    )
+    return _execute(_GatherObject, request, [data], pickle)
 
 
 def scatter_object(
@@ -134,18 +109,68 @@ def scatter_object(
     """
     request = Request(Kind.SCATTER_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
     parts = _encode_each(request, values, pickle) if request.is_root else []
+    return _execute(_ScatterObject, request, parts, pickle)
 
-    def body(talk: Conversation) -> Any:
-        sizes = np.array(
-            [len(part) for part in parts] or [0] * request.backend.world_size, np.int64
-        )
-        _run(talk, request, Kind.BROADCAST, as_buffer(sizes), as_buffer(sizes), in_place=True)
-        source = _bytes(b"".join(parts)) if request.is_root else None
-        mine = _room(int(sizes[request.backend.rank]))
-        _run(talk, request, Kind.SCATTER, source, mine, counts=sizes.tolist())
-        return mine
 
-    return request.execute(body, lambda mine: decode(mine.memory, pickle), pickle=pickle)
+@dataclass(slots=True, eq=False)
+class _ObjectCall(Prepared[Any]):
+    """A call on encoded objects: the sizes are told first, then the bytes travel."""
+
+    request: Request
+    data: list[bytes]
+    pickle: bool
+    found: Buffer | None = None
+    sizes: list[int] = field(default_factory=list)
+
+    @property
+    def args(self) -> CollectiveArgs:
+        return CollectiveArgs(root=self.request.args.root)
+
+    def finish(self) -> Any:
+        assert self.found is not None
+        return decode(self.found.memory, self.pickle)
+
+    def tell_sizes(self, running: RunningCall, num_sizes: int) -> list[int]:
+        """Give every rank the sizes of the root's bytes."""
+        sizes = np.array([len(one) for one in self.data] or [0] * num_sizes, np.int64)
+        buffer = as_buffer(sizes)
+        running.collective(Kind.BROADCAST, buffer, buffer, self.args._replace(in_place=True))
+        told: list[int] = sizes.tolist()
+        return told
+
+
+class _BroadcastObject(_ObjectCall):
+    def run(self, running: RunningCall) -> None:
+        (size,) = self.tell_sizes(running, 1)
+        found = _bytes(bytearray(self.data[0])) if self.request.is_root else _room(size)
+        running.collective(Kind.BROADCAST, found, found, self.args._replace(in_place=True))
+        self.found = found
+
+
+class _GatherObject(_ObjectCall):
+    def run(self, running: RunningCall) -> None:
+        is_rooted = self.request.kind is Kind.GATHER_OBJECT
+        self.sizes = tell_numbers(running, [len(self.data[0])])[:, 0].tolist()
+        self.found = None if is_rooted and not self.request.is_root else _room(sum(self.sizes))
+        kind, args = Kind.GATHER if is_rooted else Kind.ALL_GATHER, self.args
+        running.collective(kind, _bytes(self.data[0]), self.found, args._replace(counts=self.sizes))
+
+    def finish(self) -> list[Any] | None:
+        return _decode_each(self.found, self.sizes, self.pickle)
+
+
+class _ScatterObject(_ObjectCall):
+    def run(self, running: RunningCall) -> None:
+        backend = running.backend
+        sizes = self.tell_sizes(running, backend.world_size)
+        source = _bytes(b"".join(self.data)) if self.request.is_root else None
+        self.found = _room(sizes[backend.rank])
+        running.collective(Kind.SCATTER, source, self.found, self.args._replace(counts=sizes))
+
+
+def _execute(prepared: type[_ObjectCall], request: Request, data: list[bytes], pickle: bool) -> Any:
+    call = request.call(pickle=pickle)
+    return request.execute(prepared(call, request.deadline, request, data, pickle))
 
 
 def _encode_each(request: Request, values: Sequence[Any] | None, pickle: bool) -> list[bytes]:
@@ -172,22 +197,6 @@ def _decode_each(joined: Buffer | None, sizes: Sequence[int], pickle: bool) -> l
         values.append(decode(joined.memory[place : place + size], pickle))
         place += size
     return values
-
-
-def _tell_sizes(talk: Conversation, request: Request, size: int) -> list[int]:
-    sizes: list[int] = tell_numbers(talk, request, [size])[:, 0].tolist()
-    return sizes
-
-
-def _run(
-    talk: Conversation,
-    request: Request,
-    kind: Kind,
-    source: Buffer | None,
-    target: Buffer | None,
-    **options: Any,
-) -> None:
-    talk.run(kind, source, target, root=request.root or 0, **options)
 
 
 def _bytes(data: bytes | bytearray) -> Buffer:

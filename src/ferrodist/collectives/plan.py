@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ferrodist.arrays import (
@@ -19,9 +21,9 @@ from ferrodist.arrays import (
     take,
     take_out,
 )
-from ferrodist.backends.base import Conversation
+from ferrodist.backends.running_call import Part, Prepared, RunningCall
 from ferrodist.call import Kind
-from ferrodist.collectives.fusing import Bundle, Item, bundle
+from ferrodist.collectives.fusing import Item, Packed, fuse
 from ferrodist.collectives.request import Request, leaf_of
 from ferrodist.errors import InvalidArgument, InvalidShape, SizeMismatch, UnsupportedArray
 
@@ -43,33 +45,49 @@ def execute(request: Request, x: Any, out: Any) -> Any:
     shapes = [result_shape(request, taken, path) for path, taken in zip(paths, inputs, strict=True)]
     results = _make_room(request, inputs, shapes, paths, _outs(request, out, paths))
     items = [
-        Item(taken, result, is_in_place(request, taken, result))
+        Item(taken, result, out is not None and is_in_place(request, taken, result))
         for taken, result in zip(inputs, results, strict=True)
     ]
     if out is not None:
         _refuse_crossing(request, paths, inputs, results)
-    world = request.backend.world_size
-    bundles = bundle(
-        items,
-        request.backend.config.fuse_nbytes,
-        source_parts=world if request.kind is Kind.REDUCE_SCATTER else 1,
-        target_parts=world if request.kind is Kind.ALL_GATHER else 1,
-    )
+    world, fuse_nbytes = request.backend.world_size, request.backend.config.fuse_nbytes
+    parts, packed = fuse(items, request.kind, request.args, world, fuse_nbytes)
+    leaves = [leaf_of(taken, path) for path, taken in zip(paths, inputs, strict=True)]
+    call = request.call(tuple(leaves))
+    parts = parts or [Part(Kind.BARRIER, args=request.args)]  # an empty tree synchronises too
+    dense = _DenseCall(call, request.deadline, parts)
+    if _has_result(request):
+        dense.packed, dense.results, dense.rebuild, dense.out = packed, results, rebuild, out
+    return request.execute(dense)
 
-    def body(talk: Conversation) -> None:
-        for one in bundles:
-            _run_bundle(request, talk, one)
-        if not bundles:
-            request.run(talk, None, None, kind=Kind.BARRIER)  # an empty tree synchronises too
 
-    def finish(_: None) -> Any:
-        if not _has_result(request):
+def execute_barrier(request: Request) -> None:
+    """Hand the call that has no arrays to the backend."""
+    part = Part(Kind.BARRIER, args=request.args)
+    request.execute(_DenseCall(request.call(), request.deadline, [part]))
+
+
+@dataclass(slots=True, eq=False)
+class _DenseCall(Prepared[Any]):
+    """A call whose collectives are known before it runs."""
+
+    parts: list[Part]
+    packed: list[Packed] = field(default_factory=list)
+    results: list[Result | None] = field(default_factory=list)
+    rebuild: Callable[[list[Any]], Any] | None = None  # None where this rank has no result
+    out: Any = None
+
+    def run(self, running: RunningCall) -> None:
+        for part in self.parts:
+            running.collective(*part)
+
+    def finish(self) -> Any:
+        if self.rebuild is None:
             return None
-        finished = rebuild([result.finish() for result in results if result is not None])
-        return finished if out is None else out
-
-    leaves = tuple(leaf_of(taken, path) for path, taken in zip(paths, inputs, strict=True))
-    return request.execute(body, finish, leaves)
+        for one in self.packed:
+            one.unpack()
+        finished = self.rebuild([one.finish() for one in self.results if one is not None])
+        return finished if self.out is None else self.out
 
 
 def _refuse_none(request: Request) -> UnsupportedArray:
@@ -78,12 +96,6 @@ def _refuse_none(request: Request) -> UnsupportedArray:
     if request.kind is Kind.BROADCAST:
         advice = "every rank passes an array of the root's dtype and shape"
     return UnsupportedArray(f"{request.kind.label}: x is None; {advice}", got="None")
-
-
-def _run_bundle(request: Request, talk: Conversation, one: Bundle) -> None:
-    target = one.target()
-    request.run(talk, one.source(), target, in_place=one.is_lone and one.items[0].in_place)
-    one.unpack(target)
 
 
 def _take(request: Request, path: str, leaf: Any) -> Taken:

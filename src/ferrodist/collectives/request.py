@@ -7,20 +7,18 @@ used before all of it has passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 from ferrodist.arrays import Taken, check_number
-from ferrodist.backends.base import Algorithm, Backend, Body, Conversation, Counts
+from ferrodist.backends.base import Backend
 from ferrodist.backends.default import current_backend
-from ferrodist.buffer import Buffer, DType
+from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared
+from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.config import DEFAULT, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument, NotInitialized, UnsupportedOp
 from ferrodist.reduce_op import ReduceOp
-
-T = TypeVar("T")
 
 # Short names for the typed signatures of the public functions.
 Group = Backend | None
@@ -68,7 +66,10 @@ class Request:
         self.reproducible = (
             self.backend.reproducible if reproducible is None else bool(reproducible)
         )
-        self.algorithm = algorithm
+        # What its collectives are told, where they are not told otherwise.
+        self.args = CollectiveArgs(
+            self.op, self.root or 0, algorithm=algorithm, in_order=self.reproducible
+        )
         self.algorithm_name = self.backend.check_algorithm(
             kind, algorithm, self.root or 0, self.reproducible
         )
@@ -79,22 +80,15 @@ class Request:
         """True on the rank a rooted call is about."""
         return self.root == self.backend.rank
 
-    def execute(
+    def call(
         self,
-        body: Body[Any],
-        finish: Callable[[Any], T],
         leaves: tuple[Leaf, ...] = (),
         *,
         compared: tuple[Leaf, ...] | None = None,
         pickle: bool = False,
-        turn: int | None = None,
-    ) -> Any:
-        """Hand the call to the backend: return its result, or its Work if it is asynchronous.
-
-        ``finish`` makes the result of what the body returns, when the others need nothing more.
-        ``turn`` is the number of a call that has begun on the short way.
-        """
-        call = Call(
+    ) -> Call:
+        """Describe the call as ranks compare it."""
+        return Call(
             self.kind,
             leaves,
             op=self.op,
@@ -105,33 +99,10 @@ class Request:
             compared=compared,
             pickle=pickle,
         )
-        if turn is not None:
-            return self.backend.resume(turn, call, body, self.deadline, finish)
-        run = self.backend.start if self.is_async else self.backend.perform
-        return run(call, body, self.deadline, finish)
 
-    def run(
-        self,
-        talk: Conversation,
-        source: Buffer | None,
-        target: Buffer | None,
-        *,
-        kind: Kind | None = None,
-        counts: Counts | None = None,
-        in_place: bool = False,
-    ) -> None:
-        """Do the collective the call is named after, or ``kind`` with the same options."""
-        talk.run(
-            self.kind if kind is None else kind,
-            source,
-            target,
-            op=self.op,
-            root=self.root or 0,
-            counts=counts,
-            algorithm=self.algorithm,
-            in_order=self.reproducible,
-            in_place=in_place,
-        )
+    def execute(self, prepared: Prepared[Any]) -> Any:
+        """Hand the call to the backend: return its result, or its Work if it is asynchronous."""
+        return (self.backend.start if self.is_async else self.backend.perform)(prepared)
 
     def check_op(self, taken: Taken, where: str) -> None:
         """Refuse a reduction that has no meaning for the dtype, and numbers that could wrap."""

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Unpack, overload
 
 import numpy as np
 
 from ferrodist.arrays import Result, Taken, new_result, numpy_result, take, take_out
-from ferrodist.backends.base import Algorithm, Backend, Conversation
+from ferrodist.backends.base import Backend
 from ferrodist.backends.default import current_backend
+from ferrodist.backends.running_call import (
+    Algorithm,
+    CollectiveArgs,
+    Counts,
+    Prepared,
+    RunningCall,
+)
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.plan import is_in_place, result_shape
@@ -87,24 +95,37 @@ def scatter(
         algorithm=algorithm,
         reproducible=reproducible,
     )
-    return _scatter(request, x, out)
+    return request.execute(_prepare_scatter(request, x, out))
 
 
-def _go_on(x: Any, backend: Backend | None, root: int, out: Any, turn: int, told: bytes) -> Any:
+def _go_on(x: Any, backend: Backend | None, root: int, out: Any, ticket: int, told: bytes) -> Any:
     """Go on with a scatter that began on the short way, where the root told what does not fit."""
+    group: Any = current_backend() if backend is None else backend
     try:
         request = Request(Kind.SCATTER, backend, root=root)
-        return _scatter(request, x, out, turn, _read_leaf(np.frombuffer(told, np.int64)))
+        leaf = _read_leaf(np.frombuffer(told, np.int64))
+        return group.resume(ticket, _prepare_scatter(request, x, out, leaf))
     except BaseException as error:
-        group = current_backend() if backend is None else backend
-        if group is not None and not isinstance(error, DistributedError):
-            group.give_up_turn(turn, error)
+        if not isinstance(error, DistributedError):
+            group.give_up_turn(ticket, error)
         raise
 
 
-def _scatter(
-    request: Request, x: Any, out: Any, turn: int | None = None, told: Leaf | None = None
-) -> Any:
+@dataclass(slots=True, eq=False)
+class _SizedCall(Prepared[Any]):
+    """A call that makes room for its result when it knows the size."""
+
+    request: Request
+    taken: Taken | None
+    out: Any
+    result: Result | None = None
+
+    def finish(self) -> Any:
+        assert self.result is not None
+        return self.result.finish()
+
+
+def _prepare_scatter(request: Request, x: Any, out: Any, told: Leaf | None = None) -> _Scatter:
     taken = None if x is None and not request.is_root else take(x, "scatter: x")
     part = None
     if request.is_root:
@@ -112,25 +133,30 @@ def _scatter(
         part = Leaf("", taken.buffer.dtype, result_shape(request, taken))
         if out is not None:
             is_in_place(request, taken, take_out(out, part.dtype, part.shape))
+    call = request.call(() if taken is None else (leaf_of(taken),), compared=())
+    return _Scatter(call, request.deadline, request, taken, out, part=part, told=told)
 
-    def body(talk: Conversation) -> Result:
-        found = _tell_leaf(talk, request, part) if told is None else told
-        result = _room_for_part(talk, request, found, taken, out)
+
+@dataclass(slots=True, eq=False)
+class _Scatter(_SizedCall):
+    part: Leaf | None = None  # known to the root
+    told: Leaf | None = None  # what the root has told on the short way
+
+    def run(self, running: RunningCall) -> None:
+        request, taken = self.request, self.taken
+        found = self.told or _tell_leaf(running, request.args.root, self.part)
+        self.result = _room_for_part(running, request, found, taken, self.out)
         source = taken.buffer if request.is_root and taken is not None else None
-        request.run(talk, source, result.buffer)
-        return result
-
-    leaves = () if taken is None else (leaf_of(taken),)
-    return request.execute(body, lambda result: result.finish(), leaves, compared=(), turn=turn)
+        running.collective(Kind.SCATTER, source, self.result.buffer, request.args)
 
 
-def _tell_leaf(talk: Conversation, request: Request, part: Leaf | None) -> Leaf:
+def _tell_leaf(running: RunningCall, root: int, part: Leaf | None) -> Leaf:
     """Tell every rank the dtype and shape of its part."""
     numbers = np.zeros(2 + MAX_AXES, np.int64)
     if part is not None:
         numbers[: 2 + len(part.shape)] = (part.dtype, len(part.shape), *part.shape)
     buffer = as_buffer(numbers)
-    talk.run(Kind.BROADCAST, buffer, buffer, root=request.root or 0, in_place=True)
+    running.collective(Kind.BROADCAST, buffer, buffer, CollectiveArgs(root=root, in_place=True))
     return _read_leaf(numbers)
 
 
@@ -140,11 +166,11 @@ def _read_leaf(numbers: np.ndarray[Any, Any]) -> Leaf:
 
 
 def _room_for_part(
-    talk: Conversation, request: Request, found: Leaf, taken: Taken | None, out: Any
+    running: RunningCall, request: Request, found: Leaf, taken: Taken | None, out: Any
 ) -> Result:
     if taken is not None and not request.is_root and leaf_of(taken) != found:
         same_dtype = taken.buffer.dtype is found.dtype
-        raise talk.disagree(
+        raise running.mismatch(
             SizeMismatch if same_dtype else CollectiveMismatch,
             f"rank {request.backend.rank} passed {leaf_of(taken)}, its part of the array of "
             f"rank {request.root} is {found}",
@@ -159,7 +185,7 @@ def _room_for_part(
         )
     except (InvalidArgument, UnsupportedArray) as error:
         text = f"rank {request.backend.rank}: {error}"
-        raise talk.disagree(CollectiveMismatch, text) from error
+        raise running.mismatch(CollectiveMismatch, text) from error
 
 
 @overload
@@ -197,17 +223,21 @@ def all_gather_uneven(
         reproducible=reproducible,
     )
     taken = take(x, "all_gather_uneven: x")
-    rows, row = _rows(taken)
+    compared = (Leaf("", taken.buffer.dtype, _rows(taken)[1]),)
+    call = request.call((leaf_of(taken),), compared=compared)
+    return request.execute(_AllGatherUneven(call, request.deadline, request, taken, out))
 
-    def body(talk: Conversation) -> Result:
-        counts = tell_numbers(talk, request, [rows])[:, 0].tolist()
+
+@dataclass(slots=True, eq=False)
+class _AllGatherUneven(_SizedCall):
+    taken: Taken
+
+    def run(self, running: RunningCall) -> None:
+        rows, row = _rows(self.taken)
+        counts = tell_numbers(running, [rows])[:, 0].tolist()
         sizes = [count * _count(row) for count in counts]
-        result, in_place = _room(talk, request, taken, (sum(counts), *row), out)
-        _run(request, talk, Kind.ALL_GATHER, taken, result, in_place, sizes)
-        return result
-
-    compared = (Leaf("", taken.buffer.dtype, row),)
-    return request.execute(body, lambda r: r.finish(), (leaf_of(taken),), compared=compared)
+        self.result, args = _room(running, self, (sum(counts), *row), sizes)
+        running.collective(Kind.ALL_GATHER, self.taken.buffer, self.result.buffer, args)
 
 
 def all_to_all_uneven(
@@ -260,33 +290,32 @@ def all_to_all_uneven(
         else _check_counts(request, recv_counts, "recv_counts")
     )
 
-    def body(talk: Conversation) -> tuple[Result, list[int]]:
-        table = tell_numbers(talk, request, [*sends, *expects])
-        counts, expected = table[:, : len(sends)], table[:, len(sends) :]
-        _check_expected(talk, counts, expected)
-        received = counts[:, request.backend.rank].tolist()
-        result, in_place = _room(talk, request, taken, (sum(received), *row), out)
-        sizes = (counts * _count(row)).tolist()
-        _run(request, talk, Kind.ALL_TO_ALL, taken, result, in_place, sizes)
-        return result, received
-
-    def finish(found: tuple[Result, list[int]]) -> tuple[Any, list[int]]:
-        return found[0].finish(), found[1]
-
     compared = (Leaf("", taken.buffer.dtype, row),)
-    return request.execute(body, finish, (leaf_of(taken),), compared=compared)
+    call = request.call((leaf_of(taken),), compared=compared)
+    return request.execute(
+        _AllToAllUneven(call, request.deadline, request, taken, out, sends=sends, expects=expects)
+    )
 
 
-def _run(
-    request: Request,
-    talk: Conversation,
-    kind: Kind,
-    taken: Taken,
-    result: Result,
-    in_place: bool,
-    counts: Any,
-) -> None:
-    request.run(talk, taken.buffer, result.buffer, kind=kind, counts=counts, in_place=in_place)
+@dataclass(slots=True, eq=False)
+class _AllToAllUneven(_SizedCall):
+    taken: Taken
+    sends: list[int] = field(default_factory=list)
+    expects: list[int] = field(default_factory=list)  # -1 where anything is welcome
+    received: list[int] = field(default_factory=list)
+
+    def run(self, running: RunningCall) -> None:
+        row, world = _rows(self.taken)[1], len(self.sends)
+        table = tell_numbers(running, [*self.sends, *self.expects])
+        counts, expected = table[:, :world], table[:, world:]
+        _check_expected(running, counts, expected)
+        self.received = counts[:, self.request.backend.rank].tolist()
+        sizes = (counts * _count(row)).tolist()
+        self.result, args = _room(running, self, (sum(self.received), *row), sizes)
+        running.collective(Kind.ALL_TO_ALL, self.taken.buffer, self.result.buffer, args)
+
+    def finish(self) -> tuple[Any, list[int]]:
+        return _SizedCall.finish(self), self.received
 
 
 def _rows(taken: Taken) -> tuple[int, tuple[int, ...]]:
@@ -317,37 +346,42 @@ def _check_counts(request: Request, counts: Sequence[int], name: str) -> list[in
     return numbers
 
 
-def _check_expected(talk: Conversation, counts: Any, expected: Any) -> None:
+def _check_expected(running: RunningCall, counts: Any, expected: Any) -> None:
     """Every rank sees the same table, so every rank comes to the same answer."""
     wrong = np.argwhere((expected >= 0) & (expected != counts.T))
     if len(wrong):
         receiver, sender = wrong[0].tolist()
-        raise talk.disagree(
+        raise running.mismatch(
             SizeMismatch,
             f"rank {receiver} expects {expected[receiver, sender]} rows from rank {sender}, "
             f"which sends {counts[sender, receiver]}",
         )
 
 
-def tell_numbers(talk: Conversation, request: Request, numbers: Sequence[int]) -> Any:
+def tell_numbers(running: RunningCall, numbers: Sequence[int]) -> Any:
     """Gather a few integers of every rank on every rank, one row per rank."""
-    table = np.empty((request.backend.world_size, len(numbers)), np.int64)
-    talk.run(Kind.ALL_GATHER, as_buffer(np.array(numbers, np.int64)), as_buffer(table))
+    table = np.empty((running.backend.world_size, len(numbers)), np.int64)
+    running.collective(Kind.ALL_GATHER, as_buffer(np.array(numbers, np.int64)), as_buffer(table))
     return table
 
 
 def _room(
-    talk: Conversation, request: Request, taken: Taken, shape: tuple[int, ...], out: Any
-) -> tuple[Result, bool]:
+    running: RunningCall,
+    call: _AllGatherUneven | _AllToAllUneven,
+    shape: tuple[int, ...],
+    counts: Counts,
+) -> tuple[Result, CollectiveArgs]:
     """Make room once the sizes are known; a wrong ``out`` shows only now, so all are told."""
-    if out is None:
-        return new_result(taken, shape), False
+    request, taken = call.request, call.taken
+    args = request.args._replace(counts=counts)
+    if call.out is None:
+        return new_result(taken, shape), args
     try:
-        result = take_out(out, taken.buffer.dtype, shape)
-        return result, is_in_place(request, taken, result)
+        result = take_out(call.out, taken.buffer.dtype, shape)
+        return result, args._replace(in_place=is_in_place(request, taken, result))
     except InvalidArgument as error:
         text = f"rank {request.backend.rank}: {error}"
-        raise talk.disagree(CollectiveMismatch, text) from error
+        raise running.mismatch(CollectiveMismatch, text) from error
 
 
 def as_buffer(numbers: Any) -> Buffer:

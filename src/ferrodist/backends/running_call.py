@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""RunningCall: one call while it runs, on any backend; and what a call is made of.
+
+A public function prepares everything first, and then runs one or more whole collectives inside
+``with backend.call(call, deadline) as running``. However many, they are one call with one ticket:
+one sequence number, one fingerprint, one deadline.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+
+from ferrodist.buffer import Buffer
+from ferrodist.call import Call, Kind
+from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatch
+from ferrodist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend
+    from ferrodist.schedules import Schedule  # only a provider that executes schedules loads them
+
+T = TypeVar("T")
+Counts = Sequence[int] | Sequence[Sequence[int]]
+Algorithm: TypeAlias = "str | Schedule | None"
+
+
+class CollectiveArgs(NamedTuple):
+    """What a collective is told besides its kind and its buffers.
+
+    ``counts`` gives the elements of each block where they differ: by rank for gathers and scatters,
+    by sender and receiver for all_to_all. ``in_order`` asks for the reduction in rank order,
+    ``in_place`` says that the two buffers share memory.
+    """
+
+    op: ReduceOp | None = None
+    root: int = 0
+    counts: Counts | None = None
+    algorithm: Algorithm = None
+    in_order: bool = False
+    in_place: bool = False
+
+
+NO_ARGS = CollectiveArgs()
+
+
+class Part(NamedTuple):
+    """One whole collective of a call, as plain data; a buffer is None where a rank has none."""
+
+    kind: Kind
+    input: Buffer | None = None
+    output: Buffer | None = None
+    args: CollectiveArgs = NO_ARGS
+
+
+@dataclass(slots=True, eq=False)
+class Prepared(abc.ABC, Generic[T]):
+    """A call that is ready to run: everything that can be refused on one rank alone has passed."""
+
+    call: Call
+    deadline: Deadline
+
+    @abc.abstractmethod
+    def run(self, running: RunningCall) -> None:
+        """Do the collectives of the call."""
+
+    @abc.abstractmethod
+    def finish(self) -> T:
+        """Make the result, when the ticket has ended: what goes wrong here concerns nobody else."""
+
+
+class RunningCall:
+    """One call from its ticket to its end; a context manager that runs it in ticket order.
+
+    A call that fails is made known to the other ranks before its ticket ends, unless they know.
+    """
+
+    __slots__ = (
+        "backend",
+        "call",
+        "deadline",
+        "fingerprint",
+        "in_background",
+        "num_collectives",
+        "num_rounds",
+        "sequence",
+        "watch",
+    )
+
+    def __init__(
+        self,
+        backend: Backend,
+        call: Call,
+        deadline: Deadline,
+        *,
+        ticket: int = 0,
+        in_background: bool = False,
+        num_collectives: int = 0,
+    ) -> None:
+        self.backend = backend
+        self.call = call
+        self.deadline = deadline
+        self.sequence = ticket  # 0 until it is drawn
+        self.fingerprint = call.fingerprint()
+        self.in_background = in_background
+        self.num_collectives = num_collectives  # of this call so far
+        self.num_rounds = 0  # intra-node rounds of this call so far, where there are two levels
+        self.watch: Any = None  # what the backend keeps for the waits of this call
+
+    def __enter__(self) -> Self:
+        tickets = self.backend._turns
+        if not self.sequence:
+            self.sequence = tickets.take()
+        try:
+            tickets.wait(self.sequence, self._look_while_queued)
+            self.backend._begin_call(self)
+        except BaseException as error:
+            self._end_ticket(error)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.backend._end_call(self)
+        except BaseException as later:
+            error = later
+            raise
+        finally:
+            self._end_ticket(error)
+
+    def _look_while_queued(self) -> float:
+        return self.backend._look_while_queued(self)
+
+    def _end_ticket(self, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                self.backend._abort_unless_settled(self, error)
+        finally:
+            self.backend._turns.end(self.sequence)
+
+    def collective(
+        self,
+        kind: Kind,
+        input: Buffer | None = None,
+        output: Buffer | None = None,
+        args: CollectiveArgs = NO_ARGS,
+    ) -> None:
+        """Do one whole collective from ``input`` to ``output``; None where a rank has none."""
+        self.num_collectives += 1
+        self.backend._run_collective(self, kind, input, output, args)
+
+    def mismatch(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
+        """Report to all ranks a difference the fingerprints leave out; return what to raise."""
+        return self.backend._report_mismatch(self, error, text)
+
+    def poll(self) -> None:
+        """Be asked by native code, about every 50 ms, while a wait of this call lasts."""
+        self.backend._poll(self)
