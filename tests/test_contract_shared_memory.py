@@ -1,4 +1,4 @@
-"""The backend contract on ranks that are processes, and the short way of calls held to it."""
+"""The backend contract on ranks that are processes, and the fast path of calls held to it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_dtype_and_operation_has_the_bits_of_the_simulated_backend(start_j
     assert found == run_ranks(3, lambda backend: reductions(backend, nbytes))
 
 
-# -- the short way and the general one -------------------------------------------------------------
+# -- the fast path and the general one -------------------------------------------------------------
 
 Call = Callable[..., Any]
 SHAPES = [
@@ -103,28 +103,28 @@ KINDS = [
     "all_to_all",
 ]
 CUT = ("reduce_scatter", "all_to_all")
-WAYS = ["short", "general", "timeout", "async"]
+WAYS = ["fast", "general", "timeout", "async"]
 
 
 def go(way: str, name: str, backend: Any, *args: Any, **options: Any) -> Any:
-    """Make a call in one of the ways, always from one line; the short one takes no other."""
+    """Make a call on one of the paths, always from one line; the fast one takes no other."""
     call: Call = getattr(ferrodist, name)
     more = {"timeout": {"timeout": 30}, "async": {"async_op": True}}.get(way, {})
-    at_once = backend._at_once
-    if way == "short":
+    call_path = backend._call_path
+    if way == "fast":
         backend.perform = declined
     elif way == "general":
-        backend._at_once = None
+        backend._call_path = None
     try:
         result = call(*args, backend, **options, **more)
         return result.wait(30) if way == "async" else result
     finally:
-        backend._at_once = at_once
+        backend._call_path = call_path
         vars(backend).pop("perform", None)
 
 
 class Declined(Exception):
-    """The short way did not take a call."""
+    """The fast path did not take a call."""
 
 
 def declined(*args: Any) -> None:
@@ -157,7 +157,7 @@ def test_both_ways_have_one_fingerprint_and_one_result_and_mix_between_ranks(
     def body(backend, pipe):
         backend.reproducible = reproducible
         number, wrong = 0, []
-        for dtype in set(DTYPES) - {"bfloat16"}:  # not NumPy's own: always goes the general way
+        for dtype in set(DTYPES) - {"bfloat16"}:  # distinct_values has none
             for name, shape, options in calls_on(dtype, backend.world_size):
                 x = distinct_values(backend.rank, shape, dtype, seed=number)
                 usual = go("general", name, backend, x, **options)
@@ -188,7 +188,6 @@ def test_both_ways_write_to_out_in_place_and_to_parts(start_job):
             assert go(way, "allreduce", backend, x, out=out) is out
             assert go(way, "allreduce", backend, x, out=x) is x
             parts = np.full((world, 2), float(rank))
-            way = way if way != "short" else "general"  # a part of itself is checked in Python
             gathered = go(way, "all_gather", backend, parts[rank], out=parts.reshape(-1))
             assert gathered.base is parts
             found.append((out.tolist(), x.tolist(), parts.tolist()))
@@ -239,7 +238,7 @@ def words_of_refusal(call: Callable[..., Any], *args: Any) -> str:
 
 
 def test_what_is_refused_is_refused_in_the_same_words_either_way(start_job):
-    """The short way declines what it does not take; it must not take what is refused."""
+    """The fast path declines what it does not take; it must not take what is refused."""
 
     def body(backend, pipe):
         refused, backend.timeout = {}, 2
@@ -272,7 +271,7 @@ def test_a_difference_is_told_in_the_same_words_either_way(start_job):
         found: dict[str, list[Any]] = {name: [] for name in DIFFERENT}
         for name, call in DIFFERENT.items():
             for turn in range(5):
-                way = WAYS[(turn + backend.rank) % 4] if turn < 4 else "short"
+                way = WAYS[(turn + backend.rank) % 4] if turn < 4 else "fast"
                 with pytest.raises(ferrodist.CollectiveMismatch) as caught:
                     call(way, backend, backend.rank == 2)
                 text = str(caught.value).replace(f"#{caught.value.sequence}:", "#:")

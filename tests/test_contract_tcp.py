@@ -1,4 +1,4 @@
-"""The backend contract on ranks that TCP connects, and the short way of calls held to it."""
+"""The backend contract on ranks that TCP connects, and the fast path of calls held to it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_without_that_the_bits_are_the_same_on_all_ranks_and_in_every_run(start_
     assert all(run == runs[0] for run in runs)
 
 
-# -- the short way and the general one -------------------------------------------------------------
+# -- the fast path and the general one -------------------------------------------------------------
 
 
 def ways_mixed(backend: Any) -> tuple[int, list[Any]]:
@@ -185,7 +185,7 @@ def test_ranks_with_different_walkers_do_collectives_with_each_other(start_tcp_j
     """The reference and the native walker send the same pieces, so they may be mixed by rank."""
 
     def body(backend, pipe):
-        assert (backend._at_once is None) == (backend.rank == 1)
+        assert (backend._call_path is None) == (backend.rank == 1)
         wrong = []
         for dtype in ("float16", "int64", "complex128"):
             for name, shape, options in calls_on(dtype, backend.world_size):
@@ -217,7 +217,7 @@ def test_both_ways_write_to_out_in_place_and_to_parts(start_tcp_job):
             out = np.full(6, -1.0)
             go("general", "allreduce", backend, x)
             assert go(way, "allreduce", backend, x, out=out) is out
-            way = way if way != "short" else "plain"  # not every algorithm may work in place
+            way = way if way != "fast" else "plain"  # not every algorithm may work in place
             assert go(way, "allreduce", backend, x, out=x) is x
             parts = np.full((world, 2), float(rank))
             gathered = go(way, "all_gather", backend, parts[rank], out=parts.reshape(-1))
@@ -231,12 +231,12 @@ def test_both_ways_write_to_out_in_place_and_to_parts(start_tcp_job):
 
 
 def test_what_is_refused_is_refused_in_the_same_words_either_way(start_tcp_job):
-    """The short way declines what it does not take; it must not take what is refused."""
+    """The fast path declines what it does not take; it must not take what is refused."""
 
     def body(backend, pipe):
         refused = {}
         for name in ("allreduce", "broadcast", "reduce", "gather"):
-            go("general", name, backend, np.ones(3))  # the short way is open for such calls
+            go("general", name, backend, np.ones(3))  # the fast path is open for such calls
         backend.timeout = 2
         for name, call in REFUSED.items() if backend.rank == 1 else ():
             refused[name] = [words_of_refusal(call, way, backend) for way in ("general", "plain")]
@@ -257,7 +257,7 @@ def test_a_difference_is_told_in_the_same_words_either_way(start_tcp_job):
             for is_odd in (True, False):
                 call("general", backend, is_odd)
             for turn in range(5):
-                way = WAYS[(turn + backend.rank) % 4] if turn < 4 else "short"
+                way = WAYS[(turn + backend.rank) % 4] if turn < 4 else "fast"
                 with pytest.raises(ferrodist.CollectiveMismatch) as caught:
                     call(way, backend, backend.rank == 2)
                 text = str(caught.value).replace(f"#{caught.value.sequence}:", "#:")

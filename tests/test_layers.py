@@ -9,12 +9,12 @@ PACKAGE = Path(__file__).parent.parent / "src" / "ferrodist"
 
 FOUNDATION = {"errors", "config", "reduce_op", "buffer", "call", "deadline", "version"}
 ALLOWED = {
-    "arrays": set(),
+    "arrays": {"_native"},
     "schedules": set(),
     "transports": {"_native"},
     "rendezvous": {"_native"},
     "backends": {"arrays", "schedules", "transports", "rendezvous", "_native", "work"},
-    "collectives": {"arrays", "backends", "work"},
+    "collectives": {"arrays", "backends", "work", "_native"},
     "testing": {"", "arrays", "backends", "collectives", "schedules", "transports", "work"},
     "parallel": {"", "arrays", "backends"},
     "launch": {"", "backends", "rendezvous", "testing", "_native"},

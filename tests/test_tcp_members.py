@@ -224,9 +224,7 @@ def test_what_no_member_may_send_is_refused_before_memory_is_set_aside(start_tcp
         assert nbytes < 12 * MEGABYTE, name
 
 
-@pytest.mark.parametrize(
-    "senseless", [SENSELESS, NESTED], ids=["senseless", "nested"]
-)
+@pytest.mark.parametrize("senseless", [SENSELESS, NESTED], ids=["senseless", "nested"])
 def test_what_makes_no_sense_is_an_error_in_words(start_tcp_job, senseless):
     cases = [
         (nonsense, CALLS[1] if "array" in name else CALLS[0])

@@ -4,6 +4,7 @@
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include <numpy/arrayobject.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "warm_memory.hpp"
@@ -50,6 +51,11 @@ std::optional<DType> dtype_of(int number, std::size_t size) {
     return PyTypeNum_ISUNSIGNED(number) ? integer_of('u', size) : std::nullopt;
 }
 
+std::optional<DType> dtype_of(PyArrayObject* array) {
+    return is_bfloat16(array) ? std::optional(DType::bfloat16)
+                              : dtype_of(PyArray_TYPE(array), static_cast<std::size_t>(PyArray_ITEMSIZE(array)));
+}
+
 PyObject* as_base(PyObject* array, PyObject* capsule) {
     if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array), capsule) != 0) {
         Py_DECREF(array);
@@ -88,6 +94,18 @@ PyObject* new_array(PyArray_Descr* descr, int num_axes, const npy_intp* shape) {
     return array;
 }
 
+// The dtype bfloat16 of ml_dtypes; invalid where that is missing.
+nb::object bfloat16_descr() {
+    const nb::object module = nb::steal(PyImport_ImportModule("ml_dtypes"));
+    const nb::object type = module.is_valid() ? nb::steal(PyObject_GetAttrString(module.ptr(), "bfloat16")) : module;
+    PyArray_Descr* descr = nullptr;
+    if (type.is_valid()) {
+        PyArray_DescrConverter(type.ptr(), &descr);
+    }
+    PyErr_Clear();
+    return nb::steal(reinterpret_cast<PyObject*>(descr));
+}
+
 struct SharedBlock {
     std::shared_ptr<shm::Arena> arena;
     std::size_t offset;
@@ -113,7 +131,7 @@ std::optional<PlainArray> try_plain_array(PyObject* object) {
         return std::nullopt;
     }
     const auto size = static_cast<std::size_t>(PyArray_ITEMSIZE(array));
-    const auto dtype = is_bfloat16(array) ? std::optional(DType::bfloat16) : dtype_of(PyArray_TYPE(array), size);
+    const auto dtype = dtype_of(array);
     if (!dtype) {
         return std::nullopt;
     }
@@ -134,11 +152,47 @@ nb::object new_array_of(DType dtype, int num_axes, const std::ptrdiff_t* shape) 
                                          NPY_UINT8,  NPY_UINT16, NPY_UINT32, NPY_UINT64, NPY_HALF,
                                          NPY_NOTYPE, NPY_FLOAT,  NPY_DOUBLE, NPY_CFLOAT, NPY_CDOUBLE};
     const int number = numbers[static_cast<std::size_t>(dtype)];
-    if (number == NPY_NOTYPE) {
+    const nb::object descr =
+        number == NPY_NOTYPE ? bfloat16_descr() : nb::steal(reinterpret_cast<PyObject*>(PyArray_DescrFromType(number)));
+    if (!descr.is_valid()) {
         return {};
     }
-    const nb::object descr = nb::steal(reinterpret_cast<PyObject*>(PyArray_DescrFromType(number)));
     return nb::steal(new_array(reinterpret_cast<PyArray_Descr*>(descr.ptr()), num_axes, shape));
+}
+
+nb::object array_over_buffer(PyObject* exporter) {
+    const nb::object view = nb::steal(PyMemoryView_FromObject(exporter));
+    nb::object array =
+        view.is_valid() ? nb::steal(PyArray_FromAny(view.ptr(), nullptr, 0, 0, 0, nullptr)) : nb::object();
+    PyErr_Clear();
+    return array;
+}
+
+nb::object array_of_scalar(PyObject* scalar) {
+    nb::object array = nb::steal(PyArray_FromScalar(scalar, nullptr));
+    PyErr_Clear();
+    return array;
+}
+
+bool is_numpy_scalar(PyObject* object) { return PyArray_CheckScalar(object) && !PyArray_Check(object); }
+
+nb::object scalar_of(PyObject* array) { return nb::steal(PyArray_Return(reinterpret_cast<PyArrayObject*>(Py_NewRef(array)))); }
+
+nb::object packed_copy(PyObject* object, const std::byte*& begin, const std::byte*& end) {
+    if (!PyArray_CheckExact(object)) {
+        return {};
+    }
+    auto* array = reinterpret_cast<PyArrayObject*>(object);
+    if (!dtype_of(array) || !PyArray_ISNOTSWAPPED(array)) {
+        return {};
+    }
+    begin = end = static_cast<const std::byte*>(PyArray_DATA(array));
+    for (int axis = 0; axis < PyArray_NDIM(array); ++axis) {
+        const npy_intp reach = PyArray_STRIDE(array, axis) * std::max<npy_intp>(PyArray_DIM(array, axis) - 1, 0);
+        (reach < 0 ? begin : end) += reach;
+    }
+    end += PyArray_ITEMSIZE(array);
+    return nb::steal(PyArray_NewCopy(array, NPY_CORDER));
 }
 
 nb::object new_shared_array(const std::shared_ptr<shm::Arena>& arena, std::size_t nbytes) {

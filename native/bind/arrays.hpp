@@ -35,8 +35,20 @@ std::optional<PlainArray> try_plain_array(PyObject* object);
 // A fresh array of the dtype of `like`, whose pages are warm if it is large. New reference.
 PyObject* new_array_like(PyObject* like, int num_axes, const std::ptrdiff_t* shape);
 
-// The same for a dtype; invalid for bfloat16, which NumPy does not know by itself.
+// The same for a dtype; invalid for bfloat16 where ml_dtypes is missing.
 nanobind::object new_array_of(DType dtype, int num_axes, const std::ptrdiff_t* shape);
+
+// An array over what exports a buffer, or of a NumPy scalar; invalid, with no exception set, if NumPy cannot
+// make one.
+nanobind::object array_over_buffer(PyObject* exporter);
+nanobind::object array_of_scalar(PyObject* scalar);
+bool is_numpy_scalar(PyObject* object);
+// The scalar that a 0-d array holds.
+nanobind::object scalar_of(PyObject* array);
+
+// A plain array that try_plain_array refuses for its strides or alignment, as a packed copy; invalid for any
+// other object. `begin` and `end` are where the caller's own memory lies.
+nanobind::object packed_copy(PyObject* object, const std::byte*& begin, const std::byte*& end);
 
 // A flat array of bytes in an arena. The block is freed with the last view of it.
 nanobind::object new_shared_array(const std::shared_ptr<shm::Arena>& arena, std::size_t nbytes);

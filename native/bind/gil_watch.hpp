@@ -16,6 +16,8 @@ public:
     // that computes it is asked more rarely: the GIL may be hard to get, and signals come elsewhere.
     explicit GilWatch(PyObject* look, const char* method = nullptr, bool in_background = false)
         : look_(look), method_(method), in_background_(in_background) {}
+    // Asks a hook, with the backend as its argument.
+    GilWatch(PyObject* hook, PyObject* backend) : look_(hook), method_(nullptr), argument_(backend), in_background_(false) {}
     ~GilWatch() override { take_back(); }
     GilWatch(const GilWatch&) = delete;
     GilWatch& operator=(const GilWatch&) = delete;
@@ -65,8 +67,9 @@ public:
 
 private:
     bool ask() {
-        PyObject* answer = method_ == nullptr ? PyObject_CallNoArgs(look_)
-                                              : PyObject_CallMethod(look_, method_, nullptr);
+        PyObject* answer = argument_ != nullptr ? PyObject_CallOneArg(look_, argument_)
+                           : method_ == nullptr ? PyObject_CallNoArgs(look_)
+                                                : PyObject_CallMethod(look_, method_, nullptr);
         Py_XDECREF(answer);
         return answer != nullptr;
     }
@@ -88,6 +91,7 @@ private:
 
     PyObject* look_;
     const char* method_;  // null: `look` is a callable
+    PyObject* argument_ = nullptr;
     bool in_background_, has_looked_ = false;
     int num_looks_ = 0;
     PyThreadState* saved_ = nullptr;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bind/arrays.hpp"
-#include "bind/at_once.hpp"
+#include "bind/call_path.hpp"
 #include "bind/gil_watch.hpp"
 #include "bind/shared_group.hpp"
 
@@ -38,7 +38,7 @@ private:
 std::optional<int> find_peer(const SharedGroup& self, PyObject* number) {
     int peer = -1;
     const shm::Group& group = *self.group;
-    const bool is_fine = can_go_at_once(self) && read_index(number, group.size(), peer) && peer != group.rank() &&
+    const bool is_fine = can_call(self) && read_index(number, group.size(), peer) && peer != group.rank() &&
                          !group.has_verdict(any_sequence) && !group.has_left(peer);
     return is_fine ? std::optional(peer) : std::nullopt;
 }

@@ -2,6 +2,8 @@
 // ferrodist._native: what Python sees of native/. Only this folder knows Python; its functions
 // check arguments, release the GIL where that pays, and call.
 #include "bind/arrays.hpp"
+#include "bind/convert.hpp"
+#include "bind/hooks.hpp"
 #include "bind/rooms.hpp"
 
 NB_MODULE(_native, module) {
@@ -11,6 +13,8 @@ NB_MODULE(_native, module) {
     ferrodist::bind::load_numpy();
     ferrodist::bind::add_hash(module);
     ferrodist::bind::add_fold(module);
+    ferrodist::bind::add_convert(module);
+    ferrodist::bind::add_hooks(module);
     ferrodist::bind::add_shm(module);
     ferrodist::bind::add_net(module);
     ferrodist::bind::add_frames(module);

@@ -15,6 +15,7 @@
 #include <variant>
 #include <vector>
 
+#include "bind/call_path.hpp"
 #include "bind/net_arguments.hpp"
 #include "bind/rooms.hpp"
 #include "net/split.hpp"
@@ -151,14 +152,8 @@ std::tuple<int, int, nb::object, nb::list> hear_all(TcpGroup& self, std::uint64_
     return {outcome, culprit, error, found};
 }
 
-void add_turns(nb::class_<TcpGroup>& group) {
+void add_settings(nb::class_<TcpGroup>& group) {
     group
-        .def("take_turn", [](TcpGroup& self) { return self.turns.take(); }, "Draw the next number.")
-        .def("end_turn", [](TcpGroup& self, std::uint64_t number) { self.turns.end(number); }, "number"_a,
-             "End a turn, also one that never came.")
-        .def_prop_ro("last_turn", [](const TcpGroup& self) { return self.turns.last(); }, "The last number drawn.")
-        .def_prop_ro("ended_turns", [](const TcpGroup& self) { return self.turns.ended(); },
-                     "The number of the last turn that ended with all before it.")
         .def_prop_rw("leaves_deaths", [](const TcpGroup& self) { return self.group->leaves_deaths; },
                      [](TcpGroup& self, bool value) { self.group->leaves_deaths = value; },
                      "Whether it shows elsewhere if a rank that died is still needed.")
@@ -227,7 +222,7 @@ void add_endings(nb::class_<TcpGroup>& group) {
             self.group->announce_closing();
         }, "Say that no new calls come from this rank.")
         .def("leave", [](TcpGroup& self, const nb::bytes& departure) {
-            const std::uint64_t after = self.turns.ended();
+            const std::uint64_t after = self.tickets.ended();
             Unlocked unlocked;
             self.group->leave({departure.c_str(), departure.size()}, after);
         }, "departure"_a, "Say that nothing more comes from this rank, and how it left.")
@@ -277,17 +272,12 @@ void add_group(nb::module_& module) {
              "is_wide"_a, "divides_at_end"_a, "peers"_a);
     nb::class_<TcpGroup> group(module, "TcpGroup", "Ranks that do collectives over TCP.");
     add_tcp_letters(module, group);
-    add_turns(group);
+    add_tickets(group);
+    add_settings(group);
     add_endings(group);
     group
-        .def_prop_ro("at_once", [](nb::handle self) { return bind_tcp_at_once(self); },
-                     "The short way of a call: (backend, kind, x, out, op, root).")
-        .def("keep_plan", [](TcpGroup& self, int kind, int dtype, int op, int root, std::uint64_t nbytes,
-                             bool reproducible, bool alias_safe, const std::shared_ptr<Plan>& plan) {
-            self.plans[{kind, dtype, op, root, nbytes, reproducible}] = {plan, alias_safe};
-        }, "kind"_a, "dtype"_a, "op"_a, "root"_a, "nbytes"_a, "reproducible"_a, "alias_safe"_a, "plan"_a,
-             "Keep the plan of a call on one array, for the short way.")
-        .def("forget_plans", [](TcpGroup& self) { self.plans.clear(); }, "Drop all plans of the short way.")
+        .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<TcpGroup>(self); },
+                     "The fast path of a call: (backend, kind, x, out, op, root).")
         .def("enter", [](TcpGroup& self, std::uint32_t kind, std::uint64_t sequence, std::uint64_t fingerprint) {
             Unlocked unlocked;
             const net::Lock guard = self.group->mesh().lock();

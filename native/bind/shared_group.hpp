@@ -2,10 +2,12 @@
 // SharedGroup: a group as Python sees it, and the order of its calls. Touched only with the GIL.
 #pragma once
 
+#include <nanobind/nanobind.h>
+
 #include <cstdint>
 #include <memory>
 
-#include "bind/turn_counter.hpp"
+#include "bind/tickets.hpp"
 #include "shm/group.hpp"
 #include "shm/messages.hpp"
 
@@ -17,11 +19,16 @@ struct SharedGroup {
 
     std::shared_ptr<shm::Group> group;
     shm::Messages messages;
-    TurnCounter turns;
+    Tickets tickets;
     bool is_open = true;        // takes calls
     bool reproducible = false;  // part of the fingerprint
     std::int64_t timeout_ns = 0;
     int num_in_line = 0;  // receives that wait for their turn, or have it
 };
+
+// Built-in functions bound to a SharedGroup, for messages: (backend, x, dst, tag) -> None, and (backend, like,
+// src, out, tag) -> array; NotImplemented for what takes the general path.
+nanobind::object bind_send_at_once(nanobind::handle shared_group);
+nanobind::object bind_recv_at_once(nanobind::handle shared_group);
 
 }  // namespace ferrodist::bind

@@ -17,8 +17,8 @@
 
 #include "bind/answer.hpp"
 #include "bind/arrays.hpp"
-#include "bind/at_once.hpp"
 #include "bind/buffers.hpp"
+#include "bind/call_path.hpp"
 #include "bind/gil_watch.hpp"
 #include "bind/items.hpp"
 #include "bind/letters.hpp"
@@ -213,23 +213,18 @@ void add_world(nb::module_& module) {
 void add_group(nb::module_& module) {
     nb::class_<SharedGroup> shared_group(module, "SharedGroup", "Ranks that do collectives in shared memory.");
     add_letters(module, shared_group);
+    add_tickets(shared_group);
     shared_group
         .def("run", &run_collective, "kind"_a, "dtype"_a, "op"_a, "root"_a, "source"_a.none(), "target"_a.none(),
              "count"_a, "counts"_a.none(), "in_place"_a, "sequence"_a, "fingerprint"_a, "deadline"_a,
              "in_background"_a, "look"_a,
              "Do one whole collective; return outcome, culprit and the error that ended a wait.")
-        .def_prop_ro("at_once", [](nb::handle self) { return bind_at_once(self); },
-                     "The short way of a call: (backend, kind, x, out, op, root).")
+        .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<SharedGroup>(self); },
+                     "The fast path of a call: (backend, kind, x, out, op, root).")
         .def_prop_ro("send_at_once", [](nb::handle self) { return bind_send_at_once(self); },
                      "The short way of a send: (backend, x, dst, tag).")
         .def_prop_ro("recv_at_once", [](nb::handle self) { return bind_recv_at_once(self); },
                      "The short way of a receive: (backend, like, src, out, tag).")
-        .def("take_turn", [](SharedGroup& self) { return self.turns.take(); }, "Draw the next number.")
-        .def("end_turn", [](SharedGroup& self, std::uint64_t number) { self.turns.end(number); },
-             "number"_a, "End a turn, also one that never came.")
-        .def_prop_ro("last_turn", [](const SharedGroup& self) { return self.turns.last(); }, "The last number drawn.")
-        .def_prop_ro("ended_turns", [](const SharedGroup& self) { return self.turns.ended(); },
-                     "The number of the last turn that ended with all before it.")
         .def_rw("is_open", &SharedGroup::is_open, "Whether calls may be made without asking Python.")
         .def_rw("reproducible", &SharedGroup::reproducible, "What calls are fingerprinted with.")
         .def_rw("timeout_ns", &SharedGroup::timeout_ns, "How long a call may wait; 0 is for ever.")
@@ -281,8 +276,6 @@ void add_shm(nb::module_& module) {
     });
     module.def("container_cpus", [] { return std::min<std::size_t>(shm::container_cpus(), 1 << 20); },
                "Return the cores' worth of time the container grants; a large number without a limit.");
-    module.def("mark_progress_thread", &mark_progress_thread,
-               "Say that the calling thread runs callbacks, which must not communicate.");
     add_world(module);
     add_group(module);
     add_split(module);

@@ -9,7 +9,7 @@
 #include <memory>
 #include <tuple>
 
-#include "bind/turn_counter.hpp"
+#include "bind/tickets.hpp"
 #include "net/group.hpp"
 #include "net/plan.hpp"
 
@@ -18,24 +18,21 @@ namespace ferrodist::bind {
 struct TcpGroup {
     explicit TcpGroup(std::shared_ptr<net::Group> native) : group(std::move(native)) {}
 
-    // kind, dtype, op, root (-1 where there is none), bytes of one rank's array, reproducible
+    // kind, dtype, op, root, bytes of one rank's array, reproducible
     using PlanKey = std::tuple<int, int, int, int, std::uint64_t, bool>;
+    static constexpr std::size_t most_plans = 256;
     struct KeptPlan {
         std::shared_ptr<net::Plan> plan;
         bool is_alias_safe;
     };
 
     std::shared_ptr<net::Group> group;
-    TurnCounter turns;
+    Tickets tickets;
     std::map<PlanKey, KeptPlan> plans;  // of calls on one plain array
     bool is_open = true;                // takes calls
     bool reproducible = false;          // part of the fingerprint
     std::int64_t timeout_ns = 0;
 };
-
-// A built-in function bound to a TcpGroup: (backend, kind, x, out, op, root) -> the result, or
-// NotImplemented for whatever needs the general way.
-nanobind::object bind_tcp_at_once(nanobind::handle group);
 
 // Adds the methods for messages.
 void add_tcp_letters(nanobind::module_& module, nanobind::class_<TcpGroup>& group);

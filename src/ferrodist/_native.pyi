@@ -47,6 +47,30 @@ def container_cpus() -> int:
 
 Ending = tuple[int, int, BaseException | None]  # outcome, culprit, the error that ended a wait
 
+def register_torch(
+    types: Sequence[type],
+    table: object | None,
+    to_capsule: Callable[..., Any],
+    is_neg: Callable[..., Any],
+    is_conj: Callable[..., Any],
+    empty: Callable[..., Any],
+    empty_like: Callable[..., Any],
+    device: object,
+    increment_version: Callable[..., Any],
+) -> None:
+    """Let native code convert tensors of exactly these types."""
+
+def register_adapted(kind: type, from_numpy: Callable[[Any, NDArray[Any]], Any]) -> None:
+    """Let native code read arrays of exactly this type; from_numpy(x, array) makes its results."""
+
+def set_hooks(
+    on_wait: Callable[[Any], None],
+    on_wait_end: Callable[[Any], None],
+    on_error: Callable[..., Any],
+    make_plan: Callable[..., Any],
+) -> None:
+    """Set what native code calls while it runs a call."""
+
 class Arena:
     """Memory that this process shows to the other ranks of its host."""
 
@@ -175,8 +199,8 @@ class SharedGroup:
         """Do one whole collective; return outcome, culprit and the error that ended a wait."""
 
     @property
-    def at_once(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
-        """The short way of a call: (backend, kind, x, out, op, root)."""
+    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
+        """The fast path of a call: (backend, kind, x, out, op, root)."""
 
     @property
     def send_at_once(self) -> Callable[[Any, Any, Any, Any], Any]:
@@ -186,19 +210,22 @@ class SharedGroup:
     def recv_at_once(self) -> Callable[[Any, Any, Any, Any, Any], Any]:
         """The short way of a receive: (backend, like, src, out, tag)."""
 
-    def take_turn(self) -> int:
+    def take_ticket(self) -> int:
         """Draw the next number."""
 
-    def end_turn(self, number: int) -> None:
-        """End a turn, also one that never came."""
+    def wait_for_ticket(self, number: int, look: Callable[[], float | None]) -> None:
+        """Wait until all calls before have ended; look() may raise, or says how long to sleep."""
+
+    def end_ticket(self, number: int) -> None:
+        """End a call, also one that never ran."""
 
     @property
-    def last_turn(self) -> int:
+    def last_ticket(self) -> int:
         """The last number drawn."""
 
     @property
-    def ended_turns(self) -> int:
-        """The number of the last turn that ended with all before it."""
+    def ended_tickets(self) -> int:
+        """The number of the last call that ended with all before it."""
 
     @property
     def is_open(self) -> bool:
@@ -377,24 +404,8 @@ class TcpGroup:
         """Return the ring of sends that a send is part of, or nothing."""
 
     @property
-    def at_once(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
-        """The short way of a call: (backend, kind, x, out, op, root)."""
-
-    def keep_plan(
-        self,
-        kind: int,
-        dtype: int,
-        op: int,
-        root: int,
-        nbytes: int,
-        reproducible: bool,
-        alias_safe: bool,
-        plan: Plan,
-    ) -> None:
-        """Keep the plan of a call on one array, for the short way."""
-
-    def forget_plans(self) -> None:
-        """Drop all plans of the short way."""
+    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
+        """The fast path of a call: (backend, kind, x, out, op, root)."""
 
     def enter(self, kind: int, sequence: int, fingerprint: int) -> int:
         """Enter a call whose first part is done elsewhere; return an outcome."""
@@ -450,19 +461,22 @@ class TcpGroup:
     ) -> tuple[int, int, BaseException | None, list[bytes]]:
         """Tell all ranks what this one has called; return an ending, and what all have."""
 
-    def take_turn(self) -> int:
+    def take_ticket(self) -> int:
         """Draw the next number."""
 
-    def end_turn(self, number: int) -> None:
-        """End a turn, also one that never came."""
+    def wait_for_ticket(self, number: int, look: Callable[[], float | None]) -> None:
+        """Wait until all calls before have ended; look() may raise, or says how long to sleep."""
+
+    def end_ticket(self, number: int) -> None:
+        """End a call, also one that never ran."""
 
     @property
-    def last_turn(self) -> int:
+    def last_ticket(self) -> int:
         """The last number drawn."""
 
     @property
-    def ended_turns(self) -> int:
-        """The number of the last turn that ended with all before it."""
+    def ended_tickets(self) -> int:
+        """The number of the last call that ended with all before it."""
 
     @property
     def is_open(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ferrodist import _native
 from ferrodist.arrays.host_memory import fresh, numpy_dtype, span_of
 from ferrodist.arrays.library import (
     Library,
@@ -33,7 +34,9 @@ class DlpackArrays:
 
     def take(self, x: Any, where: str) -> Taken:
         """View the array's bytes, or a packed copy of them."""
-        return Taken(known_buffer(_open(x, functools.partial(refuse, where)), where), self, x)
+        buffer = known_buffer(_open(x, functools.partial(refuse, where)), where)
+        _native.register_adapted(type(x), _from_numpy)  # from the second one on it is native code's
+        return Taken(buffer, self, x)
 
     def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
         """Allocate memory that the array's own library takes over without a copy."""
@@ -62,6 +65,10 @@ def _open(x: Any, refusal: Refusal) -> np.ndarray[Any, Any]:
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         what = f"a {type_name(x)} that NumPy cannot import ({error})"
         raise refusal(what, "convert it to a supported dtype first") from error
+
+
+def _from_numpy(x: Any, array: np.ndarray[Any, Any]) -> Any:
+    return _importer(x)(array)
 
 
 def _importer(x: Any) -> Callable[[Any], Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ferrodist import _native
 from ferrodist.arrays.host_memory import fresh, span_of
 from ferrodist.arrays.library import Library, Result, Span, Taken, refuse, refuse_out
 from ferrodist.arrays.numpy_arrays import known_buffer
@@ -27,6 +28,7 @@ class JaxArrays:
         problem = _find_problem(x)
         if problem is not None:
             raise refuse(where, *problem)
+        _native.register_adapted(type(x), _put_beside)  # from the second one on it is native code's
         return Taken(known_buffer(np.asarray(x), where), self, x)
 
     def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:

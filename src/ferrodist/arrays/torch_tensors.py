@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ferrodist import _native
 from ferrodist.arrays.host_memory import (
     SUPPORTED,
     buffer_of,
@@ -51,6 +52,8 @@ class TorchTensors:
             raise refuse(where, what, f"call .to() first with one of {SUPPORTED}")
         # Each of these gives the tensor itself when there is nothing to do.
         host = x.detach().resolve_conj().resolve_neg().cpu()
+        if host._is_zerotensor():  # which has no memory
+            host = host.clone()
         return Taken(buffer_of(_as_numpy(host), dtype), self, x)
 
     def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
@@ -84,6 +87,19 @@ class TorchTensors:
 
 
 LIBRARY: Library = TorchTensors()
+
+_TABLE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # older torch has none
+_native.register_torch(
+    [torch.Tensor, torch.nn.Parameter],
+    _TABLE,
+    torch._C._to_dlpack,
+    torch.Tensor.is_neg,
+    torch.Tensor.is_conj,
+    torch.empty,
+    torch.empty_like,
+    torch.device("cpu"),
+    torch._C._increment_version if _TABLE else torch.autograd.graph.increment_version,
+)
 
 
 def _is_on_host(x: Any) -> bool:

@@ -76,9 +76,9 @@ class Backend(abc.ABC):
     context manager, or call ``close()`` when this rank makes no further calls.
     """
 
-    # The short ways of calls on plain NumPy arrays, where a provider has them: they give the
-    # result, or NotImplemented for whatever has to go the general way.
-    _at_once: Callable[[Backend, int, Any, Any, Any, Any], Any] | None = None
+    # The fast paths, where a provider has them: they give the result, or NotImplemented for what
+    # takes the general path.
+    _call_path: Callable[[Backend, int, Any, Any, Any, Any], Any] | None = None
     _send_at_once: Callable[[Backend, Any, Any, Any], Any] | None = None
     _recv_at_once: Callable[[Backend, Any, Any, Any, Any], Any] | None = None
 

@@ -47,7 +47,7 @@ class HybridBackend(TcpBackend):
     Made by ``ferrodist.init()`` under a launcher whose ranks are on several hosts, or by ``split``.
     """
 
-    _may_go_short = False  # calls go the general way, through both levels
+    _has_fast_path = False  # calls take the general path, through both levels
 
     def __init__(
         self,

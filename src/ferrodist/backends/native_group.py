@@ -89,21 +89,24 @@ class NativeGroup(Protocol):
     def find_ring(self, peer: int) -> list[int]:
         """Return the ring of sends that a send is part of, or nothing."""
 
-    # -- turns ----------------------------------------------------------------------------------
+    # -- tickets --------------------------------------------------------------------------------
 
     @property
-    def last_turn(self) -> int:
+    def last_ticket(self) -> int:
         """The last number drawn."""
 
     @property
-    def ended_turns(self) -> int:
-        """The number of the last turn that ended with all before it."""
+    def ended_tickets(self) -> int:
+        """The number of the last call that ended with all before it."""
 
-    def take_turn(self) -> int:
+    def take_ticket(self) -> int:
         """Draw the next number."""
 
-    def end_turn(self, number: int) -> None:
-        """End a turn, also one that never came."""
+    def wait_for_ticket(self, number: int, look: Callable[[], float | None]) -> None:
+        """Wait until all calls before have ended; look() may raise, or says how long to sleep."""
+
+    def end_ticket(self, number: int) -> None:
+        """End a call, also one that never ran."""
 
     # -- ranks and verdicts ---------------------------------------------------------------------
 

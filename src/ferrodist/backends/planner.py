@@ -16,6 +16,7 @@ from ferrodist.config import Config
 from ferrodist.errors import InvalidArgument, UnsupportedOp
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.schedules import (
+    Lengths,
     LinkModel,
     Schedule,
     choose,
@@ -89,10 +90,15 @@ class Planner:
         self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
     ) -> WalkPlan:
         """Work out what a collective needs besides its buffers; kept, for it will come again."""
-        op, root, counts, algorithm, in_order, _ = args
-        lengths = lengths_of(kind, self._rank, self._world, input, output, counts)
+        lengths = lengths_of(kind, self._rank, self._world, input, output, args.counts)
         sample = input or output
-        dtype = sample.dtype if sample else DType.UINT8
+        return self.plan_lengths(kind, sample.dtype if sample else DType.UINT8, lengths, args)
+
+    def plan_lengths(
+        self, kind: Kind, dtype: DType, lengths: Lengths, args: CollectiveArgs
+    ) -> WalkPlan:
+        """Do as ``plan`` does where only the lengths of the arrays are known."""
+        op, root, _, algorithm, in_order, _ = args
         key = (kind, op, root, dtype, lengths, algorithm, in_order)
         plan = self._plans.get(key)
         if plan is None:

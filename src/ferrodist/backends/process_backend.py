@@ -38,7 +38,7 @@ from ferrodist.backends.process_texts import (
 from ferrodist.backends.running_call import Algorithm, RunningCall
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure, Verdict
-from ferrodist.call import Call, Kind
+from ferrodist.call import Call, Kind, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -85,6 +85,7 @@ class ProcessBackend(MessagingBackend):
     """One rank of a group of processes; ``members`` are the ranks of the group in the world."""
 
     _turns: NativeTurns
+    _wait: Wait | None = None  # of a call on the fast path
     _messenger: ProcessMessenger
 
     def __init__(
@@ -163,6 +164,19 @@ class ProcessBackend(MessagingBackend):
             running.watch = Wait(self, where)
         running.watch.look()
 
+    def look_in_wait(self) -> None:
+        """Look round in a call on the fast path that waits."""
+        if self._wait is None:
+            sequence, kind = self.group.last_call(self.rank)
+            self._wait = Wait(self, f"{Kind(kind).label} #{sequence} at {caller_site()}")
+        self._wait.look()
+
+    def end_wait(self) -> None:
+        """End what look_in_wait began."""
+        if self._wait is not None:
+            self._wait.end()
+            self._wait = None
+
     def _look_while_queued(self, running: RunningCall) -> float:
         """Let the call that holds this one up run out of time when this one does."""
         call, deadline = running.call, running.deadline
@@ -188,9 +202,9 @@ class ProcessBackend(MessagingBackend):
     def _check(self, running: RunningCall, status: NativeStatus) -> None:
         """Raise what became of a native call, unless it is done."""
         if status[0]:
-            raise self._failure(running, Status(*status))
+            raise self.failure_of(running, Status(*status))
 
-    def _failure(self, running: RunningCall, status: Status) -> BaseException:
+    def failure_of(self, running: RunningCall, status: Status) -> BaseException:
         """Make the error that a status means, and see that all ranks get the same."""
         code = status.code
         if code == StatusCode.INTERRUPTED and status.error is not None:

@@ -17,10 +17,9 @@ import numpy as np
 from ferrodist import _native
 from ferrodist.backends.deaths import Deaths
 from ferrodist.backends.planner import Planner, walk_plan
-from ferrodist.backends.process_backend import Wait
+from ferrodist.backends.process_backend import ProcessBackend
 from ferrodist.backends.process_texts import CallDescriptor, pack_descriptor, unpack_descriptor
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, Counts, RunningCall
-from ferrodist.backends.short_way import ShortWayBackend
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
 from ferrodist.call import MAX_TAG, Kind, Leaf
@@ -39,7 +38,7 @@ _64_BITS = (1 << 64) - 1
 _SCHEDULE_TAG = MAX_TAG + 1  # no user's
 
 
-class SharedMemoryBackend(ShortWayBackend):
+class SharedMemoryBackend(ProcessBackend):
     """One rank of a group of processes on one host.
 
     Made by ``ferrodist.init()`` under a launcher, by ``ferrodist.run``, or by ``split``.
@@ -60,10 +59,9 @@ class SharedMemoryBackend(ShortWayBackend):
     ) -> None:
         self.arena = arena
         super().__init__(world, group, members, rank, config, deaths)
-        self._at_once = group.at_once
+        self._call_path = group.call_path
         self._send_at_once = group.send_at_once
         self._recv_at_once = group.recv_at_once
-        self._at_once_wait: Wait | None = None
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> SharedMemoryBackend:
@@ -206,7 +204,7 @@ class SharedMemoryBackend(ShortWayBackend):
         """Stop the others in their next round with a difference; all get the same verdict."""
         status = self.run_native(running, 0, Kind.BARRIER, fingerprint=MISMATCH_FOUND)
         if status[0] not in (StatusCode.DONE, StatusCode.MISMATCH):  # done: all ranks report one
-            raise self._failure(running, Status(*status))
+            raise self.failure_of(running, Status(*status))
         return super()._report_mismatch(running, error, text)
 
     def _exchange_descriptors(
@@ -232,10 +230,10 @@ class SharedMemoryBackend(ShortWayBackend):
             self.run_native(running, 0, Kind.ALL_GATHER, *buffers, args, fingerprint=_DESCRIPTORS),
         )
 
-    # -- messages on the short way ---------------------------------------------------------------
+    # -- messages on the fast path --------------------------------------------------------------
 
     def _look_at_mail(self) -> None:
-        """Look round in a receive that went the short way: native code hears of signals by this."""
+        """Look round in a receive on the fast path: native code hears of signals by this."""
 
     def _fail_recv_at_once(
         self,
@@ -247,8 +245,8 @@ class SharedMemoryBackend(ShortWayBackend):
         peer: int,
         tag: int,
     ) -> None:
-        """Raise what became of a receive that went the short way."""
-        self._stop_looking()
+        """Raise what became of a receive on the fast path."""
+        self.end_wait()
         expected = Leaf("", DTYPES_BY_LABEL[like.dtype.name], like.shape)
         with self._aborting_on_interrupt("recv"):
             raise self._messenger.receive_failure(

@@ -9,7 +9,6 @@ lowest rank, is told, asks all for their descriptors, and hands everybody all of
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from array import array
@@ -21,25 +20,26 @@ from ferrodist import _native
 from ferrodist.backends import verdict
 from ferrodist.backends.neighbours import NeighbourDeaths, check_settings, has_a_core_each
 from ferrodist.backends.planner import Planner, walk_plan
+from ferrodist.backends.process_backend import ProcessBackend
 from ferrodist.backends.process_texts import CallDescriptor, pack_descriptor, unpack_descriptor
 from ferrodist.backends.running_call import CollectiveArgs, RunningCall
-from ferrodist.backends.short_way import ShortWayBackend
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure
 from ferrodist.backends.walk_plan import WalkPlan
-from ferrodist.buffer import Buffer
+from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.config import Config
+from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.mesh import Neighbour, join_mesh
-from ferrodist.schedules import LinkModel
+from ferrodist.schedules import Lengths, LinkModel
 
 _LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and folded
 _MOST_PLANS = 256
 _NO_MEMORY = "no memory"  # how native code begins to say so
 
 
-class TcpBackend(ShortWayBackend):
+class TcpBackend(ProcessBackend):
     """One rank of a group of processes that are connected by TCP.
 
     Made by ``ferrodist.init(backend="tcp")`` under a launcher, or by ``split``.
@@ -48,7 +48,7 @@ class TcpBackend(ShortWayBackend):
     world: _native.Mesh
     group: _native.TcpGroup
     _deaths: NeighbourDeaths
-    _may_go_short = True
+    _has_fast_path = True
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class TcpBackend(ShortWayBackend):
         super().__init__(mesh, group, members, rank, config, deaths)
         self.neighbours = neighbours
         self._native_plans: dict[int, tuple[WalkPlan, _native.Plan]] = {}
-        self.has_short_way = self._may_go_short and config.walker == "native"
-        self._at_once = group.at_once if self.has_short_way else None
+        has_fast_path = self._has_fast_path and config.walker == "native"
+        self._call_path = group.call_path if has_fast_path else None
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> Self:
@@ -112,9 +112,22 @@ class TcpBackend(ShortWayBackend):
         if found is None:
             if len(self._native_plans) >= _MOST_PLANS:
                 self._native_plans.clear()
-                self.group.forget_plans()
             found = self._native_plans[id(plan)] = plan, _make_native(plan, peers)
         return found[1]
+
+    def plan_of(
+        self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int
+    ) -> tuple[_native.Plan, bool]:
+        """Plan a call on one array of ``nbytes``; also tell whether out may be x.
+
+        In scatter the array is one part.
+        """
+        is_part = kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER)
+        count = nbytes // dtype.itemsize * (self.world_size if is_part else 1)
+        its_op = op if kind.is_reduction else None
+        args = CollectiveArgs(its_op, root, in_order=self.reproducible)
+        plan = self.planner.plan_lengths(kind, dtype, Lengths(count), args)
+        return self._native_plan(plan), plan.alias_safe
 
     def _new_planner(self) -> Planner:
         model = self.link_model
@@ -168,26 +181,7 @@ class TcpBackend(ShortWayBackend):
     ) -> None:
         """Do one whole collective: pick the schedule, execute it over every segment."""
         plan = self.planner.plan(kind, input, output, args)
-        if args.algorithm is None and args.counts is None and kind is running.call.kind:
-            self._keep_for_the_short_way(running, plan)
         self._execute(running, plan, input, output, args.in_place)
-
-    def _keep_for_the_short_way(self, running: RunningCall, plan: WalkPlan) -> None:
-        """Let native code do the next call like this one, if it is of one array, by itself."""
-        call, is_tree = running.call, len(running.call.leaves) > 1
-        if is_tree or not self.has_short_way or (call.leaves and call.leaves[0].path):
-            return
-        leaf = call.leaves[0] if call.leaves else None
-        self.group.keep_plan(
-            call.kind,
-            leaf.dtype if leaf else -1,
-            -1 if call.op is None else call.op,
-            -1 if call.root is None else call.root,
-            math.prod(leaf.shape) * leaf.dtype.itemsize if leaf else 0,
-            call.reproducible,
-            plan.alias_safe,
-            self._native_plan(plan),
-        )
 
     def _execute(
         self,

@@ -7,8 +7,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 from ferrodist.backends.running_call import Algorithm
 from ferrodist.call import Kind
-from ferrodist.collectives.plan import execute, execute_barrier
-from ferrodist.collectives.request import (
+from ferrodist.collectives.fast_path import (
     ALL_GATHER,
     ALL_TO_ALL,
     ALLREDUCE,
@@ -17,14 +16,10 @@ from ferrodist.collectives.request import (
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
-    Group,
-    No,
-    Op,
-    Options,
-    Request,
-    Yes,
-    at_once,
+    fast_path,
 )
+from ferrodist.collectives.plan import execute, execute_barrier
+from ferrodist.collectives.request import Group, No, Op, Options, Request, Yes
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.work import Work
@@ -63,7 +58,7 @@ def allreduce(
         array([3, 3])
     """
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = at_once(ALLREDUCE, backend, x, out, op, -1)
+        done = fast_path(ALLREDUCE, backend, x, out, op, -1)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -106,7 +101,7 @@ def broadcast(
         array([2, 2])
     """
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = at_once(BROADCAST, backend, x, out, None, root)
+        done = fast_path(BROADCAST, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -162,7 +157,7 @@ def reduce(
         [None, 6, None]
     """
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = at_once(REDUCE, backend, x, out, op, root)
+        done = fast_path(REDUCE, backend, x, out, op, root)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -208,7 +203,7 @@ def all_gather(
         array([0, 1, 2])
     """
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = at_once(ALL_GATHER, backend, x, out, None, -1)
+        done = fast_path(ALL_GATHER, backend, x, out, None, -1)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -250,7 +245,7 @@ def gather(
         [array([0, 1]), None]
     """
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = at_once(GATHER, backend, x, out, None, root)
+        done = fast_path(GATHER, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -295,7 +290,7 @@ def reduce_scatter(
         [array([0, 2]), array([4, 6])]
     """
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = at_once(REDUCE_SCATTER, backend, x, out, op, -1)
+        done = fast_path(REDUCE_SCATTER, backend, x, out, op, -1)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -337,7 +332,7 @@ def all_to_all(
         [array([ 0, 10]), array([ 1, 11])]
     """
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = at_once(ALL_TO_ALL, backend, x, out, None, -1)
+        done = fast_path(ALL_TO_ALL, backend, x, out, None, -1)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -360,6 +355,6 @@ def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT) -> None:
         >>> run_ranks(2, ferrodist.barrier)
         [None, None]
     """
-    if timeout is DEFAULT and at_once(BARRIER, backend, None, None, None, -1) is None:
+    if timeout is DEFAULT and fast_path(BARRIER, backend, None, None, None, -1) is None:
         return
     execute_barrier(Request(Kind.BARRIER, backend, timeout=timeout))

@@ -27,11 +27,6 @@ Yes = Literal[True]
 No = Literal[False]
 
 
-# The kinds as plain numbers: on the short way an enum costs more than the call it names.
-ALLREDUCE, BROADCAST, REDUCE, ALL_GATHER, GATHER = 0, 1, 2, 3, 4
-SCATTER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER = 5, 6, 7, 8
-
-
 class Options(TypedDict, total=False):
     """The keyword arguments that most collectives share, for their typed signatures."""
 
@@ -119,16 +114,6 @@ class Request:
             )
         if taken.is_number:
             check_number(taken, self.op, self.backend.world_size, f"{self.kind.label}: {where}")
-
-
-def at_once(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, root: Any) -> Any:
-    """Try the short way: plain NumPy arrays on a backend that does the whole call in native code.
-
-    Gives the result, or NotImplemented for whatever has to go the general way, errors included.
-    """
-    group = current_backend() if backend is None else backend
-    call = getattr(group, "_at_once", None)
-    return NotImplemented if call is None else call(group, kind, x, out, op, root)
 
 
 def open_backend(backend: Backend | None, what: str) -> Backend:

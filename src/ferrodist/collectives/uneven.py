@@ -15,8 +15,6 @@ from typing import Any, Unpack, overload
 import numpy as np
 
 from ferrodist.arrays import Result, Taken, new_result, numpy_result, take, take_out
-from ferrodist.backends.base import Backend
-from ferrodist.backends.default import current_backend
 from ferrodist.backends.running_call import (
     Algorithm,
     CollectiveArgs,
@@ -26,21 +24,12 @@ from ferrodist.backends.running_call import (
 )
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
+from ferrodist.collectives.fast_path import SCATTER, fast_path
 from ferrodist.collectives.plan import is_in_place, result_shape
-from ferrodist.collectives.request import (
-    SCATTER,
-    Group,
-    No,
-    Options,
-    Request,
-    Yes,
-    at_once,
-    leaf_of,
-)
+from ferrodist.collectives.request import Group, No, Options, Request, Yes, leaf_of
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import (
     CollectiveMismatch,
-    DistributedError,
     InvalidArgument,
     SizeMismatch,
     UnsupportedArray,
@@ -81,9 +70,7 @@ def scatter(
         [array([0, 1]), array([2, 3])]
     """
     if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = at_once(SCATTER, backend, x, out, None, root)
-        if type(done) is tuple:
-            return _go_on(x, backend, root, out, *done)
+        done = fast_path(SCATTER, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -96,19 +83,6 @@ def scatter(
         reproducible=reproducible,
     )
     return request.execute(_prepare_scatter(request, x, out))
-
-
-def _go_on(x: Any, backend: Backend | None, root: int, out: Any, ticket: int, told: bytes) -> Any:
-    """Go on with a scatter that began on the short way, where the root told what does not fit."""
-    group: Any = current_backend() if backend is None else backend
-    try:
-        request = Request(Kind.SCATTER, backend, root=root)
-        leaf = _read_leaf(np.frombuffer(told, np.int64))
-        return group.resume(ticket, _prepare_scatter(request, x, out, leaf))
-    except BaseException as error:
-        if not isinstance(error, DistributedError):
-            group.give_up_turn(ticket, error)
-        raise
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +99,7 @@ class _SizedCall(Prepared[Any]):
         return self.result.finish()
 
 
-def _prepare_scatter(request: Request, x: Any, out: Any, told: Leaf | None = None) -> _Scatter:
+def _prepare_scatter(request: Request, x: Any, out: Any) -> _Scatter:
     taken = None if x is None and not request.is_root else take(x, "scatter: x")
     part = None
     if request.is_root:
@@ -134,46 +108,52 @@ def _prepare_scatter(request: Request, x: Any, out: Any, told: Leaf | None = Non
         if out is not None:
             is_in_place(request, taken, take_out(out, part.dtype, part.shape))
     call = request.call(() if taken is None else (leaf_of(taken),), compared=())
-    return _Scatter(call, request.deadline, request, taken, out, part=part, told=told)
+    return _Scatter(call, request.deadline, request, taken, out, part=part)
 
 
 @dataclass(slots=True, eq=False)
 class _Scatter(_SizedCall):
     part: Leaf | None = None  # known to the root
-    told: Leaf | None = None  # what the root has told on the short way
 
     def run(self, running: RunningCall) -> None:
         request, taken = self.request, self.taken
-        found = self.told or _tell_leaf(running, request.args.root, self.part)
-        self.result = _room_for_part(running, request, found, taken, self.out)
+        found = _tell_part(running, request.args.root, self.part)
+        self.result = _room_for_part(running, request.args.root, found, taken, self.out)
         source = taken.buffer if request.is_root and taken is not None else None
         running.collective(Kind.SCATTER, source, self.result.buffer, request.args)
 
 
-def _tell_leaf(running: RunningCall, root: int, part: Leaf | None) -> Leaf:
+def _tell_part(running: RunningCall, root: int, part: Leaf | None) -> Leaf:
     """Tell every rank the dtype and shape of its part."""
     numbers = np.zeros(2 + MAX_AXES, np.int64)
     if part is not None:
         numbers[: 2 + len(part.shape)] = (part.dtype, len(part.shape), *part.shape)
     buffer = as_buffer(numbers)
     running.collective(Kind.BROADCAST, buffer, buffer, CollectiveArgs(root=root, in_place=True))
-    return _read_leaf(numbers)
+    return _read_part(numbers)
 
 
-def _read_leaf(numbers: np.ndarray[Any, Any]) -> Leaf:
+def _read_part(numbers: np.ndarray[Any, Any]) -> Leaf:
     dtype, axes = DType(int(numbers[0])), int(numbers[1])
     return Leaf("", dtype, tuple(int(length) for length in numbers[2 : 2 + axes]))
 
 
+def refuse_part(running: RunningCall, root: int, told: bytes, x: Any, out: Any) -> None:
+    """Tell all ranks that what this one passed on the fast path does not fit its part."""
+    found = _read_part(np.frombuffer(told, np.int64))
+    taken = None if x is None else take(x, "scatter: x")
+    _room_for_part(running, root, found, taken, out)
+
+
 def _room_for_part(
-    running: RunningCall, request: Request, found: Leaf, taken: Taken | None, out: Any
+    running: RunningCall, root: int, found: Leaf, taken: Taken | None, out: Any
 ) -> Result:
-    if taken is not None and not request.is_root and leaf_of(taken) != found:
+    rank = running.backend.rank
+    if taken is not None and rank != root and leaf_of(taken) != found:
         same_dtype = taken.buffer.dtype is found.dtype
         raise running.mismatch(
             SizeMismatch if same_dtype else CollectiveMismatch,
-            f"rank {request.backend.rank} passed {leaf_of(taken)}, its part of the array of "
-            f"rank {request.root} is {found}",
+            f"rank {rank} passed {leaf_of(taken)}, its part of the array of rank {root} is {found}",
         )
     try:
         if out is not None:
@@ -184,7 +164,7 @@ def _room_for_part(
             else new_result(taken, found.shape)
         )
     except (InvalidArgument, UnsupportedArray) as error:
-        text = f"rank {request.backend.rank}: {error}"
+        text = f"rank {rank}: {error}"
         raise running.mismatch(CollectiveMismatch, text) from error
 
 

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Conversion: any array in CPU memory in, a result of the same kind out, without Python code.
+//
+// The exact type of an object says how it is converted: NumPy arrays and scalars by NumPy's C interface,
+// torch tensors by their DLPack table, Python numbers as one element, JAX arrays and everything else with
+// a buffer by the buffer protocol, the rest by __dlpack__. What is not converted here takes the general
+// path, which converts it in Python (other devices, subclasses, conjugated views) or refuses it in words.
+// All of this needs the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "bind/arrays.hpp"
+#include "bind/dlpack.hpp"
+#include "fold/fold.hpp"
+
+namespace ferrodist::bind {
+
+enum class ArrayKind : std::uint8_t { none, numpy, numpy_scalar, number, torch, adapted, bytes, bytearray, python_array, memory };
+
+// C-contiguous memory of one array.
+struct ArrayView {
+    std::byte* data = nullptr;
+    DType dtype = DType::uint8;
+    int num_axes = 0;
+    std::ptrdiff_t shape[max_axes];
+    std::size_t nbytes = 0;
+
+    bool has_shape(int axes, const std::ptrdiff_t* lengths) const;
+};
+
+// What a file of ferrodist.arrays has registered for a type.
+struct RegisteredType;
+
+// Memory that another library lends through a capsule; given back at the end.
+class Borrowed {
+public:
+    Borrowed() = default;
+    ~Borrowed();
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
+
+    // Takes the tensor of a DLPack capsule over; null if it is none.
+    const dlpack::Tensor* take(PyObject* capsule);
+
+private:
+    dlpack::Managed* managed_ = nullptr;
+    dlpack::ManagedVersioned* versioned_ = nullptr;
+};
+
+// An array the caller passes in.
+class InputArray : public ArrayView {
+public:
+    InputArray() = default;
+    InputArray(const InputArray&) = delete;
+    InputArray& operator=(const InputArray&) = delete;
+
+    // False: the object takes the general path. Keeps what it needs alive, but not the object itself.
+    bool read(PyObject* object);
+
+    ArrayKind kind = ArrayKind::none;
+    PyObject* object = nullptr;
+    const RegisteredType* type = nullptr;
+    // The caller's own memory, which a packed copy is not part of.
+    const std::byte *begin = nullptr, *end = nullptr;
+
+private:
+    friend class OutputArray;
+
+    bool read_numpy(PyObject* array);
+    bool read_number();
+    bool read_torch();
+    bool read_buffer();
+    bool read_dlpack();
+    bool view(const dlpack::Tensor& tensor);
+    bool pack(const std::ptrdiff_t* strides);
+
+    nanobind::object owner_;
+    Borrowed borrowed_;
+    std::unique_ptr<std::byte[]> packed_;
+    alignas(16) std::byte number_[16];
+};
+
+// The place of a result: a new array of the kind of an input, or the caller's `out`.
+class OutputArray : public ArrayView {
+public:
+    OutputArray() = default;
+    OutputArray(const OutputArray&) = delete;
+    OutputArray& operator=(const OutputArray&) = delete;
+
+    // False: the general path. Keeps the object alive.
+    bool read(PyObject* out);
+    bool make(const InputArray& like, int num_axes, const std::ptrdiff_t* shape);
+    // A new NumPy array, where there is no input to go by.
+    bool make_numpy(DType dtype, int num_axes, const std::ptrdiff_t* shape);
+
+    // The object the caller gets, when the memory is complete.
+    nanobind::object finish(PyObject* input);
+
+private:
+    bool show_numpy(nanobind::object array);
+    bool make_torch(const InputArray& like, int num_axes, const std::ptrdiff_t* lengths);
+    bool read_torch();
+
+    ArrayKind kind_ = ArrayKind::none;
+    const RegisteredType* type_ = nullptr;
+    bool is_out_ = false;
+    nanobind::object owner_;
+    alignas(16) std::byte number_[16];
+};
+
+// Adds what the files of ferrodist.arrays register their types with.
+void add_convert(nanobind::module_& module);
+
+}  // namespace ferrodist::bind

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Hooks: what native code calls of Python while it runs a call. The backend is always the first argument.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace ferrodist::bind {
+
+struct Hooks {
+    PyObject* on_wait = nullptr;      // (backend): about every 50 ms of a wait; may raise, which ends it
+    PyObject* on_wait_end = nullptr;  // (backend): after a wait in which on_wait was called
+    // (backend, status, failed rank, error, sequence, kind, dtype, shape, op, root, collectives begun, part of
+    // a scatter that does not fit, x, out): tells all ranks, raises, ends the call
+    PyObject* on_error = nullptr;
+    // (backend, kind, dtype, op, root, nbytes) -> Plan: how a call is executed that was not made before
+    PyObject* make_plan = nullptr;
+};
+
+// Those of this process; set once, kept for good.
+Hooks& hooks();
+
+void add_hooks(nanobind::module_& module);
+
+// Callbacks of a Work run on a progress thread, and must not communicate.
+bool is_progress_thread();
+
+}  // namespace ferrodist::bind

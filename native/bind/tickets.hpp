@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Tickets: the order of the calls of a group, whichever threads make them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <set>
+
+namespace ferrodist::bind {
+
+// Numbers calls from 1; a call runs when all before it have ended. Any thread, with or without the GIL.
+class Tickets {
+public:
+    std::uint64_t take() {
+        const std::lock_guard guard(mutex_);
+        return ++last_;
+    }
+
+    // Takes the next number if nobody has one: such a call runs at once. Else 0.
+    std::uint64_t try_take() {
+        const std::lock_guard guard(mutex_);
+        return last_ == ended_ ? ++last_ : 0;
+    }
+
+    // Ends a call, also one that never ran.
+    void end(std::uint64_t number) {
+        const std::lock_guard guard(mutex_);
+        if (number == ended_ + 1 && ended_early_.empty()) {
+            ended_ = number;
+        } else {
+            ended_early_.insert(number);
+            while (ended_early_.erase(ended_ + 1) == 1) {
+                ++ended_;
+            }
+        }
+        if (num_waiters_ > 0) {
+            changed_.notify_all();
+        }
+    }
+
+    // Waits until all calls before `number` have ended, or for a while; tells whether they have.
+    bool wait(std::uint64_t number, std::chrono::nanoseconds longest) {
+        std::unique_lock lock(mutex_);
+        ++num_waiters_;
+        const bool is_next = changed_.wait_for(lock, longest, [&] { return ended_ + 1 >= number; });
+        --num_waiters_;
+        return is_next;
+    }
+
+    std::uint64_t last() const {
+        const std::lock_guard guard(mutex_);
+        return last_;
+    }
+    std::uint64_t ended() const {
+        const std::lock_guard guard(mutex_);
+        return ended_;
+    }
+
+private:
+    mutable std::mutex mutex_;
+    std::condition_variable& changed_ = *new std::condition_variable;  // a forked child must not destroy it
+    std::uint64_t last_ = 0, ended_ = 0;
+    std::set<std::uint64_t> ended_early_;
+    int num_waiters_ = 0;
+};
+
+// Waits without the GIL until it is the turn of a call; `look` may raise, or says how many seconds to sleep.
+inline void wait_for_ticket(Tickets& tickets, std::uint64_t number, const nanobind::callable& look) {
+    while (tickets.ended() + 1 < number) {
+        const double seconds = nanobind::cast<double>(look());
+        const nanobind::gil_scoped_release unlocked;
+        tickets.wait(number, std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
+    }
+}
+
+template <class Group>
+void add_tickets(nanobind::class_<Group>& group) {
+    using namespace nanobind::literals;
+    group.def("take_ticket", [](Group& self) { return self.tickets.take(); }, "Draw the next number.")
+        .def("wait_for_ticket", [](Group& self, std::uint64_t number, const nanobind::callable& look) {
+            wait_for_ticket(self.tickets, number, look);
+        }, "number"_a, "look"_a, "Wait until all calls before have ended; look() may raise, or says how long to sleep.")
+        .def("end_ticket", [](Group& self, std::uint64_t number) { self.tickets.end(number); }, "number"_a,
+             "End a call, also one that never ran.")
+        .def_prop_ro("last_ticket", [](const Group& self) { return self.tickets.last(); }, "The last number drawn.")
+        .def_prop_ro("ended_tickets", [](const Group& self) { return self.tickets.ended(); },
+                     "The number of the last call that ended with all before it.");
+}
+
+}  // namespace ferrodist::bind

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The fast path of a collective, and what native code calls of Python on it.
+
+A backend whose ranks are processes does a whole call on one array in native code, from the check of
+its arguments to the result. Python is asked only how a call is to be executed that was not made
+before, about every 50 ms of a wait, and when the call fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ferrodist import _native
+from ferrodist.backends.base import Backend
+from ferrodist.backends.default import current_backend
+from ferrodist.backends.running_call import RunningCall
+from ferrodist.backends.status import Status
+from ferrodist.buffer import DType
+from ferrodist.call import Call, Kind, Leaf, caller_site
+from ferrodist.deadline import Deadline
+from ferrodist.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from ferrodist.backends.process_backend import ProcessBackend
+    from ferrodist.backends.tcp import TcpBackend
+
+# The kinds as plain numbers: on this path an enum costs more than the call it names.
+ALLREDUCE, BROADCAST, REDUCE, ALL_GATHER, GATHER = 0, 1, 2, 3, 4
+SCATTER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER = 5, 6, 7, 8
+
+
+def fast_path(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, root: Any) -> Any:
+    """Do a call in native code: return its result, or NotImplemented for the general path."""
+    group = current_backend() if backend is None else backend
+    call = getattr(group, "_call_path", None)
+    return NotImplemented if call is None else call(group, kind, x, out, op, root)
+
+
+def _on_error(
+    backend: ProcessBackend,
+    status: int,
+    failed_rank: int,
+    error: BaseException | None,
+    sequence: int,
+    kind: int,
+    dtype: int,
+    shape: tuple[int, ...] | None,
+    op: int,
+    root: int,
+    num_collectives: int,
+    part: bytes | None,
+    x: Any,
+    out: Any,
+) -> NoReturn:
+    """Raise what became of a call, see that all ranks hear of it, and end it.
+
+    ``part`` is what the root of a scatter has told if ``x`` or ``out`` does not fit it.
+    """
+    call = Call(
+        Kind(kind),
+        () if shape is None else (Leaf("", DType(dtype), shape),),
+        op=None if op < 0 else ReduceOp(op),
+        root=None if root < 0 else root,
+        reproducible=backend.reproducible,
+        site=caller_site(),
+        compared=() if kind == SCATTER else None,
+    )
+
+    backend.end_wait()
+    deadline = Deadline(backend.timeout)
+    running = RunningCall(backend, call, deadline, ticket=sequence, num_collectives=num_collectives)
+    with contextlib.ExitStack() as stack:
+        stack.push(running)  # its ticket has come up already: only its end is left
+        if part is not None:
+            from ferrodist.collectives.uneven import refuse_part  # which is above this file
+
+            refuse_part(running, root, part, x, out)
+        raise backend.failure_of(running, Status(status, failed_rank, error))
+    raise AssertionError("a call that failed has no error")
+
+
+def _make_plan(
+    backend: TcpBackend, kind: int, dtype: int, op: int, root: int, nbytes: int
+) -> tuple[_native.Plan, bool]:
+    return backend.plan_of(Kind(kind), DType(dtype), ReduceOp(op), root, nbytes)
+
+
+_native.set_hooks(
+    on_wait=lambda backend: backend.look_in_wait(),
+    on_wait_end=lambda backend: backend.end_wait(),
+    on_error=_on_error,
+    make_plan=_make_plan,
+)
