@@ -91,12 +91,16 @@ private:
         for (Bytes k = 0; k < last; ++k) {
             if (k > 0) {
                 group_.next_round();
+                room_ = nullptr;
                 stage(k);
                 if (const Ending ending = group_.meet(patience_); ending.failed()) {
                     return ending;
                 }
             }
             consume(k);
+            if (corrupt_ >= 0) {
+                return {Outcome::corrupt, corrupt_};
+            }
         }
         group_.next_round();
         return num_shared_ > 0 ? part() : Ending{};
@@ -129,9 +133,6 @@ private:
         bool finds_shared = false;
         for (int rank = 0; rank < group_.size(); ++rank) {
             const Slot& theirs = group_.slot(rank);
-            if (!is_small_ && group_.stage(rank, group_.round()) == nullptr) {
-                return {Outcome::corrupt, rank};
-            }
             if (theirs.fingerprint != task_.fingerprint || theirs.sequence != patience_.sequence) {
                 group_.next_round();
                 return {Outcome::mismatch, rank};
@@ -240,13 +241,27 @@ private:
                !sources_.empty();
     }
 
-    // Where this rank shows its piece of the current round, and where others show theirs.
-    std::byte* room() { return is_small_ ? group_.slot(group_.rank()).data : group_.my_stage(); }
-    const std::byte* shown(Bytes rank) const { return shown(rank, group_.round()); }
-    const std::byte* shown(Bytes rank, std::uint32_t round) const {
-        const int number = static_cast<int>(rank);
-        return is_small_ ? group_.slot(number).data : group_.stage(number, round);
+    // Where this rank shows its pieces of the current round, and where others show theirs.
+    std::byte* room() {
+        if (room_ == nullptr) {
+            room_ = is_small_ ? group_.slot(group_.rank()).data : group_.make_stage(room_nbytes_);
+        }
+        return room_;
     }
+    const std::byte* shown(Bytes rank) { return shown(rank, group_.round()); }
+    const std::byte* shown(Bytes rank, std::uint32_t round) {
+        const int number = static_cast<int>(rank);
+        if (is_small_) {
+            return group_.slot(number).data;
+        }
+        if (const std::byte* const found = group_.stage(number, round, room_nbytes_)) {
+            return found;
+        }
+        corrupt_ = number;  // the call is going to fail; until then any memory will do
+        return room();
+    }
+    // A rank that stages a piece for every other rank leaves itself out.
+    static Bytes place_for(Bytes reader, Bytes writer) { return reader - (reader > writer ? 1 : 0); }
 
     void show(std::byte* into, const std::byte* from, Bytes nbytes) {
         if (world_ > 1) {
@@ -259,11 +274,13 @@ private:
         received += nbytes;
     }
 
-    // How much of every block a rank stages in one round when it stages one piece per rank.
+    // How much of every block a rank stages in one round: once, or for every other rank a piece.
     Bytes piece_for(Bytes num_pieces, Bytes largest) {
         is_small_ = largest * num_pieces <= Slot::capacity;
-        return is_small_ ? std::max<Bytes>(largest, 1)
-                         : std::min(Group::piece_nbytes, Group::stage_nbytes / num_pieces / line * line);
+        const Bytes most = std::min(Group::piece_nbytes, Group::stage_nbytes / std::max<Bytes>(num_pieces, 1));
+        const Bytes piece = is_small_ ? std::max<Bytes>(largest, 1) : std::min(round_up(largest, line), most / line * line);
+        room_nbytes_ = piece * num_pieces;
+        return piece;
     }
 
     // -- folding --------------------------------------------------------------------------------
@@ -308,6 +325,8 @@ private:
     // segment k-1. Where all memory is shared there is one segment and nothing to stage.
     Ending allreduce_by_chunks() {
         segment_ = Group::stage_nbytes / (line * world_) * line * world_;
+        piece_ = chunk(0, 0).nbytes;
+        room_nbytes_ = piece_ * world_;
         shows_source_ = shows_target_ = true;
         return rounds([&](Bytes k) { fold_and_show(k); },
                       [&] {
@@ -338,13 +357,15 @@ private:
         if (!is_staged_ || k * segment_ >= task_.nbytes) {
             return;
         }
-        const Bytes start = k * segment_;
         for (Bytes owner = 0; owner < world_; ++owner) {
             if (const Part part = chunk(k, owner); owner != me_ && part.nbytes > 0) {
-                show(group_.my_stage() + (part.start - start), task_.source + part.start, part.nbytes);
+                show(room() + place_for(owner, me_) * piece_, task_.source + part.start, part.nbytes);
             }
         }
     }
+
+    // Where a rank stages results: behind the chunks for all others.
+    Bytes result_place() const { return (world_ - 1) * piece_; }
 
     // Folds this rank's chunk of segment k: straight into all memory that is shared, and into the
     // stage for those whose memory is not.
@@ -353,18 +374,18 @@ private:
         if (part.nbytes == 0) {
             return;
         }
-        const Bytes start = cut(task_.nbytes, segment_, k).start;
         operands_.clear();
         places_.clear();
         bool is_fetched = false;
         for (Bytes rank = 0; rank < world_; ++rank) {
             const std::byte* source = shared_source(rank);
-            operands_.push_back(source != nullptr ? source + part.start
-                                                  : shown(rank, group_.round() - 1) + (part.start - start));
+            operands_.push_back(source != nullptr
+                                    ? source + part.start
+                                    : shown(rank, group_.round() - 1) + place_for(me_, rank) * piece_);
             is_fetched |= rank != me_ && shared_target(rank) == nullptr;
         }
         if (is_fetched) {
-            places_.push_back(group_.my_stage() + Group::stage_nbytes);
+            places_.push_back(room() + result_place());
         }
         places_.push_back(task_.target + part.start);
         for (Bytes rank = 0; rank < world_; ++rank) {
@@ -383,7 +404,7 @@ private:
         }
         for (Bytes owner = 0; owner < world_; ++owner) {
             if (const Part part = chunk(k - 1, owner); owner != me_ && part.nbytes > 0) {
-                fetch(task_.target + part.start, shown(owner) + Group::stage_nbytes, part.nbytes);
+                fetch(task_.target + part.start, shown(owner) + result_place(), part.nbytes);
             }
         }
     }
@@ -401,40 +422,40 @@ private:
             [&] { return count_pieces(task_.nbytes, others_shared(root_)); },
             [&](Bytes k) {
                 if (const Part part = cut(task_.nbytes, piece_, k); me_ == root_ && part.nbytes > 0) {
-                    fold_from_all(task_.target + part.start, part.start, part.start, part.nbytes);
+                    fold_from_all(task_.target + part.start, part.start, false, part.nbytes);
                 }
             });
     }
 
     Ending reduce_scatter() {
-        piece_ = piece_for(world_, task_.nbytes);
+        piece_ = piece_for(world_ - 1, task_.nbytes);
         shows_source_ = true;
         return rounds(
             [&](Bytes k) {
                 const Part part = cut(task_.nbytes, piece_, k);
                 for (Bytes owner = 0; is_staged_ && owner < world_; ++owner) {
                     if (owner != me_ && part.nbytes > 0) {
-                        show(room() + owner * piece_, task_.source + owner * task_.nbytes + part.start,
-                             part.nbytes);
+                        show(room() + place_for(owner, me_) * piece_,
+                             task_.source + owner * task_.nbytes + part.start, part.nbytes);
                     }
                 }
             },
             [&] { return count_pieces(task_.nbytes, all_sources_shared()); },
             [&](Bytes k) {
                 if (const Part part = cut(task_.nbytes, piece_, k); part.nbytes > 0) {
-                    const Bytes start = me_ * task_.nbytes + part.start;
-                    const Bytes staged_at = piece_ == everything ? 0 : start - me_ * piece_;
-                    fold_from_all(task_.target + part.start, start, staged_at, part.nbytes);
+                    fold_from_all(task_.target + part.start, me_ * task_.nbytes + part.start, true, part.nbytes);
                 }
             });
     }
 
-    // Folds everybody's bytes from `start` on; those that are staged begin at `staged_start`.
-    void fold_from_all(std::byte* into, Bytes start, Bytes staged_start, Bytes nbytes) {
+    // Folds everybody's bytes from `start` on. Where they are staged, there may be a piece per rank.
+    void fold_from_all(std::byte* into, Bytes start, bool is_cut, Bytes nbytes) {
         operands_.clear();
         for (Bytes rank = 0; rank < world_; ++rank) {
             const std::byte* source = shared_source(rank);
-            operands_.push_back(source != nullptr ? source + start : shown(rank) + (start - staged_start));
+            operands_.push_back(source != nullptr
+                                    ? source + start
+                                    : shown(rank) + (is_cut ? place_for(me_, rank) * piece_ : 0));
         }
         places_.assign(1, into);
         fold_to_places(nbytes);
@@ -481,11 +502,11 @@ private:
             });
     }
 
-    // Fetches bytes of a rank's input that begin at `start` there and at `staged_at` in its stage.
-    void take(Bytes rank, std::byte* into, Bytes start, Bytes staged_at, Bytes nbytes) {
+    // Fetches bytes of a rank's input that begin at `start` there, or are the piece at `place` of its stage.
+    void take(Bytes rank, std::byte* into, Bytes start, Bytes place, Bytes nbytes) {
         if (nbytes > 0) {
             const std::byte* source = shared_source(rank);
-            fetch(into, source != nullptr ? source + start : shown(rank) + staged_at, nbytes);
+            fetch(into, source != nullptr ? source + start : shown(rank) + place * piece_, nbytes);
         }
     }
 
@@ -526,14 +547,15 @@ private:
     }
 
     Ending scatter() {
-        piece_ = piece_for(world_, largest_block());
+        piece_ = piece_for(world_ - 1, largest_block());
         shows_source_ = me_ == root_;
         return rounds(
             [&](Bytes k) {
                 Bytes start = 0;
                 for (Bytes rank = 0; me_ == root_ && is_staged_ && rank < world_; start += block(rank++)) {
                     if (const Part part = cut(block(rank), piece_, k); rank != me_ && part.nbytes > 0) {
-                        show(room() + rank * piece_, task_.source + start + part.start, part.nbytes);
+                        show(room() + place_for(rank, me_) * piece_, task_.source + start + part.start,
+                             part.nbytes);
                     }
                 }
             },
@@ -544,8 +566,7 @@ private:
                 if (me_ == root_) {
                     keep(task_.target + part.start, task_.source + start, part.nbytes);
                 } else {
-                    take(root_, task_.target + part.start, start, me_ * (piece_ == everything ? 0 : piece_),
-                         part.nbytes);
+                    take(root_, task_.target + part.start, start, place_for(me_, root_), part.nbytes);
                 }
             });
     }
@@ -554,7 +575,7 @@ private:
         const Bytes largest = task_.blocks == nullptr
                                   ? task_.nbytes
                                   : *std::max_element(task_.blocks, task_.blocks + world_ * world_);
-        piece_ = piece_for(world_, largest);
+        piece_ = piece_for(world_ - 1, largest);
         // In place, what others read here would be overwritten by what comes from them.
         shows_source_ = !task_.in_place;
         return rounds(
@@ -562,7 +583,8 @@ private:
                 Bytes start = 0;
                 for (Bytes to = 0; is_staged_ && to < world_; start += pair(me_, to++)) {
                     if (const Part part = cut(pair(me_, to), piece_, k); to != me_ && part.nbytes > 0) {
-                        show(room() + to * piece_, task_.source + start + part.start, part.nbytes);
+                        show(room() + place_for(to, me_) * piece_, task_.source + start + part.start,
+                             part.nbytes);
                     }
                 }
             },
@@ -575,8 +597,7 @@ private:
                     if (from == me_) {
                         keep(task_.target + start + part.start, task_.source + theirs, part.nbytes);
                     } else {
-                        take(from, task_.target + start + part.start, theirs,
-                             piece_ == everything ? 0 : me_ * piece_, part.nbytes);
+                        take(from, task_.target + start + part.start, theirs, place_for(me_, from), part.nbytes);
                     }
                 }
             });
@@ -591,6 +612,9 @@ private:
     bool is_small_ = false;                             // whether pieces are staged in the slots
     std::uint64_t posted_source_ = 0, posted_target_ = 0;  // offset + 1; 0: not shown
     Bytes piece_ = 0, segment_ = 0, num_shared_ = 0;
+    Bytes room_nbytes_ = 0;      // what is staged in one round, at most
+    std::byte* room_ = nullptr;  // where, once it is made
+    int corrupt_ = -1;           // who has staged nothing that can be right
     std::vector<const std::byte*>& sources_;  // empty unless somebody has shared memory
     std::vector<std::byte*>& targets_;
     std::vector<const void*>& operands_;

@@ -10,8 +10,10 @@
 namespace ferrodist::shm {
 namespace {
 
-// What a rank's staging area is: two halves, each with room for inputs and for results.
-constexpr std::size_t half_nbytes = Group::stage_nbytes + Group::result_nbytes;
+// A round has its place in one half of the ring: then there is room for the next one behind it or,
+// whatever its size, in the other half.
+constexpr std::size_t half_nbytes = Group::stage_nbytes * 3 / 2;
+static_assert(half_nbytes % line == 0);
 
 }  // namespace
 
@@ -22,8 +24,7 @@ Group::Group(std::shared_ptr<World> world, std::vector<int> members, int rank, s
       rank_(rank),
       layout_(block, members_.size()),
       parent_(std::move(parent)),
-      has_group_block_(own_block.has_value()),
-      stages_(members_.size()) {
+      has_group_block_(own_block.has_value()) {
     if (own_block) {
         blocks_.push_back(*own_block);
     }
@@ -143,28 +144,21 @@ Ending Group::meet(const Patience& patience) {
     return {};
 }
 
-std::byte* Group::my_stage() {
-    if (my_stage_ == nullptr) {
-        const std::size_t offset = world_->arena().allocate(2 * half_nbytes);
-        keep_block(offset);
-        my_stage_ = world_->arena().base() + offset;
-        // Relaxed: read by others only after a tick that is published later.
-        words(rank_).stage.store(offset, std::memory_order_relaxed);
+std::byte* Group::make_stage(std::size_t nbytes) {
+    if (ring_ == 0) {
+        ring_ = world_->arena().allocate(2 * half_nbytes);
+        keep_block(ring_);
     }
-    return my_stage_ + (round_ & 1) * half_nbytes;
+    const std::size_t rest = half_nbytes - ring_end_ % half_nbytes;
+    const std::size_t start = (nbytes <= rest ? ring_end_ : ring_end_ + rest) % (2 * half_nbytes);
+    ring_end_ = start + (nbytes + line - 1) / line * line;
+    slot(rank_).stage = ring_ + start;
+    return world_->arena().base() + ring_ + start;
 }
 
-const std::byte* Group::stage(int rank, std::uint32_t round) const {
-    const std::byte*& start = stages_[static_cast<std::size_t>(rank)];
-    if (start == nullptr) {
-        // Relaxed: see my_stage.
-        const std::uint64_t offset = words(rank).stage.load(std::memory_order_relaxed);
-        if (offset == 0) {
-            return peer(rank).base;  // has staged nothing yet: nobody is going to read it
-        }
-        start = peer(rank).at(offset, 2 * half_nbytes);  // beyond the arena it could only be garbage
-    }
-    return start == nullptr ? nullptr : start + (round & 1) * half_nbytes;
+const std::byte* Group::stage(int rank, std::uint32_t round, std::size_t nbytes) const {
+    const std::uint64_t offset = slot(rank, round).stage;
+    return offset == 0 ? nullptr : peer(rank).at(offset, nbytes);
 }
 
 // -- what every wait looks at ----------------------------------------------------------------------

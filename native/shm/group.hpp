@@ -4,8 +4,13 @@
 // A *round*: a rank writes into its slot, publishes it (its tick becomes the number of the round
 // + 1), and waits until all others have published theirs; then it reads what they wrote. Everything
 // of a round is read before the next one is published, so a rank that has seen all ticks of round n
-// knows that nobody reads round n-1 any more. Two slots, used in turn, are therefore enough, and so
-// are two halves of a staging area. Nobody is ever more than one round ahead.
+// knows that nobody reads round n-1 any more. Two slots, used in turn, are therefore enough. Nobody is
+// ever more than one round ahead.
+//
+// The staging area is a ring: every round takes the bytes behind those of the round before, and never
+// touches these. Writing to a line that is in a reader's cache takes five times as long as writing to one
+// that has left it, because the reader has to give it up first. A ring larger than a second-level cache
+// comes back to a line only when it has left, however little is staged at a time.
 //
 // The first round of a call also carries what was called: that is how a difference is found.
 #pragma once
@@ -48,8 +53,11 @@ public:
 
     // -- rounds: one thread at a time -----------------------------------------------------------
 
-    // The slot of a rank in the current round.
-    Slot& slot(int rank) const { return layout_.slot(static_cast<std::size_t>(rank), round_ & 1); }
+    // The slot of a rank in the current round, or in another.
+    Slot& slot(int rank) const { return slot(rank, round_); }
+    Slot& slot(int rank, std::uint32_t round) const {
+        return layout_.slot(static_cast<std::size_t>(rank), round & 1);
+    }
     std::uint32_t round() const { return round_; }
     // Shows this rank's slot and waits for all others'; they stay readable until next_round().
     Ending meet(const Patience& patience);
@@ -57,15 +65,12 @@ public:
     // Whether a rank has not come to the current round.
     bool is_missing(int rank) const { return !has_come(rank); }
 
-    // The half of a rank's staging area that belongs to a round: first inputs, then results. Null if
-    // what the rank says of it cannot be right.
-    std::byte* my_stage();
-    const std::byte* stage(int rank, std::uint32_t round) const;
-    static constexpr std::size_t stage_nbytes = 1024 * 1024;        // of inputs, in one half
-    // Staged at a time for one reader. Lines that have left the writer's second-level cache for the
-    // shared one are read faster than those still in it: 512 KB take half the time per byte of 128 KB.
-    static constexpr std::size_t piece_nbytes = 512 * 1024;
-    static constexpr std::size_t result_nbytes = stage_nbytes / 2;  // of results, behind them
+    // Room for all that this rank stages in the current round, at most `stage_nbytes`.
+    std::byte* make_stage(std::size_t nbytes);
+    // What a rank has staged in a round; null if what it says of it cannot be right.
+    const std::byte* stage(int rank, std::uint32_t round, std::size_t nbytes) const;
+    static constexpr std::size_t stage_nbytes = 1024 * 1024;
+    static constexpr std::size_t piece_nbytes = 512 * 1024;  // staged at a time for one reader
 
     // Lists that every call fills again, kept so that none of them allocates.
     struct Scratch {
@@ -124,8 +129,8 @@ private:
     bool has_group_block_;
     std::vector<std::size_t> blocks_;
     std::uint32_t round_ = 0;
-    std::byte* my_stage_ = nullptr;
-    mutable std::vector<const std::byte*> stages_;
+    std::size_t ring_ = 0;      // offset of the staging area; 0: not yet
+    std::size_t ring_end_ = 0;  // of what was staged last, in the ring
     Scratch scratch_;
     std::mutex ending_;  // held by the thread that gives the verdict or leaves
     std::uint64_t num_rounds_ = 0;

@@ -40,7 +40,6 @@ struct RankWords {
     Word num_receives;  // point-to-point receives in flight
     Word sending_to;    // rank + 1 whom a blocked large send is for; 0: none
     Word ring_next;     // rank + 1 of the next in a ring of sends; written by whoever found it
-    std::atomic<std::uint64_t> stage;  // where its staging is in its arena; 0: not yet
     std::uint32_t departure_nbytes;
     std::byte departure[departure_capacity];
 };
@@ -57,11 +56,12 @@ struct alignas(line) Slot {
     std::uint64_t fingerprint;
     std::uint64_t source;  // offset + 1 of the input in this rank's arena; 0: staged
     std::uint64_t target;  // offset + 1 of the output in this rank's arena; 0: private
-    std::byte data[nbytes - 40];
+    std::uint64_t stage;   // offset of what it stages in this round, if it does
+    std::byte data[nbytes - 48];
 
-    static constexpr std::size_t capacity = nbytes - 40;
+    static constexpr std::size_t capacity = nbytes - 48;
 };
-static_assert(sizeof(Slot) == Slot::nbytes && offsetof(Slot, data) == 40);
+static_assert(sizeof(Slot) == Slot::nbytes && offsetof(Slot, data) == 48);
 
 using Offset = std::atomic<std::uint64_t>;
 

@@ -112,7 +112,7 @@ TEST(a_large_call_on_private_memory_is_a_round_for_every_stage_full) {
         Host host(static_cast<int>(world));
         for (const std::size_t nbytes : {Slot::capacity + 1, std::size_t{100'000}, std::size_t{3'000'000}}) {
             const std::size_t segment = Group::stage_nbytes / (64 * world) * 64 * world;
-            const std::size_t piece = std::min(Group::piece_nbytes, Group::stage_nbytes / world / 64 * 64);
+            const std::size_t piece = std::min(Group::piece_nbytes, Group::stage_nbytes / (world - 1) / 64 * 64);
             for (const Kind kind : kinds_with_data) {
                 const std::size_t expected = kind == Kind::allreduce  ? cuts(nbytes, segment) + 1
                                              : is_cut_by_rank(kind) ? cuts(nbytes, piece)

@@ -76,23 +76,30 @@ TEST(rounds_go_on_when_their_number_wraps) {
     });
 }
 
+// Of any size, in any order, and now and then nothing: every end of the ring and of its halves is met.
 TEST(a_stage_keeps_what_others_may_still_read) {
     for (const int world : {2, 3}) {
         Host host(world);
         host.run([](shm::Group& group) {
             CountingWatch watch;
             const shm::Patience patience = patience_of(watch, 1);
+            std::mt19937 random(7);
             for (std::uint64_t round = 0; round < times(5000); ++round) {
+                const std::size_t most = random() % 2 == 0 ? shm::Group::stage_nbytes : 100'000;
+                const std::size_t nbytes = random() % 8 == 0 ? shm::Group::stage_nbytes : 16 + random() % (most - 15);
+                const bool stages = random() % 8 != 0;
                 const std::uint64_t mine = said(group.rank(), round);
-                std::byte* const stage = group.my_stage();
-                std::memcpy(stage, &mine, 8);
-                std::memcpy(stage + shm::Group::stage_nbytes + shm::Group::result_nbytes - 8, &mine, 8);
+                if (stages) {
+                    std::byte* const stage = group.make_stage(nbytes);
+                    std::memcpy(stage, &mine, 8);
+                    std::memcpy(stage + nbytes - 8, &mine, 8);
+                }
                 CHECK(!group.meet(patience).failed());
-                for (int rank = 0; rank < group.size(); ++rank) {
-                    const std::byte* const theirs = group.stage(rank, group.round());
+                for (int rank = 0; stages && rank < group.size(); ++rank) {
+                    const std::byte* const theirs = group.stage(rank, group.round(), nbytes);
                     std::uint64_t first = 0, last = 0;
                     std::memcpy(&first, theirs, 8);
-                    std::memcpy(&last, theirs + shm::Group::stage_nbytes + shm::Group::result_nbytes - 8, 8);
+                    std::memcpy(&last, theirs + nbytes - 8, 8);
                     CHECK(first == said(rank, round) && last == first);
                 }
                 group.next_round();
