@@ -19,7 +19,9 @@ using Bytes = std::size_t;
 constexpr Bytes largest_flat = Slot::capacity;
 // Folded at a time where the result goes to several places: still in the first-level cache then.
 constexpr Bytes hot_nbytes = 8 * 1024;
-constexpr Bytes everything = std::numeric_limits<Bytes>::max();
+// Staged at a time where others follow: copying it takes longer than telling them, and not much longer.
+constexpr Bytes message_nbytes = 16 * 1024;
+constexpr Bytes everything = Group::everything;
 
 constexpr Bytes round_up(Bytes nbytes, Bytes unit) { return (nbytes + unit - 1) / unit * unit; }
 
@@ -80,11 +82,17 @@ private:
 
     // `stage(k)` shows piece k, `count()` tells how many rounds there are, once it is known whose
     // memory is shared, and `consume(k)` uses what the others have staged as piece k.
+    //
+    // Where a rank either stages or reads, a piece is cut into messages, and readers follow the writer
+    // through it: they copy out while it copies in. Where ranks have to copy both ways, all of them are
+    // busy all the time, and following makes it only worse: a line that has just been written is slow to get.
     template <class Stage, class Count, class Consume>
     Ending rounds(Stage stage, Count count, Consume consume) {
         post();
-        stage(Bytes{0});
-        if (const Ending ending = enter(); ending.failed()) {
+        if (const Ending ending = meet(stage, 0); ending.failed()) {
+            return ending;
+        }
+        if (const Ending ending = compare(); ending.failed()) {
             return ending;
         }
         const Bytes last = count();
@@ -92,18 +100,32 @@ private:
             if (k > 0) {
                 group_.next_round();
                 room_ = nullptr;
-                stage(k);
-                if (const Ending ending = group_.meet(patience_); ending.failed()) {
+                if (const Ending ending = meet(stage, k); ending.failed()) {
                     return ending;
                 }
             }
             consume(k);
-            if (corrupt_ >= 0) {
-                return {Outcome::corrupt, corrupt_};
+            if (trouble_.failed()) {
+                return trouble_;
             }
         }
         group_.next_round();
         return num_shared_ > 0 ? part() : Ending{};
+    }
+
+    // One round: shows piece k and waits until everybody has come.
+    template <class Stage>
+    Ending meet(Stage stage, Bytes k) {
+        if (!is_followed_ || !is_staged_) {
+            stage(k);
+            return group_.meet(patience_);
+        }
+        room();  // where it is has to be in the slot
+        group_.begin_staging();
+        group_.publish();
+        stage(k);
+        group_.end_staging();
+        return group_.await_others(patience_);
     }
 
     // Says what is called, and where this rank's memory is if others can reach it.
@@ -114,7 +136,18 @@ private:
         mine.fingerprint = task_.fingerprint;
         mine.source = posted_source_ = shows_source_ ? offset_of(task_.source, source_nbytes(me_)) : 0;
         mine.target = posted_target_ = shows_target_ ? offset_of(task_.target, target_nbytes(me_)) : 0;
-        is_staged_ = mine.source == 0 && task_.source != nullptr;
+        is_staged_ = mine.source == 0 && task_.source != nullptr && is_read();
+    }
+
+    // Whether others read this rank's input.
+    bool is_read() const {
+        switch (task_.kind) {
+            case Kind::broadcast:
+            case Kind::scatter: return world_ > 1 && me_ == root_;
+            case Kind::reduce:
+            case Kind::gather: return me_ != root_;
+            default: return world_ > 1;
+        }
     }
 
     std::uint64_t offset_of(const std::byte* memory, Bytes nbytes) const {
@@ -125,11 +158,8 @@ private:
         return offset ? *offset + 1 : 0;
     }
 
-    // The first round: when everybody has posted, compare, and find the shared memory.
-    Ending enter() {
-        if (const Ending ending = group_.meet(patience_); ending.failed()) {
-            return ending;
-        }
+    // When everybody has posted: compares, and finds the shared memory.
+    Ending compare() {
         bool finds_shared = false;
         for (int rank = 0; rank < group_.size(); ++rank) {
             const Slot& theirs = group_.slot(rank);
@@ -257,21 +287,40 @@ private:
         if (const std::byte* const found = group_.stage(number, round, room_nbytes_)) {
             return found;
         }
-        corrupt_ = number;  // the call is going to fail; until then any memory will do
+        trouble_ = {Outcome::corrupt, number};  // the call is going to fail; until then any memory will do
         return room();
     }
     // A rank that stages a piece for every other rank leaves itself out.
     static Bytes place_for(Bytes reader, Bytes writer) { return reader - (reader > writer ? 1 : 0); }
 
     void show(std::byte* into, const std::byte* from, Bytes nbytes) {
-        if (world_ > 1) {
-            copy_bytes(into, from, nbytes);
-            sent += nbytes;
+        is_followed_ ? show_messages(into, from, nbytes) : copy_bytes(into, from, nbytes);
+        sent += nbytes;
+    }
+    void show_messages(std::byte* into, const std::byte* from, Bytes nbytes) {
+        for (Bytes done = 0; done < nbytes; done += message_nbytes) {
+            const Bytes now = std::min(message_nbytes, nbytes - done);
+            copy_bytes(into + done, from + done, now);
+            group_.show_staged(static_cast<Bytes>(into - room_) + done + now);
         }
     }
     void fetch(std::byte* into, const std::byte* from, Bytes nbytes) {
         copy_bytes(into, from, nbytes);
         received += nbytes;
+    }
+    // Fetches what a rank stages at `place`, as soon as it is there.
+    void follow(Bytes rank, std::byte* into, Bytes place, Bytes nbytes) {
+        const int writer = static_cast<int>(rank);
+        const std::byte* const from = shown(rank) + place;
+        for (Bytes done = 0; done < nbytes && !trouble_.failed();) {
+            const Bytes least = std::min(nbytes, done + message_nbytes);
+            trouble_ = group_.await_staged(writer, place + least, patience_);
+            if (!trouble_.failed()) {
+                const Bytes until = std::clamp(group_.staged_nbytes(writer) - place, least, nbytes);
+                fetch(into + done, from + done, until - done);
+                done = until;
+            }
+        }
     }
 
     // How much of every block a rank stages in one round: once, or for every other rank a piece.
@@ -308,16 +357,21 @@ private:
 
     Ending allreduce_flat() {
         is_small_ = true;
-        return rounds([&](Bytes) { show(room(), task_.source, task_.nbytes); },
-                      [] { return Bytes{1}; },
-                      [&](Bytes) {
-                          operands_.clear();
-                          for (Bytes rank = 0; rank < world_; ++rank) {
-                              operands_.push_back(rank == me_ ? task_.source : shown(rank));
-                          }
-                          fold_into(task_.target, task_.nbytes);
-                          received += task_.nbytes * (world_ - 1);
-                      });
+        return rounds(
+            [&](Bytes) {
+                if (is_staged_) {
+                    show(room(), task_.source, task_.nbytes);
+                }
+            },
+            [] { return Bytes{1}; },
+            [&](Bytes) {
+                operands_.clear();
+                for (Bytes rank = 0; rank < world_; ++rank) {
+                    operands_.push_back(rank == me_ ? task_.source : shown(rank));
+                }
+                fold_into(task_.target, task_.nbytes);
+                received += task_.nbytes * (world_ - 1);
+            });
     }
 
     // Segment by segment, each cut into one chunk per rank. In stage k a rank folds its chunk of
@@ -415,7 +469,7 @@ private:
         return rounds(
             [&](Bytes k) {
                 const Part part = cut(task_.nbytes, piece_, k);
-                if (is_staged_ && me_ != root_ && part.nbytes > 0) {
+                if (is_staged_ && part.nbytes > 0) {
                     show(room(), task_.source + part.start, part.nbytes);
                 }
             },
@@ -483,11 +537,12 @@ private:
 
     Ending broadcast() {
         piece_ = piece_for(1, task_.nbytes);
+        is_followed_ = !is_small_;
         shows_source_ = me_ == root_;
         return rounds(
             [&](Bytes k) {
                 const Part part = cut(task_.nbytes, piece_, k);
-                if (me_ == root_ && is_staged_ && part.nbytes > 0) {
+                if (is_staged_ && part.nbytes > 0) {
                     show(room(), task_.source + part.start, part.nbytes);
                 }
             },
@@ -505,20 +560,25 @@ private:
     // Fetches bytes of a rank's input that begin at `start` there, or are the piece at `place` of its stage.
     void take(Bytes rank, std::byte* into, Bytes start, Bytes place, Bytes nbytes) {
         if (nbytes > 0) {
-            const std::byte* source = shared_source(rank);
-            fetch(into, source != nullptr ? source + start : shown(rank) + place * piece_, nbytes);
+            if (const std::byte* const source = shared_source(rank)) {
+                fetch(into, source + start, nbytes);
+            } else if (is_followed_) {
+                follow(rank, into, place * piece_, nbytes);
+            } else {
+                fetch(into, shown(rank) + place * piece_, nbytes);
+            }
         }
     }
 
     // all_gather, and gather where only the root is a receiver.
     Ending gather(bool is_receiver) {
         piece_ = piece_for(1, largest_block());
+        is_followed_ = !is_small_ && task_.kind == Kind::gather;
         shows_source_ = true;
         return rounds(
             [&](Bytes k) {
                 const Part part = cut(block(me_), piece_, k);
-                const bool is_fetched = task_.kind == Kind::all_gather ? world_ > 1 : me_ != root_;
-                if (is_staged_ && is_fetched && part.nbytes > 0) {
+                if (is_staged_ && part.nbytes > 0) {
                     show(room(), task_.source + part.start, part.nbytes);
                 }
             },
@@ -552,7 +612,7 @@ private:
         return rounds(
             [&](Bytes k) {
                 Bytes start = 0;
-                for (Bytes rank = 0; me_ == root_ && is_staged_ && rank < world_; start += block(rank++)) {
+                for (Bytes rank = 0; is_staged_ && rank < world_; start += block(rank++)) {
                     if (const Part part = cut(block(rank), piece_, k); rank != me_ && part.nbytes > 0) {
                         show(room() + place_for(rank, me_) * piece_, task_.source + start + part.start,
                              part.nbytes);
@@ -614,7 +674,8 @@ private:
     Bytes piece_ = 0, segment_ = 0, num_shared_ = 0;
     Bytes room_nbytes_ = 0;      // what is staged in one round, at most
     std::byte* room_ = nullptr;  // where, once it is made
-    int corrupt_ = -1;           // who has staged nothing that can be right
+    bool is_followed_ = false;   // whether pieces are cut into messages
+    Ending trouble_;             // why what others have staged cannot be used
     std::vector<const std::byte*>& sources_;  // empty unless somebody has shared memory
     std::vector<std::byte*>& targets_;
     std::vector<const void*>& operands_;

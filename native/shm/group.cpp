@@ -54,11 +54,16 @@ void Group::publish() {
     }
 }
 
-// What a wait for a round looks at, now and then.
+// What a wait for a round, or for what `peer` stages in it, looks at, now and then.
 class Group::Lookout {
 public:
-    Lookout(Group& group, const Patience& patience)
-        : group_(group), patience_(patience) {}
+    Lookout(Group& group, int peer, std::size_t nbytes, const Patience& patience)
+        : group_(group), peer_(peer), nbytes_(nbytes), patience_(patience) {}
+
+    // Whether a rank has not done its part.
+    bool is_missing(int rank) const {
+        return !group_.has_come(rank) || (nbytes_ > 0 && rank == peer_ && !group_.has_staged(rank, nbytes_));
+    }
 
     void begin() {
         started_ns_ = looked_ns_ = now_ns();
@@ -73,7 +78,7 @@ public:
         }
         for (int rank = 0; rank < group_.size(); ++rank) {
             // Looked at again: it may have done its part before it went.
-            if (!group_.has_come(rank) && group_.has_left(rank) && !group_.has_come(rank)) {
+            if (is_missing(rank) && group_.has_left(rank) && is_missing(rank)) {
                 return {Outcome::lost, rank};
             }
         }
@@ -102,11 +107,11 @@ public:
 
 private:
     Ending look_at(int rank, std::int64_t passed) {
-        if (rank == group_.rank_ || group_.has_come(rank)) {
+        if (rank == group_.rank_ || !is_missing(rank)) {
             return {};
         }
         // Looked at again: it may have done its part before it went.
-        if (group_.is_gone(rank) && !group_.has_come(rank)) {
+        if (group_.is_gone(rank) && is_missing(rank)) {
             return {Outcome::lost, rank};
         }
         Silence& silence = silences_[static_cast<std::size_t>(rank)];
@@ -115,15 +120,18 @@ private:
     }
 
     Group& group_;
+    const int peer_;
+    const std::size_t nbytes_;
     const Patience& patience_;
     std::int64_t started_ns_ = 0, looked_ns_ = 0;
     std::vector<Silence> silences_;
 };
 
-Ending Group::await(int peer, const Patience& patience) {
-    Lookout lookout(*this, patience);
+// Waits until a rank has come and staged so much; `word` is what it is going to change.
+Ending Group::await(int peer, std::size_t nbytes, const Word& word, const Patience& patience) {
+    Lookout lookout(*this, peer, nbytes, patience);
     const Ending ending = wait_until(
-        slot(peer).tick, words(peer).sleepers, patience, [&] { return has_come(peer); }, lookout);
+        word, words(peer).sleepers, patience, [&] { return !lookout.is_missing(peer); }, lookout);
     if (lookout.has_begun() && !ending.failed()) {
         // Relaxed: only this rank writes it, and statistics read it whenever.
         layout_.waited(static_cast<std::size_t>(rank_), static_cast<std::size_t>(peer))
@@ -132,12 +140,14 @@ Ending Group::await(int peer, const Patience& patience) {
     return ending;
 }
 
-Ending Group::meet(const Patience& patience) {
-    publish();
+Ending Group::await_others(const Patience& patience) {
     ++num_rounds_;
     for (int step = 1; step < size(); ++step) {
         const int peer = (rank_ + step) % size();
-        if (const Ending ending = await(peer, patience); ending.failed()) {
+        if (has_come(peer)) {
+            continue;
+        }
+        if (const Ending ending = await(peer, 0, slot(peer).tick, patience); ending.failed()) {
             return ending;
         }
     }
@@ -159,6 +169,37 @@ std::byte* Group::make_stage(std::size_t nbytes) {
 const std::byte* Group::stage(int rank, std::uint32_t round, std::size_t nbytes) const {
     const std::uint64_t offset = slot(rank, round).stage;
     return offset == 0 ? nullptr : peer(rank).at(offset, nbytes);
+}
+
+void Group::begin_staging() {
+    // Relaxed: read by others only after the tick that is published later. Nobody reads what it was:
+    // that was two rounds ago.
+    staged(rank_).store(1, std::memory_order_relaxed);
+}
+
+void Group::show_staged(std::size_t nbytes) {
+    // Pairs with staged_nbytes. Sleepers are woken at the end only: who sleeps has waited for so long that
+    // it need not hurry, and asking for sleepers every time would hold up the copying.
+    staged(rank_).store(static_cast<std::uint32_t>(1 + nbytes), std::memory_order_release);
+}
+
+void Group::end_staging() {
+    // Pairs with staged_nbytes, and, being seq_cst, with the sleeper's look at the word in wait_until.
+    staged(rank_).store(0, std::memory_order_seq_cst);
+    // Pairs with the sleeper's fetch_add in wait_until.
+    if (words(rank_).sleepers.load(std::memory_order_seq_cst) != 0) {
+        wake_all(staged(rank_));
+    }
+}
+
+std::size_t Group::staged_nbytes(int rank) const {
+    // Pairs with show_staged and end_staging: so much has been written before.
+    const std::uint32_t found = staged(rank).load(std::memory_order_acquire);
+    return found == 0 ? everything : found - 1;
+}
+
+Ending Group::await_staged(int peer, std::size_t nbytes, const Patience& patience) {
+    return has_staged(peer, nbytes) ? Ending{} : await(peer, nbytes, staged(peer), patience);
 }
 
 // -- what every wait looks at ----------------------------------------------------------------------
@@ -220,6 +261,8 @@ void Group::wake_everybody() {
     for (std::size_t rank = 0; rank < members_.size(); ++rank) {
         wake_all(layout_.slot(rank, 0).tick);
         wake_all(layout_.slot(rank, 1).tick);
+        wake_all(layout_.words(rank).staged[0]);
+        wake_all(layout_.words(rank).staged[1]);
         for (std::size_t peer = 0; peer < members_.size(); ++peer) {
             layout_.bell(rank, peer).ring();
         }

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -60,15 +61,29 @@ public:
     }
     std::uint32_t round() const { return round_; }
     // Shows this rank's slot and waits for all others'; they stay readable until next_round().
-    Ending meet(const Patience& patience);
+    Ending meet(const Patience& patience) {
+        publish();
+        return await_others(patience);
+    }
+    void publish();
+    Ending await_others(const Patience& patience);
     void next_round() { ++round_; }
-    // Whether a rank has not come to the current round.
-    bool is_missing(int rank) const { return !has_come(rank); }
+    // Whether a rank has not come to the current round, or not staged all it said it would.
+    bool is_missing(int rank) const { return !has_come(rank) || !has_staged(rank, everything); }
 
     // Room for all that this rank stages in the current round, at most `stage_nbytes`.
     std::byte* make_stage(std::size_t nbytes);
     // What a rank has staged in a round; null if what it says of it cannot be right.
     const std::byte* stage(int rank, std::uint32_t round, std::size_t nbytes) const;
+    // A rank may show its slot before it has staged anything, so that others copy out while it copies in.
+    // Then it says so before, how far it is as often as it likes, and when it has done.
+    void begin_staging();
+    void show_staged(std::size_t nbytes);
+    void end_staging();
+    Ending await_staged(int peer, std::size_t nbytes, const Patience& patience);
+    std::size_t staged_nbytes(int rank) const;
+
+    static constexpr std::size_t everything = std::numeric_limits<std::size_t>::max();
     static constexpr std::size_t stage_nbytes = 1024 * 1024;
     static constexpr std::size_t piece_nbytes = 512 * 1024;  // staged at a time for one reader
 
@@ -117,9 +132,10 @@ private:
         // Pairs with the store in publish: what the slot says was written before.
         return slot(rank).tick.load(std::memory_order_acquire) == round_ + 1;
     }
-    void publish();
+    bool has_staged(int rank, std::size_t nbytes) const { return staged_nbytes(rank) >= nbytes; }
+    Word& staged(int rank) const { return words(rank).staged[round_ & 1]; }
     void wake_everybody();
-    Ending await(int peer, const Patience& patience);
+    Ending await(int peer, std::size_t nbytes, const Word& word, const Patience& patience);
 
     std::shared_ptr<World> world_;
     std::vector<int> members_;

@@ -36,6 +36,9 @@ struct RankWords {
     static constexpr std::size_t departure_capacity = 2048;
 
     alignas(2 * line) Word sleepers;  // how many sleep on this rank's ticks; written by the others
+    // How far this rank is with what it stages in an even and in an odd round, while others follow it:
+    // 1 + bytes so far; 0: nothing is missing.
+    alignas(2 * line) Word staged[2];
     alignas(2 * line) Word presence;
     Word num_receives;  // point-to-point receives in flight
     Word sending_to;    // rank + 1 whom a blocked large send is for; 0: none

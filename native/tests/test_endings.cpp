@@ -185,6 +185,75 @@ TEST(leaving_right_after_the_last_call_hurts_nobody) {
     }
 }
 
+// -- in the middle of a stage --------------------------------------------------------------------------
+
+// Rank 1 has shown its slot and the first message of a broadcast, and does nothing more.
+class HalfStaged {
+public:
+    Host host{2, 300 * millisecond};
+
+    HalfStaged() {
+        Group& root = *host.group(1);
+        root.make_stage(nbytes);
+        root.slot(1).sequence = 1;
+        root.begin_staging();
+        root.publish();
+        root.show_staged(nbytes / 2);
+    }
+
+    shm::Ending receive(shm::Watch& watch, std::int64_t timeout_ns = very_long) {
+        std::vector<std::byte> memory(nbytes);
+        shm::Task task{Kind::broadcast};
+        task.root = 1;
+        task.target = memory.data();
+        task.nbytes = nbytes;
+        return shm::run(*host.group(0), task, patience_of(watch, 1, timeout_ns));
+    }
+
+private:
+    static constexpr std::size_t nbytes = 64 << 10;
+};
+
+TEST(a_rank_that_goes_in_the_middle_of_its_stage_is_lost) {
+    for (const bool says_goodbye : {true, false}) {
+        HalfStaged half;
+        says_goodbye ? half.host.group(1)->leave("") : half.host.kill(1);
+        CountingWatch watch;
+        check_ending(half.receive(watch), Outcome::lost, 1);
+        CHECK(half.host.group(0)->is_missing(1));
+    }
+}
+
+TEST(a_rank_that_stops_in_the_middle_of_its_stage_is_silent_or_makes_others_late) {
+    CountingWatch watch;
+    check_ending(HalfStaged().receive(watch, 100 * millisecond), Outcome::late, -1);
+    HalfStaged half;
+    shm::stop_beating(half.host.world(1)->peer(1).header().beat);
+    check_ending(half.receive(watch), Outcome::silent, 1);
+}
+
+TEST(a_verdict_ends_the_wait_for_a_stage) {
+    HalfStaged half;
+    std::thread judge([&] {
+        CHECK(eventually([&] { return half.host.group(1)->words(1).sleepers.load() == 1; }));
+        half.host.group(1)->give_verdict(1, "enough");
+    });
+    CountingWatch watch;
+    check_ending(half.receive(watch), Outcome::verdict, -1);
+    judge.join();
+}
+
+TEST(the_end_of_a_stage_wakes_who_sleeps_for_it) {
+    HalfStaged half;
+    std::thread writer([&] {
+        CHECK(eventually([&] { return half.host.group(1)->words(1).sleepers.load() == 1; }));
+        half.host.group(1)->end_staging();
+    });
+    CountingWatch watch;
+    CHECK_EQUAL(half.receive(watch).outcome, Outcome::done);
+    writer.join();
+}
+
 // -- silence -----------------------------------------------------------------------------------------
 
 TEST(a_rank_without_a_heartbeat_is_silent) {
@@ -228,6 +297,34 @@ TEST(a_rank_that_posts_memory_beyond_its_arena_is_corrupt) {
         task.nbytes = memory.size();
         check_ending(shm::run(group, task, patience_of(watch, 1)), Outcome::corrupt, 1);
     });
+}
+
+// Rank 1 says that it stages there, and rank 0 is to read it.
+void check_stage_is_corrupt(std::size_t offset) {
+    Host host(2);
+    host.run([&](Group& group) {
+        CountingWatch watch;
+        if (group.rank() == 1) {
+            group.slot(1).sequence = 1;
+            group.slot(1).stage = offset;
+            CHECK(!group.meet(patience_of(watch, 1)).failed());
+            return;
+        }
+        std::vector<std::byte> memory(100'000);
+        shm::Task task{Kind::gather};
+        task.source = memory.data();
+        std::vector<std::byte> gathered(2 * memory.size());
+        task.target = gathered.data();
+        task.nbytes = memory.size();
+        check_ending(shm::run(group, task, patience_of(watch, 1)), Outcome::corrupt, 1);
+    });
+}
+
+TEST(a_rank_that_stages_beyond_its_arena_is_corrupt) {
+    const std::size_t arena_nbytes = Host(2).arena(1).nbytes();
+    check_stage_is_corrupt(arena_nbytes - 99'999);
+    check_stage_is_corrupt(0 - std::size_t{64});
+    check_stage_is_corrupt(0);  // the header
 }
 
 TEST(a_rank_without_memory_for_a_stage_has_said_nothing) {

@@ -108,6 +108,45 @@ TEST(a_stage_keeps_what_others_may_still_read) {
     }
 }
 
+// One rank stages message by message, the others read each as soon as it is there, some of them asleep.
+TEST(readers_follow_a_writer_through_its_stage) {
+    constexpr std::size_t num_messages = 40, message = 1000;
+    for (const int world : {2, 3}) {
+        Host host(world);
+        host.run([](shm::Group& group) {
+            CountingWatch watch;
+            const shm::Patience patience = patience_of(watch, 1);
+            const shm::Patience hasty{&watch, patience.deadline_ns, shm::no_spins, 1};
+            std::mt19937 random(static_cast<unsigned>(group.rank()));
+            for (std::uint64_t round = 0; round < times(2000); ++round) {
+                const int writer = static_cast<int>(round) % group.size();
+                const auto value = static_cast<int>(said(writer, round) % 251);
+                if (group.rank() == writer) {
+                    std::byte* const stage = group.make_stage(num_messages * message);
+                    group.begin_staging();
+                    group.publish();
+                    for (std::size_t i = 0; i < num_messages; ++i) {
+                        std::memset(stage + i * message, value, message);
+                        group.show_staged((i + 1) * message);
+                    }
+                    group.end_staging();
+                    CHECK(!group.await_others(patience).failed());
+                } else {
+                    CHECK(!group.meet(patience).failed());
+                    const std::byte* const stage = group.stage(writer, group.round(), num_messages * message);
+                    for (std::size_t done = 0; done < num_messages * message; done += message) {
+                        const bool is_hasty = random() % 64 == 0;
+                        CHECK(!group.await_staged(writer, done + message, is_hasty ? hasty : patience).failed());
+                        CHECK(is_all(stage + done, message, value));
+                    }
+                    CHECK(!group.is_missing(group.rank()));
+                }
+                group.next_round();
+            }
+        });
+    }
+}
+
 TEST(who_comes_last_is_what_the_others_waited_for) {
     Host host(3);
     host.run([&](shm::Group& group) {
