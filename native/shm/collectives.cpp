@@ -5,7 +5,6 @@
 #include "shm/collectives.hpp"
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "copy.hpp"
@@ -327,7 +326,8 @@ private:
     Bytes piece_for(Bytes num_pieces, Bytes largest) {
         is_small_ = largest * num_pieces <= Slot::capacity;
         const Bytes most = std::min(Group::piece_nbytes, Group::stage_nbytes / std::max<Bytes>(num_pieces, 1));
-        const Bytes piece = is_small_ ? std::max<Bytes>(largest, 1) : std::min(round_up(largest, line), most / line * line);
+        const Bytes piece = is_small_ ? std::max<Bytes>(largest, 1)
+                                      : std::min(round_up(largest, line), most / line * line);
         room_nbytes_ = piece * num_pieces;
         return piece;
     }

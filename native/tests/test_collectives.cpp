@@ -15,8 +15,8 @@ using shm::Slot;
 
 // Around everything that decides how a call goes: slot, message, piece, segment, several of them, odd ends.
 constexpr std::size_t sizes[] = {
-    0, 8, 1000, Slot::capacity, Slot::capacity + 8, (16 << 10) - 8, 16 << 10, (32 << 10) + 8, 33'000, 64 << 10, (256 << 10) - 64, 256 << 10,
-    (512 << 10) + 64, 333'333, (1 << 20) + 64, 3'333'333,
+    0, 8, 1000, Slot::capacity, Slot::capacity + 8, (16 << 10) - 8, 16 << 10, (32 << 10) + 8, 33'000, 64 << 10,
+    (256 << 10) - 64, 256 << 10, (512 << 10) + 64, 333'333, (1 << 20) + 64, 3'333'333,
 };
 
 // The more ranks, the more each call moves: larger worlds have fewer kinds of memory for each.
