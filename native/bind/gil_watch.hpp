@@ -10,14 +10,28 @@
 
 namespace ferrodist::bind {
 
+// The exception that is set, as an object with its traceback; a new reference. None is set then.
+inline PyObject* fetch_exception() {
+    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != nullptr) {
+        PyException_SetTraceback(value, trace);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return value;
+}
+
 class GilWatch final : public shm::Watch {
 public:
     // `look` is asked now and then: a callable, or an object whose method is. Beside a thread
     // that computes it is asked more rarely: the GIL may be hard to get, and signals come elsewhere.
     explicit GilWatch(PyObject* look, const char* method = nullptr, bool in_background = false)
         : look_(look), method_(method), in_background_(in_background) {}
-    // Asks a hook, with the backend as its argument.
-    GilWatch(PyObject* hook, PyObject* backend) : look_(hook), method_(nullptr), argument_(backend), in_background_(false) {}
+    // Asks a hook, with the backend and where the call was made; None if that is where this thread is.
+    GilWatch(PyObject* hook, PyObject* backend, PyObject* site)
+        : look_(hook), method_(nullptr), backend_(backend), site_(site), in_background_(false) {}
     ~GilWatch() override { take_back(); }
     GilWatch(const GilWatch&) = delete;
     GilWatch& operator=(const GilWatch&) = delete;
@@ -59,7 +73,7 @@ public:
     }
 
     // Takes the exception that is set.
-    void keep_error() { error_ = nanobind::steal(fetch()); }
+    void keep_error() { error_ = nanobind::steal(fetch_exception()); }
     bool has_looked() const { return has_looked_; }
 
     // The exception that ended the wait; invalid if there was none.
@@ -67,31 +81,18 @@ public:
 
 private:
     bool ask() {
-        PyObject* answer = argument_ != nullptr ? PyObject_CallOneArg(look_, argument_)
+        PyObject* answer = backend_ != nullptr  ? PyObject_CallFunctionObjArgs(look_, backend_, site_, nullptr)
                            : method_ == nullptr ? PyObject_CallNoArgs(look_)
                                                 : PyObject_CallMethod(look_, method_, nullptr);
         Py_XDECREF(answer);
         return answer != nullptr;
     }
 
-    // The exception that is set, as an object with its traceback.
-    static PyObject* fetch() {
-        PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
-        PyErr_Fetch(&type, &value, &trace);
-        PyErr_NormalizeException(&type, &value, &trace);
-        if (trace != nullptr) {
-            PyException_SetTraceback(value, trace);
-        }
-        Py_XDECREF(type);
-        Py_XDECREF(trace);
-        return value;
-    }
-
     static constexpr int looks_in_background = 10;
 
     PyObject* look_;
     const char* method_;  // null: `look` is a callable
-    PyObject* argument_ = nullptr;
+    PyObject *backend_ = nullptr, *site_ = nullptr;
     bool in_background_, has_looked_ = false;
     int num_looks_ = 0;
     PyThreadState* saved_ = nullptr;

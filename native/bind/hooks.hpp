@@ -7,10 +7,12 @@
 namespace ferrodist::bind {
 
 struct Hooks {
-    PyObject* on_wait = nullptr;      // (backend): about every 50 ms of a wait; may raise, which ends it
+    // (backend, site): about every 50 ms of a wait; may raise, which ends it. The site is where the call was made,
+    // None if that is where this thread is.
+    PyObject* on_wait = nullptr;
     PyObject* on_wait_end = nullptr;  // (backend): after a wait in which on_wait was called
     // (backend, status, failed rank, error, sequence, kind, dtype, shape, op, root, collectives begun, part of
-    // a scatter that does not fit, x, out): tells all ranks, raises, ends the call
+    // a scatter that does not fit, x, out, site): tells all ranks, raises, ends the call
     PyObject* on_error = nullptr;
     // (backend, kind, dtype, op, root, nbytes) -> Plan: how a call is executed that was not made before
     PyObject* make_plan = nullptr;

@@ -3,6 +3,7 @@
 // check arguments, release the GIL where that pays, and call.
 #include "bind/arrays.hpp"
 #include "bind/convert.hpp"
+#include "bind/call_path.hpp"
 #include "bind/hooks.hpp"
 #include "bind/rooms.hpp"
 
@@ -15,6 +16,7 @@ NB_MODULE(_native, module) {
     ferrodist::bind::add_fold(module);
     ferrodist::bind::add_convert(module);
     ferrodist::bind::add_hooks(module);
+    ferrodist::bind::add_calls_in_flight(module);
     ferrodist::bind::add_shm(module);
     ferrodist::bind::add_net(module);
     ferrodist::bind::add_frames(module);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bind/call_path.hpp"
+#include "bind/messages.hpp"
 #include "bind/net_arguments.hpp"
 #include "bind/rooms.hpp"
 #include "net/split.hpp"
@@ -271,13 +272,19 @@ void add_group(nb::module_& module) {
         .def(nb::new_(&new_plan), "table"_a, "ranges"_a, "scratch_nbytes"_a, "dtype"_a, "op"_a, "divisor"_a,
              "is_wide"_a, "divides_at_end"_a, "peers"_a);
     nb::class_<TcpGroup> group(module, "TcpGroup", "Ranks that do collectives over TCP.");
-    add_tcp_letters(module, group);
+    add_messages(group);
     add_tickets(group);
     add_settings(group);
     add_endings(group);
     group
         .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<TcpGroup>(self); },
                      "The fast path of a call: (backend, kind, x, out, op, root).")
+        .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<TcpGroup>(self); },
+                     "The same in flight: (backend, kind, x, out, op, root, site, token).")
+        .def("stop_progress", [](TcpGroup& self) {
+            const nb::gil_scoped_release unlocked;
+            self.progress.stop();
+        }, "End the thread that runs calls in flight; it begins none any more.")
         .def("enter", [](TcpGroup& self, std::uint32_t kind, std::uint64_t sequence, std::uint64_t fingerprint) {
             Unlocked unlocked;
             const net::Lock guard = self.group->mesh().lock();

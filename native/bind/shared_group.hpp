@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "bind/progress.hpp"
 #include "bind/tickets.hpp"
 #include "shm/group.hpp"
 #include "shm/messages.hpp"
@@ -23,12 +24,7 @@ struct SharedGroup {
     bool is_open = true;        // takes calls
     bool reproducible = false;  // part of the fingerprint
     std::int64_t timeout_ns = 0;
-    int num_in_line = 0;  // receives that wait for their turn, or have it
+    Progress progress;  // ends before the group does
 };
-
-// Built-in functions bound to a SharedGroup, for messages: (backend, x, dst, tag) -> None, and (backend, like,
-// src, out, tag) -> array; NotImplemented for what takes the general path.
-nanobind::object bind_send_at_once(nanobind::handle shared_group);
-nanobind::object bind_recv_at_once(nanobind::handle shared_group);
 
 }  // namespace ferrodist::bind

@@ -21,7 +21,7 @@
 #include "bind/call_path.hpp"
 #include "bind/gil_watch.hpp"
 #include "bind/items.hpp"
-#include "bind/letters.hpp"
+#include "bind/messages.hpp"
 #include "bind/rooms.hpp"
 #include "bind/shared_group.hpp"
 #include "shm/cpus.hpp"
@@ -212,7 +212,7 @@ void add_world(nb::module_& module) {
 
 void add_group(nb::module_& module) {
     nb::class_<SharedGroup> shared_group(module, "SharedGroup", "Ranks that do collectives in shared memory.");
-    add_letters(module, shared_group);
+    add_messages(shared_group);
     add_tickets(shared_group);
     shared_group
         .def("run", &run_collective, "kind"_a, "dtype"_a, "op"_a, "root"_a, "source"_a.none(), "target"_a.none(),
@@ -221,10 +221,12 @@ void add_group(nb::module_& module) {
              "Do one whole collective; return outcome, culprit and the error that ended a wait.")
         .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<SharedGroup>(self); },
                      "The fast path of a call: (backend, kind, x, out, op, root).")
-        .def_prop_ro("send_at_once", [](nb::handle self) { return bind_send_at_once(self); },
-                     "The short way of a send: (backend, x, dst, tag).")
-        .def_prop_ro("recv_at_once", [](nb::handle self) { return bind_recv_at_once(self); },
-                     "The short way of a receive: (backend, like, src, out, tag).")
+        .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<SharedGroup>(self); },
+                     "The same in flight: (backend, kind, x, out, op, root, site, token).")
+        .def("stop_progress", [](SharedGroup& self) {
+            const nb::gil_scoped_release unlocked;
+            self.progress.stop();
+        }, "End the thread that runs calls in flight; it begins none any more.")
         .def_rw("is_open", &SharedGroup::is_open, "Whether calls may be made without asking Python.")
         .def_rw("reproducible", &SharedGroup::reproducible, "What calls are fingerprinted with.")
         .def_rw("timeout_ns", &SharedGroup::timeout_ns, "How long a call may wait; 0 is for ever.")
@@ -276,6 +278,7 @@ void add_shm(nb::module_& module) {
     });
     module.def("container_cpus", [] { return std::min<std::size_t>(shm::container_cpus(), 1 << 20); },
                "Return the cores' worth of time the container grants; a large number without a limit.");
+    add_requests(module);
     add_world(module);
     add_group(module);
     add_split(module);

@@ -9,6 +9,7 @@
 #include <memory>
 #include <tuple>
 
+#include "bind/progress.hpp"
 #include "bind/tickets.hpp"
 #include "net/group.hpp"
 #include "net/plan.hpp"
@@ -32,9 +33,8 @@ struct TcpGroup {
     bool is_open = true;                // takes calls
     bool reproducible = false;          // part of the fingerprint
     std::int64_t timeout_ns = 0;
+    Progress progress;  // ends before the group does
 };
 
-// Adds the methods for messages.
-void add_tcp_letters(nanobind::module_& module, nanobind::class_<TcpGroup>& group);
 
 }  // namespace ferrodist::bind

@@ -40,7 +40,7 @@ Job::Job(Script& script) : script_(script), rank_(static_cast<int>(script.below(
 
 Job::~Job() {
     for (Sent& one : sent_) {
-        group_->letters().abandon(*one.letter);
+        group_->messages().abandon(one.request, {shm::Outcome::given_up});
     }
     split_.reset();
     if (script_.one_in(4)) {
@@ -68,17 +68,17 @@ void Job::step() {
             return exchange();
         case 12:
         case 13:
-            return send_letter();
+            return send_message();
         case 14:
-            return settle_letter();
+            return wait_for_message();
         case 15:
-            return receive_letter(peer(), tag(), script_.one_in(4) ? large : script_.size());
+            return receive_message(peer(), tag(), script_.one_in(4) ? large : script_.size());
         case 16:
         case 23:
-            return receive_offer();
+            return receive_rts();
         case 24:
         case 25:
-            return answer_letter();
+            return answer_rts();
         case 26:
             return walk();
         case 17:

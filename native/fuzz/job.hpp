@@ -18,12 +18,12 @@ namespace ferrodist::fuzz {
 
 constexpr int size = 3;
 constexpr std::uint64_t piece = 4096;
-constexpr std::size_t large = net::Letters::largest_whole + 1;
+constexpr std::size_t large = core::eager_limit + 1;
 
 // A large message on its way, and its memory.
 struct Sent {
     Buffer content;
-    std::shared_ptr<net::Letter> letter;
+    core::Request request = {};
 };
 
 class Job {
@@ -45,11 +45,11 @@ private:
     // What the rank does.
     void read_all();
     void exchange();
-    void send_letter();
-    void settle_letter();
-    void answer_letter();
-    void receive_letter(int from, std::uint32_t tag, std::size_t nbytes);
-    void receive_offer();
+    void send_message();
+    void wait_for_message();
+    void answer_rts();
+    void receive_message(int from, std::uint32_t tag, std::size_t nbytes);
+    void receive_rts();
     void walk();
     void begin_split();
     void end_split();

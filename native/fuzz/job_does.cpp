@@ -6,6 +6,7 @@
 #include <string>
 
 #include "fuzz/job.hpp"
+#include "net/waiter.hpp"
 #include "net/walker.hpp"
 
 namespace ferrodist::fuzz {
@@ -51,69 +52,83 @@ void Job::exchange() {
     net::exchange(with, 1, rank(to), out, rank(from), in.data(), in.size(), task, wait.patience);
 }
 
-void Job::send_letter() {
+void Job::send_message() {
     Buffer content = script_.one_in(2) ? Buffer(large + script_.size()) : script_.bytes(script_.size());
     const Buffer header = script_.bytes(script_.below(12));
-    sent_.push_back({std::move(content), nullptr});
-    Sent& one = sent_.back();
-    one.letter = group_->letters().post(peer(), tag(), header, one.content);
-    if (one.letter == nullptr) {
+    Sent& one = sent_.emplace_back();
+    one.content = std::move(content);
+    one.request.peer = peer();
+    one.request.tag = tag();
+    one.request.source = one.content.data();
+    one.request.nbytes = one.content.size();
+    one.request.deadline_ns = script_.one_in(4) ? shm::now_ns() + moment : 0;
+    group_->messages().isend(one.request, header);
+    if (one.request.is_complete()) {
         sent_.pop_back();
     }
 }
 
 // What may come from those a message is for, or from others.
-void Job::answer_letter() {
-    constexpr FrameKind kinds[] = {FrameKind::accept, FrameKind::taken, FrameKind::accept, FrameKind::abandoned,
+void Job::answer_rts() {
+    constexpr FrameKind kinds[] = {FrameKind::cts, FrameKind::taken, FrameKind::cts, FrameKind::abandoned,
                                    FrameKind::withdraw};
     if (sent_.empty()) {
         return;
     }
     const Sent& one = sent();
-    Voice& from = script_.one_in(4) ? voice() : voice_of(one.letter->peer);
+    Voice& from = script_.one_in(4) ? voice() : voice_of(one.request.peer);
     for (std::size_t i = script_.below(4); i > 0; --i) {
-        from.say({.kind = kinds[script_.below(std::size(kinds))], .sequence = one.letter->number});
+        from.say({.kind = kinds[script_.below(std::size(kinds))], .sequence = one.request.number});
     }
 }
 
-void Job::settle_letter() {
+void Job::wait_for_message() {
     if (sent_.empty()) {
         return;
     }
     Sent& one = sent();
     const Wait wait;
-    const Ending ending = group_->letters().settle(*one.letter, script_.one_in(2), wait.patience);
+    const Ending ending = group_->messages().wait(one.request, wait.patience, script_.one_in(2));
     if (ending.failed() && script_.one_in(2)) {
         return;
     }
-    if (ending.failed() && !group_->letters().take_back(*one.letter)) {
-        group_->letters().abandon(*one.letter);
+    if (ending.failed() && !group_->messages().cancel(one.request, ending)) {
+        group_->messages().abandon(one.request, ending);
     }
     sent_.remove_if([&](const Sent& other) { return &other == &one; });
 }
 
-void Job::receive_letter(int from, std::uint32_t tag, std::size_t nbytes) {
+void Job::receive_message(int from, std::uint32_t tag, std::size_t nbytes) {
     const Wait wait;
-    Buffer target(nbytes), found;
+    Buffer target(nbytes);
     const Buffer header = script_.bytes(script_.one_in(4) * script_.below(12));
-    group_->letters().receive(from, tag, header, target.data(), nbytes, wait.patience, found);
+    core::Request receive;
+    receive.peer = from;
+    receive.tag = tag;
+    receive.target = target.data();
+    receive.nbytes = nbytes;
+    receive.header = header;
+    group_->messages().irecv(receive);
+    if (const Ending ending = group_->messages().wait(receive, wait.patience, false); ending.failed()) {
+        group_->messages().abandon(receive, ending);
+    }
 }
 
-// An offer, what may come of it, and somebody who wants it.
-void Job::receive_offer() {
-    constexpr FrameKind kinds[] = {FrameKind::content, FrameKind::abandoned, FrameKind::content, FrameKind::withdraw,
-                                   FrameKind::offer};
+// An RTS, what may come of it, and somebody who wants it.
+void Job::receive_rts() {
+    constexpr FrameKind kinds[] = {FrameKind::bulk, FrameKind::abandoned, FrameKind::bulk, FrameKind::withdraw,
+                                   FrameKind::rts};
     const int from = peer();
     const std::size_t nbytes = script_.one_in(4) ? large : 1 + script_.below(100);
-    net::Header header{.kind = FrameKind::offer, .tag = tag(), .sequence = script_.below(3), .fingerprint = nbytes};
+    net::Header header{.kind = FrameKind::rts, .tag = tag(), .sequence = script_.below(3), .fingerprint = nbytes};
     voice_of(from).say(header);
     read_all();
     for (std::size_t i = script_.below(5); i > 0; --i) {
         header.kind = kinds[script_.below(std::size(kinds))];
-        const bool has_content = header.kind == FrameKind::content;
+        const bool has_content = header.kind == FrameKind::bulk;
         voice_of(from).say(script_, header, Buffer(has_content ? script_.below(2 + nbytes % piece) : 0));
     }
-    receive_letter(from, header.tag, nbytes);
+    receive_message(from, header.tag, nbytes);
 }
 
 // A step of a collective: a message of several pieces to a rank, and one from it that is folded in.
@@ -176,7 +191,7 @@ void Job::look_round() {
         with.last_call(rank);
         with.departure_of(rank);
         with.flaw_of(rank);
-        with.letters().waiting_tags(rank);
+        with.messages().unexpected_tags(rank);
     }
     for (int rank = 0; rank < size; ++rank) {
         mesh_->report_of(rank);
@@ -191,8 +206,6 @@ void Job::look_round() {
     if (script_.one_in(8)) {
         with.announce_closing();
     }
-    with.line_up(1);
-    with.line_up(-1);
 }
 
 // Asks all what they do; they answer at once, for the rank would wait for them.
@@ -217,7 +230,7 @@ void Job::ask_round() {
         std::memcpy(payload.data(), &desk, sizeof desk);
         one->say({.kind = FrameKind::desk}, payload);
     }
-    const std::vector<int> found = script_.one_in(2) ? group_->missing() : group_->find_ring(peer());
+    const std::vector<int> found = script_.one_in(2) ? group_->missing() : group_->find_send_cycle(peer());
     for (const int rank : found) {
         if (rank < 0 || rank >= size) {
             std::abort();  // whoever names it would look for a rank that is not there

@@ -11,7 +11,7 @@ using net::FrameKind;
 // A number that means something to the rank, or may.
 std::uint64_t Job::number() {
     if (!sent_.empty() && script_.one_in(2)) {
-        return sent().letter->number;
+        return sent().request.number;
     }
     return script_.one_in(2) ? sequence_ + script_.below(2) : script_.number();
 }
@@ -24,7 +24,7 @@ void Job::say_frame() {
     header.group = script_.one_in(3) ? 5 : script_.one_in(16) ? script_.number() : 0;
     header.tag = tag();
     header.sequence = number();
-    header.fingerprint = header.kind == FrameKind::offer && script_.one_in(2) ? large : script_.number();
+    header.fingerprint = header.kind == FrameKind::rts && script_.one_in(2) ? large : script_.number();
     Voice& one = voice();
     one.say(script_, header, payload_of(header.kind));
 }
@@ -33,13 +33,13 @@ Buffer Job::payload_of(FrameKind kind) {
     if (kind == FrameKind::join || kind == FrameKind::ring) {
         return script_.one_in(4) ? script_.bytes(script_.size()) : members();
     }
-    if (kind == FrameKind::letter && !script_.one_in(4)) {  // a message with a header, or a part of one
+    if (kind == FrameKind::eager && !script_.one_in(4)) {  // a message with a header, or a part of one
         Buffer payload{static_cast<std::byte>(script_.below(12)), std::byte{0}};
         const Buffer rest = script_.bytes(script_.size());
         payload.insert(payload.end(), rest.begin(), rest.end());
         return payload;
     }
-    if (kind == FrameKind::data || kind == FrameKind::content) {
+    if (kind == FrameKind::data || kind == FrameKind::bulk) {
         return Buffer(std::min<std::size_t>(script_.size(), piece), std::byte{7});
     }
     const bool has_none = net::longest_payload(kind, piece) == 0;

@@ -7,7 +7,7 @@ namespace ferrodist::net {
 namespace {
 
 constexpr std::uint32_t magic = 0x54534446;  // "FDST"
-constexpr std::uint64_t longest_letter = 64 * 1024 + 1024;
+constexpr std::uint64_t longest_eager = 64 * 1024 + 1024;
 constexpr std::uint64_t longest_text = 64 * 1024;
 constexpr std::uint64_t longest_statement = 16 * 1024 * 1024;
 constexpr std::uint64_t longest_members = 4 * 65536 + 16;
@@ -31,11 +31,11 @@ Bytes sealed_part(const std::byte* bytes) { return {bytes, sealed_nbytes}; }
 std::uint64_t longest_payload(FrameKind kind, std::uint64_t piece) {
     switch (kind) {
         case FrameKind::data:
-        case FrameKind::content:
+        case FrameKind::bulk:
             return piece;
-        case FrameKind::letter:
-            return longest_letter;
-        case FrameKind::offer:
+        case FrameKind::eager:
+            return longest_eager;
+        case FrameKind::rts:
         case FrameKind::left:
         case FrameKind::propose:
         case FrameKind::verdict:

@@ -22,18 +22,18 @@
 namespace ferrodist::net {
 
 constexpr std::size_t header_nbytes = 72;
-constexpr std::uint8_t wire_version = 2;
+constexpr std::uint8_t wire_version = 3;
 
 enum class FrameKind : std::uint8_t {
     heartbeat,  // I am alive
     data,       // a piece of a collective
     credit,     // I have consumed so many bytes of this group's pieces: sequence
-    letter,     // a whole message: payload is its header and its content
-    offer,      // a large message: sequence is its number, fingerprint its size, payload its header
-    accept,     // send it
-    content,    // a part of it
-    taken,      // I do not want it any more: your memory may change
-    withdraw,   // forget my offer
+    eager,      // a whole message: payload is its header and its content
+    rts,        // a large message: sequence is its number, fingerprint its size, payload its header
+    cts,        // send it
+    bulk,       // a part of it
+    taken,      // I do not want it: your memory may change
+    withdraw,   // forget it
     abandoned,  // there is nothing more of it to come
     join,       // I want to be in this group: payload lists its members
     unjoin,     // no longer
@@ -46,9 +46,10 @@ enum class FrameKind : std::uint8_t {
     statement,  // from there: the call of the rank in tag
     poll,       // what are you doing in this group?
     desk,       // this
-    ring,       // we wait for each other in a ring of sends
+    ring,       // we wait for each other in a cycle of sends
     report,     // to the group's keeper: I wait in this call
-    last = report,
+    received,   // so many bytes of your eager messages were received: sequence
+    last = received,
 };
 
 struct Header {

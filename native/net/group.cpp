@@ -17,7 +17,7 @@ constexpr std::size_t most_pieces = 65536;  // empty ones have no bytes to count
 Group::Group(std::shared_ptr<Mesh> mesh, std::uint64_t id, std::vector<int> members,
              std::shared_ptr<Group> parent)
     : mesh_(std::move(mesh)), id_(id), members_(std::move(members)), parent_(std::move(parent)),
-      ranks_by_world_(static_cast<std::size_t>(mesh_->size()), -1), peers_(members_.size()), letters_(*this) {
+      ranks_by_world_(static_cast<std::size_t>(mesh_->size()), -1), peers_(members_.size()), messages_(*this, static_cast<int>(members_.size())) {
     for (std::size_t rank = 0; rank < members_.size(); ++rank) {
         ranks_by_world_[static_cast<std::size_t>(members_[rank])] = static_cast<int>(rank);
     }
@@ -30,6 +30,7 @@ Group::~Group() {
         return;  // a lock that the parent's thread held at the fork stays locked
     }
     const Lock guard = mesh_->lock();
+    messages_.end_all();
     mesh_->remove(id_, this);
 }
 
@@ -245,11 +246,7 @@ void Group::announce_closing() {
     send_to_all({.kind = FrameKind::closing, .sequence = num_receives_});
 }
 
-void Group::line_up(int change) {
-    if (mesh_->is_of_ancestor()) {
-        return;
-    }
-    const Lock guard = mesh_->lock();
+void Group::count_receives(int change) {
     num_receives_ += static_cast<std::uint64_t>(change);
     if (is_closing_ && !has_left(rank_)) {  // senders may wait for a receive that never comes
         send_to_all({.kind = FrameKind::closing, .sequence = num_receives_});
@@ -265,6 +262,7 @@ void Group::leave(std::string_view departure, std::uint64_t after) {
         return;
     }
     peer_of(rank_).has_left = true;
+    messages_.end_all();
     send_to_all({.kind = FrameKind::left, .sequence = after}, bytes_of(departure));
     mesh_->remove(id_, this);
     mesh_->changed();
@@ -307,8 +305,8 @@ std::byte* Group::place_for(int world_rank, const Header& header) {
     if (rank < 0) {
         return nullptr;
     }
-    if (header.kind == FrameKind::content) {
-        return letters_.place_for(rank, header);
+    if (header.kind == FrameKind::bulk) {
+        return messages_.place_for(rank, header);
     }
     const Place* place = header.kind == FrameKind::data ? next_place(rank, header) : nullptr;
     return place == nullptr ? nullptr : place->into;
@@ -327,10 +325,12 @@ void Group::on_frame(int world_rank, const Header& header, Payload payload, bool
             peer.credited = std::min(header.sequence, peer.sent);
             return;
         case FrameKind::closing:
+            mesh_->check_requests();
             peer.is_closing = true;
             peer.num_receives = header.sequence;
             return;
         case FrameKind::left:
+            mesh_->check_requests();
             peer.has_left = true;
             peer.left_after = header.sequence;
             peer.departure = text_of(payload.bytes());
@@ -338,6 +338,7 @@ void Group::on_frame(int world_rank, const Header& header, Payload payload, bool
         case FrameKind::propose:
             return on_propose(header.sequence, payload.bytes());
         case FrameKind::verdict:
+            mesh_->check_requests();
             if (find_verdict(header.sequence) == nullptr) {
                 verdicts_.push_back({header.sequence, text_of(payload.bytes())});
             }
@@ -358,7 +359,7 @@ void Group::on_frame(int world_rank, const Header& header, Payload payload, bool
         case FrameKind::ring:
             return on_ring(payload.bytes());
         default:
-            return letters_.on_frame(rank, header, std::move(payload));
+            return messages_.on_frame(rank, header, std::move(payload));
     }
 }
 

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "net/letters.hpp"
 #include "net/mesh.hpp"
+#include "net/messages.hpp"
 
 namespace ferrodist::net {
 
@@ -99,6 +99,8 @@ public:
     bool is_gone(int rank) const { return has_left(rank) || !mesh_->is_up(world_rank(rank)); }
     bool sends_no_more(int rank) const { return is_gone(rank) || peers_[static_cast<std::size_t>(rank)].is_closing; }
     bool takes_no_more(int rank) const;
+    // A receive has been posted (1), or is over (-1).
+    void count_receives(int change);
     // How the absence of a rank ends a wait: lost, or corrupt.
     Ending loss(int rank) const;
     // The verdict on a call, or an abort of a group around this one.
@@ -124,14 +126,13 @@ public:
     std::optional<std::string> departure_of(int rank);
     std::string flaw_of(int rank);
     std::int64_t waited_ns(int rank);
-    void line_up(int change);
-    std::vector<int> find_ring(int peer);
+    std::vector<int> find_send_cycle(int peer);
 
     // Whether ranks take part in calls without sending pieces, so that it shows elsewhere if one that died
     // is still needed.
     bool leaves_deaths = false;
 
-    Letters& letters() { return letters_; }
+    Messages& messages() { return messages_; }
     // A send that holds its caller begins to wait for its receiver.
     void begin_send(int peer) {
         desk_.sending_to = peer;
@@ -198,7 +199,7 @@ private:
     std::shared_ptr<Group> parent_;
     std::vector<int> ranks_by_world_;
     std::vector<Peer> peers_;
-    Letters letters_;
+    Messages messages_;
     Desk desk_;  // of this rank
     std::uint64_t fingerprint_ = 0;
     std::uint64_t asked_ = 0;  // the last call that ranks were found to differ in

@@ -6,6 +6,7 @@
 
 #include "net/group.hpp"
 #include "net/questions.hpp"
+#include "net/waiter.hpp"
 
 namespace ferrodist::net {
 namespace {
@@ -100,7 +101,7 @@ std::pair<std::uint64_t, std::uint32_t> Group::last_call(int rank) {
     return {desk.sequence, desk.kind};
 }
 
-std::vector<int> Group::find_ring(int peer) {
+std::vector<int> Group::find_send_cycle(int peer) {
     poll_all();
     const Lock guard = mesh_->lock();
     std::vector<int> ring{rank_};

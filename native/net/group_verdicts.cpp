@@ -4,6 +4,7 @@
 
 #include "net/group.hpp"
 #include "net/questions.hpp"
+#include "net/waiter.hpp"
 
 namespace ferrodist::net {
 namespace {
@@ -63,6 +64,7 @@ void Group::on_propose(std::uint64_t sequence, Bytes text) {
     });
     if (is_needed) {
         verdicts_.push_back({sequence, text_of(text)});
+        mesh_->check_requests();
         send_to_all({.kind = FrameKind::verdict, .sequence = sequence}, text, true);
     }
 }

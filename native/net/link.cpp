@@ -233,6 +233,11 @@ void Link::finish() {
     }
 }
 
+std::uint64_t Link::num_undelivered() const {
+    int waiting = 0;
+    return socket_ < 0 || ::ioctl(socket_, SIOCOUTQ, &waiting) != 0 ? 0 : static_cast<std::uint64_t>(waiting);
+}
+
 bool Link::is_delivered() const {
     int waiting = 0;
     if (socket_ < 0 || state_ == State::broken || ::ioctl(socket_, SIOCOUTQ, &waiting) != 0 || waiting == 0) {

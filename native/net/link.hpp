@@ -91,6 +91,8 @@ public:
 
     // Ends the connection: no more goes out. The other side hears it after all that was sent.
     void finish();
+    // Bytes that this kernel has and the other side's has not.
+    std::uint64_t num_undelivered() const;
     // Tells whether the other side's kernel has everything.
     bool is_delivered() const;
     void close();

@@ -194,7 +194,39 @@ bool Mesh::handle_events(int timeout_ms, Lock& lock) {
         }
         serve(static_cast<int>(peer));
     }
+    advance_messages();
     return !is_signal;
+}
+
+void Mesh::poll(Lock& lock) {
+    ++num_calls_;
+    if (!is_polling_) {
+        is_polling_ = true;
+        handle_events(0, lock);
+        is_polling_ = false;
+    }
+}
+
+// Ends the sends that are through, and, when a rank has gone or has something to tell, what it was needed for.
+void Mesh::advance_messages() {
+    const bool is_check_due = std::exchange(is_check_due_, false);
+    for (const auto& [id, group] : groups_) {
+        if (group->messages().has_in_flight()) {
+            group->messages().finish_sent();
+            if (is_check_due) {
+                group->messages().check();
+            }
+        }
+    }
+}
+
+std::int64_t Mesh::next_deadline() const {
+    std::int64_t first = 0;
+    for (const auto& [id, group] : groups_) {
+        const std::int64_t deadline = group->messages().next_deadline();
+        first = deadline != 0 && (first == 0 || deadline < first) ? deadline : first;
+    }
+    return first;
 }
 
 // Reads from a rank and writes to it, as far as that goes.
@@ -210,8 +242,11 @@ void Mesh::serve(int peer) {
     }
     from.flush();
     ++tick_;
-    if (from.state() != before && num_sleepers_ > 0) {
-        changed_.notify_all();
+    if (from.state() != before) {
+        is_check_due_ = true;
+        if (num_sleepers_ > 0) {
+            changed_.notify_all();
+        }
     }
 }
 
@@ -220,6 +255,8 @@ void Mesh::run_in_background() {
     std::uint64_t calls_before = 0;
     while (!is_ending_) {
         beat();
+        is_check_due_ = true;  // deadlines, ranks that are silent
+        advance_messages();
         if (num_callers_ > 0 || num_calls_ != calls_before) {
             calls_before = num_calls_;
             idle_.wait_for(guard, nap);
@@ -227,7 +264,9 @@ void Mesh::run_in_background() {
                 handle_events(0, guard);
             }
         } else {
-            const std::int64_t rest = next_beat_ns_ - shm::now_ns();
+            const std::int64_t deadline = next_deadline();
+            const std::int64_t next = deadline == 0 ? next_beat_ns_ : std::min(deadline, next_beat_ns_);
+            const std::int64_t rest = next - shm::now_ns();
             handle_events(static_cast<int>(std::clamp<std::int64_t>(rest / ms + 1, 1, 1000)), guard);
         }
         if (is_polling_) {
@@ -379,18 +418,31 @@ void Mesh::finish() {
     if (std::exchange(is_finished_, true)) {
         return;
     }
-    const std::int64_t end = shm::now_ns() + patience_ns;
+    std::uint64_t rest_before = 0;
+    std::int64_t end = 0;
+    // Waits as long as bytes are on their way, and a second for the next ones.
+    const auto is_worth_waiting = [&] {
+        std::uint64_t rest = 0;
+        for (const auto& one : links_) {
+            rest += one->sent_nbytes() * 2 - one->num_undelivered();  // both of them only grow, or shrink
+        }
+        if (rest != rest_before || end == 0) {
+            rest_before = rest;
+            end = shm::now_ns() + patience_ns;
+        }
+        return shm::now_ns() < end;
+    };
     const auto all = [&](auto is_done) {
         return std::all_of(links_.begin(), links_.end(), [&](const auto& one) { return is_done(*one); });
     };
-    while (!all([](const Link& one) { return one.is_idle(); }) && shm::now_ns() < end) {
+    while (!all([](const Link& one) { return one.is_idle(); }) && is_worth_waiting()) {
         handle_events(10, guard);
     }
     for (auto& one : links_) {
         one->finish();
     }
     // Only what the other kernel has is safe from a reset that our end may cause.
-    while (!all([](const Link& one) { return one.is_delivered(); }) && shm::now_ns() < end) {
+    while (!all([](const Link& one) { return one.is_delivered(); }) && is_worth_waiting()) {
         handle_events(1, guard);
     }
 }

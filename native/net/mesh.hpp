@@ -102,6 +102,19 @@ public:
             notify();
         }
     }
+    // The same for those that sleep, while others read.
+    void note_change() {
+        ++tick_;
+        if (num_sleepers_ > 0) {
+            changed_.notify_all();
+        }
+    }
+    // Requests may have become hopeless: they are looked at when all that has come is handled.
+    void check_requests() { is_check_due_ = true; }
+    // Lets the thread of the mesh look at the deadlines of requests.
+    void wake_background() { notify(); }
+    // Handles what has come, without waiting.
+    void poll(Lock& lock);
     std::map<std::uint64_t, Invitation>& invitations() { return invitations_; }
     std::uint64_t new_number() { return ++last_number_; }
     void note(bool is_sent, int peer, std::uint64_t sequence, std::uint64_t nbytes) {
@@ -121,7 +134,7 @@ public:
     void start_trace();
     std::vector<Trace> stop_trace();
     std::vector<std::vector<int>> invitations_of(int peer);
-    // Ends all connections in order: what was sent arrives. Waits a second for that at most.
+    // Ends all connections in order: what was sent arrives. Gives up when nothing has moved for a second.
     void finish();
 
     // -- frames ---------------------------------------------------------------------------------
@@ -133,6 +146,8 @@ private:
     friend class Waiter;
 
     bool handle_events(int timeout_ms, Lock& lock);
+    void advance_messages();
+    std::int64_t next_deadline() const;
     void pass_time(std::int64_t waited_ns);
     void serve(int peer);
     void run_in_background();
@@ -155,6 +170,7 @@ private:
     std::optional<std::vector<Trace>> trace_;
     std::uint64_t tick_ = 0, last_number_ = 0;
     int epoll_ = -1, wake_ = -1;
+    bool is_check_due_ = false;  // whether requests may have become hopeless
     bool is_polling_ = false, is_ending_ = false, is_finished_ = false;
     int num_callers_ = 0, num_sleepers_ = 0;
     std::uint64_t num_calls_ = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "net/split.hpp"
+#include "net/waiter.hpp"
 
 namespace ferrodist::net {
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "net/segment.hpp"
+#include "net/waiter.hpp"
 
 namespace ferrodist::net {
 namespace {

@@ -263,15 +263,13 @@ void Group::wake_everybody() {
         wake_all(layout_.slot(rank, 1).tick);
         wake_all(layout_.words(rank).staged[0]);
         wake_all(layout_.words(rank).staged[1]);
-        for (std::size_t peer = 0; peer < members_.size(); ++peer) {
-            layout_.bell(rank, peer).ring();
-        }
+        peer(static_cast<int>(rank)).header().doorbell.ring();
     }
 }
 
 void Group::announce_closing() {
     std::uint32_t inside = Presence::inside;
-    // Pairs with the looks of Messages: who sees it sees what this rank has sent and claimed before.
+    // Pairs with the looks of Messages: who sees it sees what this rank has sent before.
     words(rank_).presence.compare_exchange_strong(inside, Presence::closing, std::memory_order_seq_cst);
     wake_everybody();
 }

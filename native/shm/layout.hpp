@@ -2,14 +2,13 @@
 // How a group's block lies in memory. Everything the members share is in it, except what each keeps
 // in its own arena: staging for large data, queues of messages, arrays of users.
 //
-//     GroupHeader | RankWords x W | queues W x W | waited W x W | bells W x W | Slot x 2 x W
+//     GroupHeader | RankWords x W | queues W x W | waited W x W | Slot x 2 x W
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
-#include "shm/bell.hpp"
 #include "shm/futex.hpp"
 
 namespace ferrodist::shm {
@@ -41,8 +40,8 @@ struct RankWords {
     alignas(2 * line) Word staged[2];
     alignas(2 * line) Word presence;
     Word num_receives;  // point-to-point receives in flight
-    Word sending_to;    // rank + 1 whom a blocked large send is for; 0: none
-    Word ring_next;     // rank + 1 of the next in a ring of sends; written by whoever found it
+    Word sending_to;    // rank + 1 whom a blocked send is for; 0: none
+    Word cycle_next;    // rank + 1 of the next in a cycle of sends; written by whoever found it
     std::uint32_t departure_nbytes;
     std::byte departure[departure_capacity];
 };
@@ -87,10 +86,6 @@ public:
     Offset& waited(std::size_t rank, std::size_t for_rank) const {
         return tables()[(world_ + rank) * world_ + for_rank];
     }
-    // What a rank sleeps on while it waits for a message of `peer`, or for `peer` to take one.
-    Bell& bell(std::size_t rank, std::size_t peer) const {
-        return reinterpret_cast<Bell*>(tables() + 2 * world_ * world_)[rank * world_ + peer];
-    }
     Slot& slot(std::size_t rank, std::size_t parity) const {
         return reinterpret_cast<Slot*>(base_ + slots_start(world_))[2 * rank + parity];
     }
@@ -100,7 +95,7 @@ private:
         return sizeof(GroupHeader) + world * sizeof(RankWords);
     }
     static std::size_t slots_start(std::size_t world) {
-        const std::size_t end = tables_start(world) + world * world * (2 * sizeof(Offset) + sizeof(Bell));
+        const std::size_t end = tables_start(world) + world * world * 2 * sizeof(Offset);
         return (end + Slot::nbytes - 1) / Slot::nbytes * Slot::nbytes;
     }
     Offset* tables() const { return reinterpret_cast<Offset*>(base_ + tables_start(world_)); }

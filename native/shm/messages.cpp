@@ -1,314 +1,510 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "shm/messages.hpp"
 
+#include <algorithm>
+#include <cstring>
+#include <new>
+
 #include "copy.hpp"
-#include "shm/silence.hpp"
 
 namespace ferrodist::shm {
 namespace {
 
-// What a wait for one peer looks at, now and then; `is_lost` tells whether it is in vain.
-template <class IsLost>
-class Lookout {
-public:
-    Lookout(Group& group, int peer, const Patience& patience, IsLost is_lost)
-        : group_(group), peer_(peer), patience_(patience), is_lost_(is_lost) {}
+constexpr std::size_t most_rings = 4;  // per peer
 
-    void begin() {
-        if (looked_ns_ == 0) {
-            looked_ns_ = now_ns();
-            patience_.begin();
+using core::Request;
+
+}  // namespace
+
+Messages::Messages(Group& group)
+    : core::Messages(group.size()), group_(group), progress_(group.world().progress()),
+      peers_(static_cast<std::size_t>(group.size())) {
+    const Lock guard = lock();
+    progress_.add(*this);
+}
+
+Messages::~Messages() {
+    if (is_of_ancestor()) {
+        return;
+    }
+    const Lock guard = lock();
+    progress_.remove(*this);
+    for (int peer = 0; peer < size(); ++peer) {
+        fail_all(peer, {Outcome::given_up});
+        for (const std::size_t block : at(peer).out ? at(peer).out->blocks() : std::vector<std::size_t>{}) {
+            group_.keep_block(block);
+        }
+        for (const Ring& ring : at(peer).rings) {
+            group_.keep_block(ring.offset);
         }
     }
+}
 
-    Ending glance() const {
-        if (group_.has_verdict(0)) {
-            return {Outcome::verdict};
+// -- waiting -----------------------------------------------------------------------------------------
+
+core::Status Messages::wait(Request& request, const core::WaitOptions& options, bool holds_caller) {
+    if (!holds_caller || !request.is_send || request.is_complete()) {
+        return progress_.wait(request, options);
+    }
+    RankWords& mine = group_.words(group_.rank());
+    // Relaxed, all of these: hints for those who look for a cycle. Pair with find_send_cycle.
+    mine.cycle_next.store(0, std::memory_order_relaxed);
+    mine.sending_to.store(static_cast<std::uint32_t>(request.peer) + 1, std::memory_order_relaxed);
+    const core::Status status = progress_.wait(request, options);
+    mine.sending_to.store(0, std::memory_order_relaxed);
+    return status;
+}
+
+namespace {
+
+// Follows words that name the next rank + 1, back to the first rank; empty if they do not lead there.
+template <class Next>
+std::vector<int> follow(int first, int world, Next next) {
+    std::vector<int> cycle{first};
+    for (int rank = next(first); rank != first; rank = next(rank)) {
+        if (rank < 0 || rank >= world || std::find(cycle.begin(), cycle.end(), rank) != cycle.end()) {
+            return {};
         }
-        return {is_lost_() ? Outcome::lost : Outcome::done, peer_};
+        cycle.push_back(rank);
     }
-
-    Ending look() {
-        const std::int64_t now = now_ns(), passed = now - looked_ns_;
-        looked_ns_ = now;
-        if (const Ending ending = glance(); ending.failed()) {
-            return ending;
-        }
-        if (silence_.is_too_long(group_.peer(peer_), group_.world().silence_ns(), passed)) {
-            return {Outcome::silent, peer_};
-        }
-        if (patience_.is_late()) {
-            return {Outcome::late};
-        }
-        return {patience_.watch->look() ? Outcome::done : Outcome::interrupted};
-    }
-
-    // For what is busy and never sleeps.
-    Ending look_if_due() {
-        begin();
-        return now_ns() - looked_ns_ >= longest_sleep_ns ? look() : Ending{};
-    }
-
-private:
-    Group& group_;
-    const int peer_;
-    const Patience& patience_;
-    IsLost is_lost_;
-    Silence silence_;
-    std::int64_t looked_ns_ = 0;
-};
-
-// Counts a receive that is in flight.
-class InFlight {
-public:
-    explicit InFlight(Word& count) : count_(count) {
-        count_.fetch_add(1, std::memory_order_seq_cst);  // pairs with the look in takes_no_more
-    }
-    // Pairs with the look in takes_no_more: whatever was claimed is seen to be.
-    ~InFlight() { count_.fetch_sub(1, std::memory_order_release); }
-    InFlight(const InFlight&) = delete;
-    InFlight& operator=(const InFlight&) = delete;
-
-private:
-    Word& count_;
-};
-
-// Shows whom a blocked send is for, so that rings of sends are found.
-class ShownSend {
-public:
-    ShownSend(Word& sending_to, const Letter& letter)
-        : sending_to_(letter.holds_caller ? &sending_to : nullptr) {
-        show(static_cast<std::uint32_t>(letter.peer) + 1);
-    }
-    ~ShownSend() { show(0); }
-    ShownSend(const ShownSend&) = delete;
-    ShownSend& operator=(const ShownSend&) = delete;
-
-private:
-    void show(std::uint32_t value) {
-        if (sending_to_ != nullptr) {
-            // Relaxed: a hint for those who look for a reason. Pairs with nothing.
-            sending_to_->store(value, std::memory_order_relaxed);
-        }
-    }
-
-    Word* sending_to_;
-};
-
-// Has the receiver of a letter ring the bell that its sender is going to sleep on.
-void answer_at(const Letter& letter, int peer) {
-    // Pairs with the load in set_emptied: who does not see this was seen by the looks that follow.
-    letter.courier->transfer->bell.store(static_cast<std::uint32_t>(peer), std::memory_order_seq_cst);
+    return cycle;
 }
 
 }  // namespace
 
-Messages::Messages(Group& group) : group_(group) {
-    for (int peer = 0; peer < group.size(); ++peer) {
-        outboxes_.emplace_back(group, peer);
-        inboxes_.emplace_back(group, peer);
+std::vector<int> Messages::find_send_cycle(int peer) {
+    const int me = group_.rank();
+    // Relaxed: all of them wait, so that nothing moves. Pairs with wait.
+    std::vector<int> cycle = follow(me, group_.size(), [&](int rank) {
+        return rank == me ? peer : static_cast<int>(group_.words(rank).sending_to.load(std::memory_order_relaxed)) - 1;
+    });
+    for (std::size_t i = 0; i < cycle.size(); ++i) {  // for the others: their chain ends here soon
+        const auto next = static_cast<std::uint32_t>(cycle[(i + 1) % cycle.size()]) + 1;
+        group_.words(cycle[i]).cycle_next.store(next, std::memory_order_relaxed);  // pairs with the load below
+    }
+    if (cycle.empty()) {
+        // Relaxed: pairs with the store above, by another rank.
+        cycle = follow(me, group_.size(), [&](int rank) {
+            return static_cast<int>(group_.words(rank).cycle_next.load(std::memory_order_relaxed)) - 1;
+        });
+    }
+    std::rotate(cycle.begin(), std::min_element(cycle.begin(), cycle.end()), cycle.end());
+    return cycle;
+}
+
+// -- records that go out -------------------------------------------------------------------------------
+
+QueueWriter& Messages::out(int peer) {
+    Peer& to = at(peer);
+    if (!to.out) {
+        to.out.emplace(group_.world().arena(), group_.peer(peer).header().doorbell);
+        // Pairs with the load in reader; seq_cst for the doorbell.
+        group_.layout().queue(static_cast<std::size_t>(group_.rank()), static_cast<std::size_t>(peer))
+            .store(to.out->offset(), std::memory_order_seq_cst);
+    }
+    return *to.out;
+}
+
+void Messages::append(int peer, Record::Kind kind, std::uint64_t number, std::uint32_t tag, ByteView header,
+                      ByteView body) {
+    out(peer).append(kind, tag, number, header, body);
+}
+
+std::uint64_t Messages::eager_received(int peer) { return out(peer).num_received(); }
+
+void Messages::send_eager(Request& send, core::Bytes header) {
+    append(send.peer, Record::eager, 0, send.tag, header, {send.source, send.nbytes});
+    count_moved(send);
+}
+
+void Messages::send_rts(Request& send, core::Bytes header) {
+    const std::uint64_t nbytes = send.nbytes;
+    append(send.peer, Record::rts, send.number, send.tag, header, std::as_bytes(std::span(&nbytes, 1)));
+}
+
+void Messages::send_withdraw(int peer, std::uint64_t number) {
+    try {
+        append(peer, Record::withdraw, number);
+    } catch (const std::bad_alloc&) {
+        // Its receiver hears it when it asks for the data.
     }
 }
 
-Messages::~Messages() {
-    if (group_.world().is_of_ancestor()) {
-        return;
-    }
-    for (Outbox& outbox : outboxes_) {
-        outbox.close();
-    }
-}
+// -- records that come in ------------------------------------------------------------------------------
 
-// -- sending ---------------------------------------------------------------------------------------
-
-Letter Messages::post(int peer, std::uint32_t tag, ByteView header, const std::byte* payload,
-                      std::size_t nbytes) {
-    Outbox& outbox = outboxes_[static_cast<std::size_t>(peer)];
-    if (nbytes > largest_whole) {
-        Letter letter = outbox.offer(tag, header, {payload, nbytes});
-        letter.is_of_call = tag >= first_tag_of_calls;
-        return letter;
-    }
-    outbox.send(tag, header, {payload, nbytes});
-    group_.world().sent_nbytes.fetch_add(nbytes, std::memory_order_relaxed);  // a statistic
-    return {};
-}
-
-Ending Messages::settle(Letter& letter, const Patience& patience) {
-    if (letter.is_settled()) {
-        return {};
-    }
-    Bell& bell = inboxes_[static_cast<std::size_t>(letter.peer)].bell();
-    answer_at(letter, letter.peer);
-    const ShownSend shown(group_.words(group_.rank()).sending_to, letter);
-    const auto can_go_on = [&] { return is_through(letter) || can_fill(letter); };
-    Lookout lookout(group_, letter.peer, patience, [&] { return takes_no_more(letter) && !can_go_on(); });
-    while (!is_through(letter)) {
-        const Ending ending = can_fill(letter) ? lookout.look_if_due()
-                                               : wait_until(bell.rings, bell.sleepers, patience, can_go_on, lookout);
-        if (ending.failed()) {
-            return ending;
+// The queue of a rank, as soon as it has one.
+QueueReader* Messages::reader(int peer) {
+    Peer& from = at(peer);
+    if (!from.in) {
+        // Pairs with the store in out; seq_cst for the doorbell that is slept on.
+        const std::uint64_t offset = group_.layout().queue(static_cast<std::size_t>(peer),
+                                                           static_cast<std::size_t>(group_.rank()))
+                                         .load(std::memory_order_seq_cst);
+        if (offset == 0) {
+            return nullptr;
         }
-        if (can_fill(letter)) {
-            fill(letter, group_);
-        }
+        from.in.emplace(group_.peer(peer), offset);
     }
-    group_.world().sent_nbytes.fetch_add(letter.nbytes, std::memory_order_relaxed);  // a statistic
-    outboxes_[static_cast<std::size_t>(letter.peer)].end(letter);
-    return {};
+    return &*from.in;
 }
 
-bool Messages::take_back(Letter& letter) {
-    if (letter.is_settled() || !letter.courier->transfer->move(Transfer::offered, Transfer::withdrawn)) {
+bool Messages::read_records(int peer) {
+    QueueReader* const queue = reader(peer);
+    bool has_moved = false;
+    while (queue != nullptr && !at(peer).is_corrupt) {
+        Message message;
+        const QueueReader::Look look = queue->front(message);
+        if (look == QueueReader::Look::nothing) {
+            break;
+        }
+        at(peer).is_corrupt = look == QueueReader::Look::corrupt;
+        if (at(peer).is_corrupt || !read_one(peer, message)) {
+            break;
+        }
+        queue->pop();
+        has_moved = true;
+    }
+    if (at(peer).is_corrupt) {
+        fail_all(peer, {Outcome::corrupt, peer});
+    }
+    return has_moved;
+}
+
+// False if the record has to stay for a while.
+bool Messages::read_one(int peer, const Message& message) {
+    switch (message.kind) {
+        case Record::eager:
+            if (at(peer).partial || message.num_there() < message.body.size()) {
+                return read_long(peer, message);
+            }
+            try {
+                on_eager(peer, message.tag, message.header, message.body, {nullptr, nullptr});
+            } catch (const std::bad_alloc&) {  // it stays where it is, and so does all behind it
+                fail_receives(peer, {Outcome::no_memory, peer});
+                return false;
+            }
+            return true;
+        case Record::rts: {
+            std::uint64_t nbytes = 0;
+            at(peer).is_corrupt = message.body.size() != sizeof nbytes;
+            if (!at(peer).is_corrupt) {
+                std::memcpy(&nbytes, message.body.data(), sizeof nbytes);
+                on_rts(peer, message.tag, message.number, nbytes, message.header);
+            }
+            return true;
+        }
+        case Record::cts:
+            if (on_cts(peer, message.number) == nullptr) {
+                send_withdraw(peer, message.number);
+            }
+            return true;
+        case Record::data:
+            on_data(peer, message);
+            return true;
+        case Record::taken:
+            on_taken(peer, message.number);
+            return true;
+        case Record::withdraw:
+            on_withdraw(peer, message.number);
+            return true;
+        default:
+            at(peer).is_corrupt = true;
+            return true;
+    }
+}
+
+// A long eager message that is not all there: whoever wants it copies what is.
+bool Messages::read_long(int peer, const Message& message) {
+    std::optional<Partial>& partial = at(peer).partial;
+    if (!partial) {
+        bool is_dropped = false;
+        Request* const receive = match_eager(peer, message.tag, message.header, message.body.size(), is_dropped);
+        if (receive == nullptr && !is_dropped) {
+            return false;
+        }
+        if (receive != nullptr) {
+            receive->set_matched();
+        }
+        partial.emplace(Partial{receive});
+    }
+    return go_on(peer, message);
+}
+
+bool Messages::go_on(int peer, const Message& message) {
+    Partial& partial = *at(peer).partial;
+    const std::size_t num_there = message.num_there();
+    if (partial.receive != nullptr && num_there > partial.num_copied) {
+        copy_bytes(partial.receive->target + partial.num_copied, message.body.data() + partial.num_copied,
+                   num_there - partial.num_copied);
+    }
+    partial.num_copied = num_there;
+    if (num_there < message.body.size()) {
         return false;
     }
-    outboxes_[static_cast<std::size_t>(letter.peer)].end(letter);
+    Request* const receive = partial.receive;
+    at(peer).partial.reset();
+    if (receive != nullptr) {
+        complete(*receive);
+    }
+    count_received(peer, message.body.size() + core::message_overhead);
     return true;
 }
 
-void Messages::abandon(Letter& letter) {
-    if (letter.is_settled()) {
+// -- data ----------------------------------------------------------------------------------------------
+
+bool Messages::advance() {
+    bool has_moved = false;
+    for (int peer = 0; peer < size() && has_in_flight(); ++peer) {
+        has_moved = (!in_flight(peer).empty() && advance(peer)) || has_moved;
+    }
+    return has_moved;
+}
+
+bool Messages::advance(int peer) {
+    bool has_moved = read_records(peer);
+    // By index: what completes leaves these lists.
+    for (std::size_t i = at(peer).sending.size(); i-- > 0;) {
+        has_moved = fill(*at(peer).sending[i]) || has_moved;
+    }
+    for (std::size_t i = at(peer).receiving.size(); i-- > 0;) {
+        has_moved = empty(*at(peer).receiving[i]) || has_moved;
+    }
+    return serve_waiting(peer) || has_moved;
+}
+
+void Messages::begin_data(Request& send) {
+    at(send.peer).waiting.push_back(&send);
+    serve_waiting(send.peer);
+}
+
+// Gives rings to sends that wait for one.
+bool Messages::serve_waiting(int peer) {
+    bool has_moved = false;
+    auto& waiting = at(peer).waiting;
+    while (!waiting.empty()) {
+        try {
+            Ring* const ring = free_ring(peer);
+            if (ring == nullptr) {
+                break;
+            }
+            Request& send = *waiting.front();
+            start_stream(send, *ring);
+            waiting.pop_front();
+            at(peer).sending.push_back(&send);
+        } catch (const std::bad_alloc&) {
+            Request& send = *waiting.front();
+            end_data(send);
+            complete(send, {Outcome::no_memory, peer});
+        }
+        has_moved = true;
+    }
+    return has_moved;
+}
+
+Messages::Ring* Messages::free_ring(int peer) {
+    auto& rings = at(peer).rings;
+    for (Ring& ring : rings) {
+        if (!ring.is_out && ring.stream->is_over()) {
+            return &ring;
+        }
+    }
+    if (rings.size() == most_rings) {
+        return nullptr;
+    }
+    Arena& arena = group_.world().arena();
+    const std::size_t offset = arena.allocate(Stream::ring_start + Stream::ring_nbytes);
+    auto* const stream = new (arena.base() + offset) Stream{};
+    stream->emptied.store(Stream::over, std::memory_order_relaxed);  // nobody has seen it
+    return &rings.emplace_back(Ring{offset, stream});
+}
+
+void Messages::start_stream(Request& send, Ring& ring) {
+    auto data = std::make_unique<SendData>(ring);
+    const auto place = group_.world().arena().find(send.source, send.nbytes);
+    data->is_in_arena = place.has_value();
+    // Relaxed: the receiver looks at them only when it has seen the record that is appended below.
+    ring.stream->filled.store(0, std::memory_order_relaxed);
+    ring.stream->emptied.store(0, std::memory_order_relaxed);
+    ring.stream->stage.store(Stream::active, std::memory_order_relaxed);
+    const DataPlace where{ring.offset, place.value_or(0)};
+    try {
+        append(send.peer, Record::data, send.number, 0, {}, std::as_bytes(std::span(&where, 1)));
+    } catch (...) {
+        ring.stream->emptied.store(Stream::over, std::memory_order_relaxed);  // nobody has seen it
+        throw;
+    }
+    ring.is_out = true;
+    send.transfer = std::move(data);
+}
+
+// Moves a send along; tells whether anything was done.
+bool Messages::fill(Request& send) {
+    auto& data = static_cast<SendData&>(*send.transfer);
+    Stream& stream = *data.ring.stream;
+    const std::uint32_t num_pieces = count_pieces(send.nbytes);
+    // Pairs with the receiver's stores: the pieces it has emptied may be filled again.
+    const std::uint32_t emptied = stream.emptied.load(std::memory_order_seq_cst);
+    if (emptied != Stream::over && !data.is_in_arena && data.num_filled < num_pieces) {
+        if (data.num_filled - emptied >= Stream::num_pieces) {
+            return false;
+        }
+        const Piece piece(send.nbytes, data.num_filled);
+        std::byte* const ring = group_.world().arena().base() + data.ring.offset + Stream::ring_start;
+        copy_bytes(ring + piece.place, send.source + piece.start, piece.nbytes);
+        // Pairs with the receiver's load in empty; seq_cst for the doorbell.
+        stream.filled.store(++data.num_filled, std::memory_order_seq_cst);
+        ring_doorbell(send.peer);
+        if (data.num_filled < num_pieces) {
+            return true;
+        }
+    }
+    if (emptied != Stream::over && (data.is_in_arena || data.num_filled < num_pieces)) {
+        return false;
+    }
+    data.ring.is_out = false;
+    std::erase(at(send.peer).sending, &send);
+    complete(send);
+    return true;
+}
+
+void Messages::on_data(int peer, const Message& message) {
+    DataPlace where{};
+    const bool is_sized = message.body.size() == sizeof where;
+    if (is_sized) {
+        std::memcpy(&where, message.body.data(), sizeof where);
+    }
+    const shm::Peer& theirs = group_.peer(peer);
+    auto* const stream = !is_sized || where.stream % alignof(Stream) != 0
+                             ? nullptr
+                             : reinterpret_cast<Stream*>(theirs.at(where.stream, Stream::ring_start));
+    if (stream == nullptr) {
+        at(peer).is_corrupt = true;
         return;
     }
-    give_up(*letter.courier->transfer);
-    bell_at(group_, letter.peer).ring();
-    outboxes_[static_cast<std::size_t>(letter.peer)].end(letter);
+    Request* const receive = find_arrival(peer, message.number);
+    if (receive == nullptr || receive->transfer != nullptr) {
+        finish_stream(*stream, peer);  // it was given up meanwhile
+        return;
+    }
+    auto data = std::make_unique<ReceiveData>();
+    data->stream = stream;
+    data->is_in_arena = where.payload != 0;
+    data->source = data->is_in_arena
+                       ? theirs.at(where.payload, receive->nbytes)
+                       : theirs.at(where.stream + Stream::ring_start, Stream::ring_nbytes);
+    at(peer).is_corrupt = data->source == nullptr;
+    if (!at(peer).is_corrupt) {
+        receive->transfer = std::move(data);
+        at(peer).receiving.push_back(receive);
+    }
 }
 
-// Whether a letter that is not claimed will never be.
-bool Messages::takes_no_more(const Letter& letter) const {
-    const RankWords& theirs = group_.words(letter.peer);
-    if (group_.is_gone(letter.peer) || letter.is_of_call) {
-        return group_.is_gone(letter.peer);
+// Moves a receive along; tells whether anything was done.
+bool Messages::empty(Request& receive) {
+    auto& data = static_cast<ReceiveData&>(*receive.transfer);
+    const int peer = receive.found_source;
+    const std::uint32_t num_pieces = data.is_in_arena ? 1 : count_pieces(receive.nbytes);
+    if (data.is_in_arena) {
+        copy_bytes(receive.target, data.source, receive.nbytes);
+        data.num_emptied = 1;
+    } else {
+        // Pairs with the store in fill: the piece was written before. Seq_cst for the doorbell.
+        const std::uint32_t filled = data.stream->filled.load(std::memory_order_seq_cst);
+        if (filled - data.num_emptied - 1 >= Stream::num_pieces) {
+            if (data.stream->stage_now() != Stream::broken) {
+                return false;
+            }
+            match_again(receive);
+            return true;
+        }
+        const Piece piece(receive.nbytes, data.num_emptied);
+        copy_bytes(receive.target + piece.start, data.source + piece.place, piece.nbytes);
+        ++data.num_emptied;
     }
-    // Pairs with Group::announce_closing, then with InFlight: what was claimed before is seen.
-    return theirs.presence.load(std::memory_order_seq_cst) >= Presence::closing &&
-           theirs.num_receives.load(std::memory_order_seq_cst) == 0 &&
-           letter.courier->transfer->stage_now() == Transfer::offered;
+    if (data.num_emptied < num_pieces) {
+        // Pairs with the load in fill; seq_cst for the doorbell.
+        data.stream->emptied.store(data.num_emptied, std::memory_order_seq_cst);
+        ring_doorbell(peer);
+        return true;
+    }
+    if (!data.stream->move(Stream::active, Stream::ended)) {
+        match_again(receive);  // what was copied may be anything
+        return true;
+    }
+    std::erase(at(peer).receiving, &receive);
+    finish_stream(*data.stream, peer);
+    complete(receive);
+    return true;
 }
 
-// -- receiving -------------------------------------------------------------------------------------
-
-// One call of receive.
-class Messages::Receipt {
-public:
-    Receipt(Messages& messages, int peer, const Patience& patience, Wanted& wanted, Letter* meanwhile)
-        : messages_(messages), group_(messages.group_), peer_(peer), patience_(patience), wanted_(wanted),
-          meanwhile_(meanwhile), inbox_(messages.inboxes_[static_cast<std::size_t>(peer)]) {
-        if (meanwhile != nullptr && !meanwhile->is_settled()) {
-            answer_at(*meanwhile, peer);
-        }
-    }
-
-    Ending go() {
-        const Ending ending = find();
-        return ending.failed() || wanted_.transfer == nullptr ? ending : collect();
-    }
-
-private:
-    // Waits for the message. If it is a large one it is only claimed then.
-    Ending find() {
-        Inbox::Turn turn(inbox_);
-        const auto is_ready = [&] { return inbox_.is_ready(turn, wanted_.tag); };
-        // What came before the peer went still counts, and only who is in turn knows what came.
-        Lookout lookout(group_, peer_, patience_,
-                        [&] { return messages_.sends_no_more(peer_, wanted_.tag) && turn.has_begun() && !is_ready(); });
-        while (true) {
-            if (const auto ending = inbox_.fetch(turn, wanted_)) {
-                return *ending;
-            }
-            if (const Ending ending = wait(is_ready, lookout); ending.failed()) {
-                return ending;
-            }
-        }
-    }
-
-    Ending collect() {
-        patience_.begin();
-        Transfer& transfer = *wanted_.transfer;
-        const bool is_streamed = transfer.is_streamed != 0;
-        const std::byte* const source =
-            group_.peer(peer_).at(transfer.place, is_streamed ? Transfer::ring_nbytes : wanted_.nbytes);
-        Ending ending;
-        if (source == nullptr) {
-            ending = {Outcome::corrupt, peer_};
-        } else if (is_streamed) {
-            ending = empty_ring(source);
-        } else {
-            copy_bytes(wanted_.target, source, wanted_.nbytes);
-        }
-        const bool is_intact = end_transfer(transfer, group_, peer_);
-        return ending.failed() || is_intact ? ending : Ending{Outcome::lost, peer_};
-    }
-
-    Ending empty_ring(const std::byte* ring) {
-        Transfer& transfer = *wanted_.transfer;
-        std::uint32_t index = 0;
-        const auto is_ready = [&] {
-            // Pairs with the store in fill: the piece was written before. Seq_cst for the bell.
-            const std::uint32_t filled = transfer.filled.load(std::memory_order_seq_cst);
-            return filled - index - 1 < Transfer::num_pieces || transfer.stage_now() == Transfer::broken;
-        };
-        Lookout lookout(group_, peer_, patience_, [&] { return group_.is_gone(peer_) && !is_ready(); });
-        while (index < count_pieces(wanted_.nbytes)) {
-            const Ending ending = is_ready() ? lookout.look_if_due() : wait(is_ready, lookout);
-            if (ending.failed() || transfer.stage_now() == Transfer::broken) {
-                return ending.failed() ? ending : Ending{Outcome::lost, peer_};
-            }
-            if (is_ready()) {
-                const Piece piece(wanted_.nbytes, index);
-                copy_bytes(wanted_.target + piece.start, ring + piece.place, piece.nbytes);
-                set_emptied(transfer, ++index, group_, peer_);
-            }
-        }
-        return {};
-    }
-
-    // Waits until something is ready, or moves the other letter along.
-    template <class IsReady, class Lookout>
-    Ending wait(IsReady is_ready, Lookout& lookout) {
-        const auto can_go_on = [&] { return (meanwhile_ != nullptr && can_fill(*meanwhile_)) || is_ready(); };
-        Bell& bell = inbox_.bell();
-        Ending ending = wait_until(bell.rings, bell.sleepers, patience_, can_go_on, lookout);
-        if (!ending.failed() && ++num_waits_ > 1) {
-            ending = lookout.look_if_due();
-        }
-        if (!ending.failed() && meanwhile_ != nullptr && can_fill(*meanwhile_)) {
-            fill(*meanwhile_, group_);
-        }
-        return ending;
-    }
-
-    Messages& messages_;
-    Group& group_;
-    const int peer_;
-    const Patience& patience_;
-    Wanted& wanted_;
-    Letter* const meanwhile_;
-    Inbox& inbox_;
-    int num_waits_ = 0;
-};
-
-Ending Messages::receive(int peer, std::uint32_t tag, ByteView expected, std::byte* target, std::size_t nbytes,
-                         const Patience& patience, std::vector<std::byte>& found, Letter* meanwhile) {
-    const InFlight flight(group_.words(group_.rank()).num_receives);
-    Wanted wanted{tag, expected, target, nbytes, found};
-    const Ending ending = Receipt(*this, peer, patience, wanted, meanwhile).go();
-    if (!ending.failed()) {
-        group_.world().received_nbytes.fetch_add(nbytes, std::memory_order_relaxed);  // a statistic
-    }
-    return ending;
+// Lets the sender use a stream again: nothing of it is touched any more.
+void Messages::finish_stream(Stream& stream, int peer) {
+    // Pairs with the load in fill and free_ring; seq_cst for the doorbell.
+    stream.emptied.store(Stream::over, std::memory_order_seq_cst);
+    ring_doorbell(peer);
 }
 
-std::vector<std::uint32_t> Messages::waiting_tags(int peer) {
-    return inboxes_[static_cast<std::size_t>(peer)].waiting_tags();
+void Messages::end_data(Request& request) {
+    const int peer = request.is_send ? request.peer : request.found_source;
+    Peer& other = at(peer);
+    if (other.partial && other.partial->receive == &request) {
+        other.partial->receive = nullptr;
+    }
+    if (request.is_send && request.transfer == nullptr) {
+        std::erase(other.waiting, &request);
+        send_withdraw(peer, request.number);
+    } else if (request.is_send) {
+        Ring& ring = static_cast<SendData&>(*request.transfer).ring;
+        ring.stream->move(Stream::active, Stream::broken);
+        ring.is_out = false;
+        std::erase(other.sending, &request);
+        ring_doorbell(peer);
+    } else if (request.transfer != nullptr) {
+        std::erase(other.receiving, &request);
+        finish_stream(*static_cast<ReceiveData&>(*request.transfer).stream, peer);
+    }
 }
 
-bool Messages::sends_no_more(int peer, std::uint32_t tag) const {
-    // Pairs with Group::announce_closing: what was sent before is seen after this. Who closes still
-    // finishes the calls it has in flight.
-    const bool is_closing = group_.words(peer).presence.load(std::memory_order_acquire) >= Presence::closing;
-    return (is_closing && tag < first_tag_of_calls) || group_.is_gone(peer);
+// -- what is counted, and who is there -----------------------------------------------------------------
+
+void Messages::count_moved(const Request& request) {
+    World& world = group_.world();
+    (request.is_send ? world.sent_nbytes : world.received_nbytes)
+        .fetch_add(request.nbytes, std::memory_order_relaxed);  // a statistic
+}
+
+void Messages::count_received(int peer, std::uint64_t nbytes) {
+    at(peer).num_received += nbytes;
+    at(peer).in->set_received(at(peer).num_received);
+}
+
+void Messages::count_receives(int change) {
+    // Seq_cst: pairs with the look in receives_no_more.
+    group_.words(group_.rank()).num_receives.fetch_add(static_cast<std::uint32_t>(change), std::memory_order_seq_cst);
+}
+
+core::Status Messages::group_error() const {
+    if (group_.has_left()) {
+        return {Outcome::given_up};
+    }
+    return {group_.has_verdict(0) ? Outcome::verdict : Outcome::done};
+}
+
+bool Messages::is_closing(int peer) const {
+    // Pairs with Group::announce_closing: what was sent before is seen after this.
+    return group_.words(peer).presence.load(std::memory_order_seq_cst) >= Presence::closing;
+}
+
+bool Messages::receives_no_more(int peer) const {
+    // Pairs with count_receives: after is_closing no new ones are posted.
+    return group_.words(peer).num_receives.load(std::memory_order_seq_cst) == 0;
+}
+
+bool Messages::is_silent(int peer) {
+    Peer& other = at(peer);
+    const std::int64_t now = now_ns(), passed = other.looked_ns == 0 ? 0 : now - other.looked_ns;
+    other.looked_ns = now;
+    return other.silence.is_too_long(group_.peer(peer), group_.world().silence_ns(), passed);
 }
 
 }  // namespace ferrodist::shm

@@ -1,65 +1,131 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Messages: point to point between the ranks of a group.
+// Messages: point to point between the ranks of a group that shares memory. What they mean is in core/.
 //
-// Messages from one rank to another with one tag are received in the order they were sent. Small
-// ones are copied into a queue and never wait. Large ones are only announced there: a letter, which
-// the receiver claims, and which its sender may take back until then.
+// What a rank tells another stands in a queue of records in its own arena, one per pair. Data above the
+// eager limit goes through a stream, of which there are a few per pair: a message that has been matched
+// waits for one.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <vector>
 
+#include "core/messages.hpp"
 #include "shm/group.hpp"
-#include "shm/inbox.hpp"
-#include "shm/outbox.hpp"
+#include "shm/progress.hpp"
+#include "shm/queue.hpp"
+#include "shm/silence.hpp"
+#include "shm/stream.hpp"
 
 namespace ferrodist::shm {
 
 // One per process and group; ends before the group does. Any number of threads may use it.
-class Messages {
+class Messages final : public core::Messages {
 public:
-    static constexpr std::size_t largest_whole = 64 * 1024;
-    // From here on tags are not users': such messages are part of a call of the whole group.
-    static constexpr std::uint32_t first_tag_of_calls = std::uint32_t{1} << 31;
-
     explicit Messages(Group& group);
-    ~Messages();
-    Messages(const Messages&) = delete;
-    Messages& operator=(const Messages&) = delete;
+    ~Messages() override;
 
-    // Sends up to 64 KB without waiting for the receiver, whatever is unreceived so far. Larger ones
-    // are offered: the letter has to be settled before `payload` may change. Throws OutOfMemory.
-    Letter post(int peer, std::uint32_t tag, ByteView header, const std::byte* payload, std::size_t nbytes);
+    core::Status wait(core::Request& request, const core::WaitOptions& options, bool holds_caller) override;
+    bool test(core::Request& request) override { return progress_.test(request); }
+    // The cycle of sends that this rank's send to `peer` is part of, from its lowest rank on; or none.
+    std::vector<int> find_send_cycle(int peer);
 
-    // Waits until the payload may change. If that fails the letter is still open: settle it again,
-    // take it back, or abandon it.
-    Ending settle(Letter& letter, const Patience& patience);
-    // Withdraws a letter; false if the receiver has it, or is taking it.
-    bool take_back(Letter& letter);
-    // Ends a letter whatever has become of it. A receiver in the middle of it finds its sender lost.
-    void abandon(Letter& letter);
+    // -- for Progress: with the lock held -----------------------------------------------------------
 
-    // Receives the oldest message of `peer` with this tag. If its header differs from `expected` or
-    // its size from `nbytes`, it is consumed and dropped, `found` gets its header, and the outcome is
-    // `unexpected`. A large message whose fetching fails in the middle is gone. While it waits, it
-    // moves the letter `meanwhile` along: who sends and receives at once must not be in two waits.
-    Ending receive(int peer, std::uint32_t tag, ByteView expected, std::byte* target, std::size_t nbytes,
-                   const Patience& patience, std::vector<std::byte>& found, Letter* meanwhile = nullptr);
+    // Reads what has come and moves data; tells whether there was any.
+    bool advance();
+    using core::Messages::check;
+    using core::Messages::has_unattended;
+    using core::Messages::next_deadline;
 
-    // The tags of messages that have come and nobody received.
-    std::vector<std::uint32_t> waiting_tags(int peer);
+protected:
+    Lock lock() override { return progress_.lock(); }
+    bool is_of_ancestor() const override { return group_.world().is_of_ancestor(); }
+    std::uint64_t eager_received(int peer) override;
+    void send_eager(core::Request& send, core::Bytes header) override;
+    void send_rts(core::Request& send, core::Bytes header) override;
+    void send_cts(int peer, std::uint64_t number) override { append(peer, Record::cts, number); }
+    void send_taken(int peer, std::uint64_t number) override { append(peer, Record::taken, number); }
+    void send_withdraw(int peer, std::uint64_t number) override;
+    void begin_data(core::Request& send) override;
+    void end_data(core::Request& request) override;
+    void count_moved(const core::Request& request) override;
+    void count_received(int peer, std::uint64_t nbytes) override;
+    void count_receives(int change) override;
+    void read(int peer) override {
+        while (advance(peer)) {
+        }
+    }
+    void note_posted(const core::Request&) override { progress_.note_unattended(); }
+    void note_completed() override { progress_.doorbell().ring(); }
+    core::Status group_error() const override;
+    bool is_gone(int peer) const override { return group_.is_gone(peer); }
+    bool is_closing(int peer) const override;
+    bool receives_no_more(int peer) const override;
+    core::Status loss(int peer) const override { return {Outcome::lost, peer}; }
+    bool is_silent(int peer) override;
 
 private:
-    class Receipt;
+    // A stream of this process, with its ring. Lasts as long as the group.
+    struct Ring {
+        std::size_t offset;
+        Stream* stream;
+        bool is_out = false;  // a send goes through it
+    };
+    struct SendData final : core::Transfer {
+        explicit SendData(Ring& its_ring) : ring(its_ring) {}
+        Ring& ring;
+        bool is_in_arena = false;
+        std::uint32_t num_filled = 0;
+    };
+    struct ReceiveData final : core::Transfer {
+        Stream* stream = nullptr;
+        const std::byte* source = nullptr;
+        bool is_in_arena = false;
+        std::uint32_t num_emptied = 0;
+    };
+    // An eager message that is copied out while it is still being copied in.
+    struct Partial {
+        core::Request* receive;  // null: nobody wants it
+        std::size_t num_copied = 0;
+    };
+    struct Peer {
+        std::optional<QueueWriter> out;
+        std::optional<QueueReader> in;
+        std::optional<Partial> partial;
+        bool is_corrupt = false;
+        std::uint64_t num_received = 0;  // bytes of eager messages
+        std::deque<Ring> rings;
+        std::deque<core::Request*> waiting;  // sends for a ring
+        std::vector<core::Request*> sending, receiving;
+        Silence silence;
+        std::int64_t looked_ns = 0;
+    };
 
-    bool sends_no_more(int peer, std::uint32_t tag) const;
-    bool takes_no_more(const Letter& letter) const;
+    Peer& at(int peer) { return peers_[static_cast<std::size_t>(peer)]; }
+    QueueWriter& out(int peer);
+    void append(int peer, Record::Kind kind, std::uint64_t number, std::uint32_t tag = 0, ByteView header = {},
+                ByteView body = {});
+    bool advance(int peer);
+    QueueReader* reader(int peer);
+    bool read_records(int peer);
+    bool read_one(int peer, const Message& message);
+    bool read_long(int peer, const Message& message);
+    bool go_on(int peer, const Message& message);
+    void on_data(int peer, const Message& message);
+    bool fill(core::Request& send);
+    bool empty(core::Request& receive);
+    bool serve_waiting(int peer);
+    Ring* free_ring(int peer);
+    void start_stream(core::Request& send, Ring& ring);
+    void finish_stream(Stream& stream, int peer);
+    void ring_doorbell(int peer) const { group_.peer(peer).header().doorbell.ring(); }
 
     Group& group_;
-    std::deque<Outbox> outboxes_;  // by peer
-    std::deque<Inbox> inboxes_;
+    Progress& progress_;
+    std::deque<Peer> peers_;
 };
 
 }  // namespace ferrodist::shm

@@ -11,9 +11,19 @@ namespace {
 
 constexpr std::size_t largest_segment = 256 * 1024;
 constexpr std::size_t num_kept = 2;  // spare segments
+constexpr std::size_t body_piece = 16 * 1024;  // written at one go: the receiver copies it meanwhile
+
+constexpr std::size_t round_up(std::size_t nbytes) { return (nbytes + line - 1) / line * line; }
+
+// Where the body begins, from the beginning of its record: a long one on a line of its own, where it is
+// copied faster.
+constexpr std::size_t body_start(std::size_t header_nbytes, std::size_t body_nbytes) {
+    const std::size_t start = sizeof(Record) + header_nbytes;
+    return body_nbytes < 1024 ? start : round_up(start);
+}
 
 constexpr std::size_t record_nbytes(std::size_t header_nbytes, std::size_t body_nbytes) {
-    return (sizeof(Record) + header_nbytes + body_nbytes + line - 1) / line * line;
+    return round_up(body_start(header_nbytes, body_nbytes) + body_nbytes);
 }
 
 // Every segment has room for this behind its records: a link, or a record of kind `nothing`.
@@ -29,14 +39,15 @@ Segment first_segment(std::uint64_t queue_offset) {
 // -- the sender's end ------------------------------------------------------------------------------
 
 // Fresh memory is zero: no segment read, and nothing in the first.
-QueueWriter::QueueWriter(Arena& arena)
-    : arena_(arena), offset_(arena.allocate(Queue::block_nbytes)), used_{first_segment(offset_)} {}
+QueueWriter::QueueWriter(Arena& arena, Bell& doorbell)
+    : arena_(arena), doorbell_(doorbell), offset_(arena.allocate(Queue::block_nbytes)), used_{first_segment(offset_)} {}
 
 Record& QueueWriter::record(std::size_t position) const {
     return *reinterpret_cast<Record*>(arena_.base() + used_.back().offset + position);
 }
 
-void QueueWriter::append(Record::Kind kind, std::uint32_t tag, ByteView header, ByteView body) {
+void QueueWriter::append(Record::Kind kind, std::uint32_t tag, std::uint64_t number, ByteView header,
+                         ByteView body) {
     if (used_.size() > 1) {
         reclaim();
     }
@@ -44,25 +55,41 @@ void QueueWriter::append(Record::Kind kind, std::uint32_t tag, ByteView header, 
     if (position_ + nbytes + link_nbytes > used_.back().nbytes) {
         open_segment(nbytes);
     }
-    put(kind, tag, header, body);
+    put(kind, tag, number, header, body);
     position_ += nbytes;
 }
 
-void QueueWriter::put(Record::Kind kind, std::uint32_t tag, ByteView header, ByteView body) {
+void QueueWriter::put(Record::Kind kind, std::uint32_t tag, std::uint64_t number, ByteView header,
+                      ByteView body) {
     Record& place = record(position_);
     place.tag = tag;
+    place.number = number;
     place.header_nbytes = static_cast<std::uint32_t>(header.size());
     place.body_nbytes = static_cast<std::uint32_t>(body.size());
     auto* const start = reinterpret_cast<std::byte*>(&place + 1);
-    copy_bytes(start, body.data(), body.size());
-    copy_bytes(start + body.size(), header.data(), header.size());
+    std::byte* const target = reinterpret_cast<std::byte*>(&place) + body_start(header.size(), body.size());
+    copy_bytes(start, header.data(), header.size());
     if (kind != Record::link) {
-        // Relaxed: the receiver looks there only when it has seen the store below.
+        // Relaxed: the receiver looks there only when it has seen the store to `kind` below.
         record(position_ + record_nbytes(header.size(), body.size()))
             .kind.store(Record::nothing, std::memory_order_relaxed);
     }
-    // Pairs with has_news and front; seq_cst for the bell that is rung next.
+    const bool is_short = body.size() <= body_piece;
+    if (is_short) {
+        copy_bytes(target, body.data(), body.size());
+    }
+    // Relaxed: seen through `kind`.
+    place.filled.store(is_short ? place.body_nbytes : 0, std::memory_order_relaxed);
+    // Pairs with QueueReader::read; seq_cst for the doorbell.
     place.kind.store(kind, std::memory_order_seq_cst);
+    for (std::size_t begin = 0; !is_short && begin < body.size(); begin += body_piece) {
+        doorbell_.ring();
+        const std::size_t size = std::min(body_piece, body.size() - begin);
+        copy_bytes(target + begin, body.data() + begin, size);
+        // Pairs with Message::num_there; seq_cst for the doorbell.
+        place.filled.store(static_cast<std::uint32_t>(begin + size), std::memory_order_seq_cst);
+    }
+    doorbell_.ring();
 }
 
 // Goes on in another segment, which has room for a record of this size.
@@ -71,7 +98,7 @@ void QueueWriter::open_segment(std::size_t nbytes) {
     const Segment next = take_segment(nbytes + link_nbytes);
     auto* const first = reinterpret_cast<Record*>(arena_.base() + next.offset);
     first->kind.store(Record::nothing, std::memory_order_relaxed);  // seen only through the link
-    put(Record::link, 0, {}, std::as_bytes(std::span(&next, 1)));
+    put(Record::link, 0, 0, {}, std::as_bytes(std::span(&next, 1)));
     used_.push_back(next);
     position_ = 0;
 }
@@ -91,9 +118,8 @@ Segment QueueWriter::take_segment(std::size_t nbytes) {
 
 // Takes back the segments that the receiver is through with. Some are kept for later.
 void QueueWriter::reclaim() {
-    const auto& queue = *reinterpret_cast<const Queue*>(arena_.base() + offset_);
     // Pairs with the release in QueueReader::front: the receiver never looks at them again.
-    const std::uint32_t num_read = queue.num_read.load(std::memory_order_acquire);
+    const std::uint32_t num_read = queue().num_read.load(std::memory_order_acquire);
     while (num_reclaimed_ != num_read && used_.size() > 1) {
         if (used_.front().offset != first_segment(offset_).offset) {  // that one is not a block
             spare_.push_back(used_.front());
@@ -137,15 +163,6 @@ bool QueueReader::enter(const Segment& segment) {
     return start_ != nullptr;
 }
 
-bool QueueReader::has_news() const {
-    if (start_ == nullptr || nbytes_ - position_ < sizeof(Record)) {
-        return true;
-    }
-    // Pairs with the store in QueueWriter::put; seq_cst for the bell that is slept on.
-    return reinterpret_cast<const Record*>(start_ + position_)->kind.load(std::memory_order_seq_cst) !=
-           Record::nothing;
-}
-
 QueueReader::Look QueueReader::front(Message& message) {
     const Look look = read(message);
     if (look != Look::message || message.kind != Record::link) {
@@ -172,8 +189,9 @@ QueueReader::Look QueueReader::read(Message& message) {
         return Look::corrupt;
     }
     const auto& record = *reinterpret_cast<const Record*>(start_ + position_);
-    // Pairs with the store in QueueWriter::put: all of the record was written before.
-    const std::uint32_t kind = record.kind.load(std::memory_order_acquire);
+    // Pairs with the store in QueueWriter::put: the record was written before, but for a long body. Seq_cst
+    // for the doorbell that is slept on.
+    const std::uint32_t kind = record.kind.load(std::memory_order_seq_cst);
     if (kind == Record::nothing) {
         return Look::nothing;
     }
@@ -183,8 +201,9 @@ QueueReader::Look QueueReader::read(Message& message) {
         return Look::corrupt;
     }
     const auto* const start = reinterpret_cast<const std::byte*>(&record + 1);
-    message = {static_cast<Record::Kind>(kind), record.tag, {start + body_nbytes, header_nbytes},
-               {start, body_nbytes}};
+    message = {static_cast<Record::Kind>(kind), record.tag, record.number, {start, header_nbytes},
+               {reinterpret_cast<const std::byte*>(&record) + body_start(header_nbytes, body_nbytes), body_nbytes},
+               &record.filled};
     return Look::message;
 }
 

@@ -21,7 +21,8 @@ enum class Outcome : int {
     interrupted,  // the caller's watch asked to stop
     corrupt,      // the culprit posted what cannot be right
     unexpected,   // a message is not what its receiver expects
-    given_up,     // there was a verdict before the call began
+    given_up,     // there was a verdict before the call began, or this rank has left
+    no_memory,    // there was none for what the call needs besides its arrays
 };
 
 // How a call ended, and because of whom.

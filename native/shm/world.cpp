@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "shm/progress.hpp"
+
 namespace ferrodist::shm {
 
 std::shared_ptr<Arena> make_arena(std::size_t first_block_nbytes, std::size_t nbytes) {
@@ -29,12 +31,14 @@ World::World(int rank, std::shared_ptr<Arena> arena, std::vector<Peer> peers,
         masks.push_back(peer.header().cpus);
     }
     has_a_core_each_ = std::min(count_union(masks), container_cpus()) >= peers_.size();
+    progress_ = std::make_unique<Progress>(*this);
     if (peers_.size() > 1) {
         start_beating(peer(rank_).header().beat, heartbeat_ns);
     }
 }
 
 World::~World() {
+    progress_.reset();
     if (peers_.size() > 1 && !is_of_ancestor()) {
         stop_beating(peer(rank_).header().beat);
     }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "shm/arena.hpp"
+#include "shm/bell.hpp"
 #include "shm/cpus.hpp"
 #include "shm/futex.hpp"
 #include "shm/heartbeat.hpp"
@@ -31,7 +32,7 @@ struct Invitation {
     Word is_joining;  // whether this process is about to enter the block
 };
 
-// What every arena begins with. Written by its owner only, except `sleepers`.
+// What every arena begins with. Written by its owner only, except `sleepers` and the doorbell.
 struct ArenaHeader {
     static constexpr std::size_t num_invitations = 256;
 
@@ -40,6 +41,7 @@ struct ArenaHeader {
     SharedText<1024> report;  // what the process is waiting in, while it is
     Word invitations_changed;
     Word sleepers;
+    alignas(128) Bell doorbell;  // of the process: rung for all that concerns its messages
     Invitation invitations[num_invitations];
 };
 
@@ -61,6 +63,8 @@ struct Peer {
 // for the block of the first group if that is this process's to give.
 std::shared_ptr<Arena> make_arena(std::size_t first_block_nbytes = 0, std::size_t nbytes = 0);
 constexpr std::size_t first_block = (sizeof(ArenaHeader) + 4095) / 4096 * 4096;
+
+class Progress;
 
 class World {
 public:
@@ -104,6 +108,9 @@ public:
     // Frees the remains that nobody needs any more.
     void sweep();
 
+    // Who makes progress for the messages of this process.
+    Progress& progress() const { return *progress_; }
+
     // What tests count.
     std::atomic<std::uint64_t> sent_nbytes{0}, received_nbytes{0};
 
@@ -118,6 +125,7 @@ private:
     bool has_a_core_each_;
     std::mutex mutex_;
     std::vector<Remains> remains_;
+    std::unique_ptr<Progress> progress_;
 };
 
 }  // namespace ferrodist::shm

@@ -34,7 +34,6 @@ std::vector<Part> parts_of(std::byte* base, std::size_t world) {
         for (std::size_t other = 0; other < world; ++other) {
             add(layout.queue(rank, other));
             add(layout.waited(rank, other));
-            add(layout.bell(rank, other));
         }
         add(layout.slot(rank, 0));
         add(layout.slot(rank, 1));

@@ -8,6 +8,7 @@
 
 #include "check.hpp"
 #include "meshes.hpp"
+#include "requests.hpp"
 
 namespace ferrodist::tests {
 namespace {
@@ -15,14 +16,12 @@ namespace {
 using net::Group;
 using shm::Outcome;
 
-std::shared_ptr<net::Letter> post(Group& group, int peer, std::uint32_t tag, net::Bytes content) {
-    return group.letters().post(peer, tag, {}, content);
+void send(Group& group, int peer, std::uint32_t tag, net::Bytes content) {
+    CHECK(isend(group.messages(), peer, tag, content)->is_complete());
 }
 
 shm::Ending receive(Group& group, int peer, std::uint32_t tag, Buffer& into) {
-    const Wait wait;
-    Buffer found;
-    return group.letters().receive(peer, tag, {}, into.data(), into.size(), wait.patience, found);
+    return tests::receive(group.messages(), peer, tag, into);
 }
 
 bool is_idle(net::Mesh& mesh, int peer) {
@@ -116,7 +115,7 @@ TEST(several_threads_of_a_rank_wait_at_once) {
         }
         for (std::uint64_t i = 0; i < times(100); ++i) {
             const std::size_t size = 1 + 997 * i % 5000;
-            post(group, peer, tag, random_bytes(size, 100 * i + tag));
+            send(group, peer, tag, random_bytes(size, 100 * i + tag));
             Buffer here(size);
             CHECK_EQUAL(receive(group, peer, tag, here).outcome, Outcome::done);
             CHECK(here == random_bytes(size, 100 * i + tag));
@@ -138,7 +137,7 @@ TEST(a_rank_that_finishes_has_delivered_everything) {
     constexpr std::uint64_t count = 100;
     for (std::uint64_t i = 0; i < count; ++i) {  // nobody reads: the kernel does not take all of it
         for (const int peer : {1, 2}) {
-            post(meshes.group(0), peer, 7, random_bytes(60'000, i));
+            send(meshes.group(0), peer, 7, random_bytes(60'000, i));
         }
     }
     CHECK(!is_idle(meshes.mesh(0), 1));
@@ -166,7 +165,7 @@ TEST(finishing_gives_up_on_a_rank_that_does_not_read) {
     Meshes meshes(2, {.asleep = {1}});
     shrink_buffers(meshes.mesh(0).link(1).socket());
     for (std::uint64_t i = 0; i < 10; ++i) {
-        post(meshes.group(0), 1, 7, random_bytes(60'000, i));
+        send(meshes.group(0), 1, 7, random_bytes(60'000, i));
     }
     meshes.mesh(0).finish();  // and returns
     CHECK(!is_idle(meshes.mesh(0), 1));

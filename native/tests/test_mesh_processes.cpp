@@ -59,7 +59,7 @@ void check_ends_well(pid_t pid) {
 }  // namespace
 
 TEST(ranks_that_were_all_stopped_do_not_take_each_other_for_silent) {
-    constexpr std::int64_t silence = 300 * millisecond;
+    constexpr std::int64_t silence = (is_sanitized ? 2'000 : 300) * millisecond;
     Signpost is_waiting, may_go;
     const pid_t pid = start_process([&] {
         Meshes meshes(2, {.silence_ns = silence});

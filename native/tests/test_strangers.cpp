@@ -8,6 +8,7 @@
 
 #include "check.hpp"
 #include "meshes.hpp"
+#include "requests.hpp"
 #include "net/split.hpp"
 
 namespace ferrodist::tests {
@@ -15,22 +16,18 @@ namespace {
 
 using net::FrameKind;
 using net::Group;
-using net::Letters;
 using net::Split;
 using shm::Outcome;
 
-constexpr std::size_t large = Letters::largest_whole + 1;
+constexpr std::size_t large = core::eager_limit + 1;
 constexpr std::uint64_t most = std::numeric_limits<std::uint64_t>::max();
 
 shm::Ending receive(Group& group, int peer, std::uint32_t tag, Buffer& into, std::int64_t timeout_ns = very_long) {
-    const Wait wait(timeout_ns);
-    Buffer found;
-    return group.letters().receive(peer, tag, {}, into.data(), into.size(), wait.patience, found);
+    return tests::receive(group.messages(), peer, tag, into, {}, timeout_ns);
 }
 
-shm::Ending settle(Group& group, net::Letter& letter, std::int64_t timeout_ns = very_long) {
-    const Wait wait(timeout_ns);
-    return group.letters().settle(letter, true, wait.patience);
+shm::Ending wait_for(Group& group, core::Request& request, std::int64_t timeout_ns = very_long) {
+    return tests::wait_for(group.messages(), request, timeout_ns);
 }
 
 Buffer list_of(const std::vector<int>& members) {
@@ -41,12 +38,12 @@ Buffer list_of(const std::vector<int>& members) {
 // Whether a frame of this kind means something, whatever it says.
 bool makes_sense(FrameKind kind) {
     return kind == FrameKind::propose || kind == FrameKind::verdict || kind == FrameKind::left ||
-           kind == FrameKind::closing;
+           kind == FrameKind::closing || kind == FrameKind::unjoin;
 }
 
 // A small message is the last thing a stranger says: when it is here, all before it was handled.
 void check_is_heard(Group& group, Stranger& stranger, int rank) {
-    stranger.say({.kind = FrameKind::letter, .tag = 99}, Buffer(2));
+    stranger.say({.kind = FrameKind::eager, .tag = 99}, Buffer(2));
     Buffer nothing;
     CHECK_EQUAL(receive(group, rank, 99, nothing).outcome, Outcome::done);
     CHECK_EQUAL(group.flaw_of(rank), "");
@@ -60,18 +57,18 @@ TEST(nobody_but_its_receiver_can_have_a_message) {
     Meshes meshes(3, {.strangers = {1}});
     Stranger& stranger = meshes.stranger(1, 0);
     Buffer content = random_bytes(large, 1);
-    const auto letter = meshes.group(0).letters().post(2, 1, {}, content);
+    const auto request = isend(meshes.group(0).messages(), 2, 1, content);
     for (std::uint64_t number = 0; number < 10; ++number) {
-        stranger.say({.kind = FrameKind::accept, .sequence = number});
+        stranger.say({.kind = FrameKind::cts, .sequence = number});
         stranger.say({.kind = FrameKind::taken, .sequence = number});
     }
     for (std::uint64_t number = 0; number < 10; ++number) {
         CHECK_EQUAL(stranger.hear(FrameKind::abandoned).header.sequence, number);
     }
-    CHECK_EQUAL(settle(meshes.group(0), *letter, soon).outcome, Outcome::late);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).outcome, Outcome::late);
     run_threads(2, [&](int number) {
         if (number == 0) {
-            CHECK_EQUAL(settle(meshes.group(0), *letter).outcome, Outcome::done);
+            CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::done);
             return;
         }
         Buffer here(large);
@@ -84,19 +81,19 @@ TEST(a_message_that_is_accepted_twice_is_sent_once) {
     Meshes meshes(2, {.strangers = {1}});
     Stranger& stranger = meshes.stranger(1, 0);
     const Buffer content = random_bytes(large, 1);
-    const auto letter = meshes.group(0).letters().post(1, 1, {}, content);
-    const std::uint64_t number = stranger.hear(FrameKind::offer).header.sequence;
+    const auto request = isend(meshes.group(0).messages(), 1, 1, content);
+    const std::uint64_t number = stranger.hear(FrameKind::rts).header.sequence;
     for (int i = 0; i < 5; ++i) {
-        stranger.say({.kind = FrameKind::accept, .sequence = number});
+        stranger.say({.kind = FrameKind::cts, .sequence = number});
     }
-    CHECK_EQUAL(settle(meshes.group(0), *letter).outcome, Outcome::done);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::done);
     check_is_heard(meshes.group(0), stranger, 1);
-    meshes.group(0).letters().post(1, 2, {}, Buffer(3));
-    std::size_t nbytes = stranger.hear(FrameKind::content).payload.size();
-    nbytes += stranger.hear(FrameKind::content).payload.size();
+    isend(meshes.group(0).messages(), 1, 2, Buffer(3));
+    std::size_t nbytes = stranger.hear(FrameKind::bulk).payload.size();
+    nbytes += stranger.hear(FrameKind::bulk).payload.size();
     CHECK_EQUAL(nbytes, large);
-    stranger.hear(FrameKind::letter);  // and no content before it
-    CHECK_EQUAL(stranger.num_heard(FrameKind::content), 0u);
+    stranger.hear(FrameKind::eager);  // and no content before it
+    CHECK_EQUAL(stranger.num_heard(FrameKind::bulk), 0u);
 }
 
 TEST(a_message_that_is_accepted_and_refused_keeps_its_memory_until_it_is_through) {
@@ -104,29 +101,29 @@ TEST(a_message_that_is_accepted_and_refused_keeps_its_memory_until_it_is_through
     Stranger& stranger = meshes.stranger(1, 0);
     shrink_buffers(meshes.mesh(0).link(1).socket());
     Buffer content = random_bytes(4 << 20, 1);
-    const auto letter = meshes.group(0).letters().post(1, 1, {}, content);
-    const std::uint64_t number = stranger.hear(FrameKind::offer).header.sequence;
-    stranger.say({.kind = FrameKind::accept, .sequence = number});
+    const auto request = isend(meshes.group(0).messages(), 1, 1, content);
+    const std::uint64_t number = stranger.hear(FrameKind::rts).header.sequence;
+    stranger.say({.kind = FrameKind::cts, .sequence = number});
     stranger.say({.kind = FrameKind::taken, .sequence = number});
-    CHECK_EQUAL(settle(meshes.group(0), *letter, 4 * soon).outcome, Outcome::late);
-    meshes.group(0).letters().abandon(*letter);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, 4 * soon).outcome, Outcome::late);
+    meshes.group(0).messages().abandon(*request, {Outcome::late});
     content = Buffer();
-    meshes.group(0).letters().post(1, 2, {}, Buffer(3));
-    stranger.hear(FrameKind::letter);
+    isend(meshes.group(0).messages(), 1, 2, Buffer(3));
+    stranger.hear(FrameKind::eager);
     CHECK(stranger.link.is_up());
 }
 
 TEST(content_behind_the_end_of_a_message_goes_nowhere) {
     Meshes meshes(2, {.strangers = {0}});
     Stranger& stranger = meshes.stranger(0, 1);
-    stranger.say({.kind = FrameKind::offer, .tag = 1, .sequence = 7, .fingerprint = large});
+    stranger.say({.kind = FrameKind::rts, .tag = 1, .sequence = 7, .fingerprint = large});
     const net::FrameKey key(session_of(0, 1), 0);
     Buffer bytes = frame_bytes({.kind = FrameKind::abandoned, .sequence = 7, .number = 2}, {}, key);
-    const Buffer content = frame_bytes({.kind = FrameKind::content, .sequence = 7, .number = 3}, Buffer(50'000), key);
+    const Buffer content = frame_bytes({.kind = FrameKind::bulk, .sequence = 7, .number = 3}, Buffer(50'000), key);
     bytes.insert(bytes.end(), content.begin(), content.begin() + 1000);
     run_threads(2, [&](int rank) {
         if (rank == 0) {
-            stranger.hear(FrameKind::accept);
+            stranger.hear(FrameKind::cts);
             CHECK_EQUAL(::write(stranger.link.socket(), bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
             return;
         }
@@ -142,16 +139,16 @@ TEST(content_behind_the_end_of_a_message_goes_nowhere) {
 TEST(content_that_is_too_long_or_nobodys_goes_nowhere) {
     Meshes meshes(2, {.strangers = {0}});
     Stranger& stranger = meshes.stranger(0, 1);
-    stranger.say({.kind = FrameKind::content, .sequence = 7}, Buffer(100));
-    stranger.say({.kind = FrameKind::offer, .tag = 1, .sequence = 7, .fingerprint = 100});
+    stranger.say({.kind = FrameKind::bulk, .sequence = 7}, Buffer(100));
+    stranger.say({.kind = FrameKind::rts, .tag = 1, .sequence = 7, .fingerprint = 100});
     run_threads(2, [&](int rank) {
         if (rank == 0) {
-            stranger.hear(FrameKind::accept);
-            stranger.say({.kind = FrameKind::content, .sequence = 7}, random_bytes(60, 1));
-            stranger.say({.kind = FrameKind::content, .sequence = 7}, random_bytes(41, 2));
-            stranger.say({.kind = FrameKind::content, .sequence = 7}, {});
-            stranger.say({.kind = FrameKind::content, .sequence = 8}, random_bytes(40, 3));
-            stranger.say({.kind = FrameKind::content, .sequence = 7}, random_bytes(40, 4));
+            stranger.hear(FrameKind::cts);
+            stranger.say({.kind = FrameKind::bulk, .sequence = 7}, random_bytes(60, 1));
+            stranger.say({.kind = FrameKind::bulk, .sequence = 7}, random_bytes(41, 2));
+            stranger.say({.kind = FrameKind::bulk, .sequence = 7}, {});
+            stranger.say({.kind = FrameKind::bulk, .sequence = 8}, random_bytes(40, 3));
+            stranger.say({.kind = FrameKind::bulk, .sequence = 7}, random_bytes(40, 4));
             return;
         }
         Buffer here(100), expected = random_bytes(60, 1), rest = random_bytes(40, 4);
@@ -165,18 +162,18 @@ TEST(two_messages_under_one_number_do_not_meet) {
     Meshes meshes(2, {.strangers = {0}});
     Stranger& stranger = meshes.stranger(0, 1);
     for (const std::uint32_t tag : {1u, 2u}) {
-        stranger.say({.kind = FrameKind::offer, .tag = tag, .sequence = 7, .fingerprint = large});
+        stranger.say({.kind = FrameKind::rts, .tag = tag, .sequence = 7, .fingerprint = large});
     }
     run_threads(3, [&](int number) {
         if (number == 0) {
-            stranger.hear(FrameKind::accept);
+            stranger.hear(FrameKind::cts);
             return;
         }
         Buffer here(large);
         const auto tag = static_cast<std::uint32_t>(number);
         CHECK(receive(meshes.group(1), 0, tag, here, (number + 1) * soon).failed());
     });
-    stranger.say({.kind = FrameKind::content, .sequence = 7}, Buffer(1000));
+    stranger.say({.kind = FrameKind::bulk, .sequence = 7}, Buffer(1000));
     check_is_heard(meshes.group(1), stranger, 0);
 }
 
@@ -185,17 +182,17 @@ TEST(messages_that_are_none_are_dropped) {
     Stranger& stranger = meshes.stranger(0, 1);
     for (const Buffer& payload : {Buffer{}, Buffer(1), Buffer{std::byte{1}, std::byte{0}},
                                   Buffer(100, std::byte{0xff}), Buffer{std::byte{0xff}, std::byte{0xff}}}) {
-        stranger.say({.kind = FrameKind::letter, .tag = 5}, payload);
+        stranger.say({.kind = FrameKind::eager, .tag = 5}, payload);
     }
     check_is_heard(meshes.group(1), stranger, 0);
-    CHECK(meshes.group(1).letters().waiting_tags(0).empty());
+    CHECK(meshes.group(1).messages().unexpected_tags(0).empty());
 }
 
 TEST(an_offer_of_any_size_takes_no_memory) {
     Meshes meshes(2, {.strangers = {0}});
     Stranger& stranger = meshes.stranger(0, 1);
     for (const std::uint64_t size : {most, std::uint64_t{1} << 60, std::uint64_t{0}}) {
-        stranger.say({.kind = FrameKind::offer, .tag = 5, .sequence = 1, .fingerprint = size});
+        stranger.say({.kind = FrameKind::rts, .tag = 5, .sequence = 1, .fingerprint = size});
         Buffer here(10);
         CHECK_EQUAL(receive(meshes.group(1), 0, 5, here).outcome, Outcome::unexpected);
         CHECK_EQUAL(stranger.hear(FrameKind::taken).header.sequence, 1u);
@@ -270,7 +267,7 @@ TEST(frames_that_make_no_sense_are_dropped) {
     for (const int rank : missing) {
         CHECK(rank >= 0 && rank < 3);
     }
-    for (const int rank : meshes.group(0).find_ring(1)) {
+    for (const int rank : meshes.group(0).find_send_cycle(1)) {
         CHECK(rank >= 0 && rank < 3);
     }
 }

@@ -64,12 +64,47 @@ def register_adapted(kind: type, from_numpy: Callable[[Any, NDArray[Any]], Any])
     """Let native code read arrays of exactly this type; from_numpy(x, array) makes its results."""
 
 def set_hooks(
-    on_wait: Callable[[Any], None],
+    on_wait: Callable[[Any, Any], None],
     on_wait_end: Callable[[Any], None],
     on_error: Callable[..., Any],
     make_plan: Callable[..., Any],
 ) -> None:
     """Set what native code calls while it runs a call."""
+
+class CallRequest:
+    """A collective in flight."""
+
+    def test(self) -> bool:
+        """Tell whether it is complete."""
+
+    def wait(self, deadline: float, holds_caller: bool, look: Callable[[], None]) -> Ending:
+        """Wait, or run it here if nobody has; return outcome, culprit and the error of the wait."""
+
+    def hear(self, token: int) -> None:
+        """Have next_completions() told of it, however it ends."""
+
+    def result(self) -> Any:
+        """Make the result of a call that was done, once."""
+
+    @property
+    def sequence(self) -> int:
+        """The number of the call."""
+
+    @property
+    def error(self) -> BaseException:
+        """The error of a call that has failed."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is done, or has failed."""
+
+    @property
+    def status(self) -> tuple[int, int]:
+        """Outcome and culprit, once it is complete."""
+
+    @property
+    def found(self) -> bytes:
+        """Nothing: only messages find something."""
 
 class Arena:
     """Memory that this process shows to the other ranks of its host."""
@@ -135,49 +170,96 @@ class World:
     def received_nbytes(self) -> int:
         """Bytes this process has read from others."""
 
+class Request:
+    """A send or receive, from when it is posted until it is complete."""
+
+    def test(self) -> bool:
+        """Make progress without waiting, and tell whether it is complete."""
+
+    def wait(self, deadline: float, holds_caller: bool, look: Callable[[], None]) -> Ending:
+        """Wait until it is complete; return outcome, failed rank, the error that ended the wait."""
+
+    def cancel(self, outcome: int) -> bool:
+        """Withdraw it; False if it is matched, or complete."""
+
+    def abandon(self, outcome: int) -> None:
+        """End it, whatever has become of it."""
+
+    def hear(self, token: int) -> None:
+        """Have next_completions() told of it, however it ends."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is done or has failed."""
+
+    @property
+    def status(self) -> tuple[int, int]:
+        """Outcome and failed rank of a request that is complete."""
+
+    @property
+    def found(self) -> bytes:
+        """The header of a message that did not fit."""
+
+def next_completions(timeout: float) -> list[int]:
+    """Wait for completed requests that somebody wants to hear of; return their tokens."""
+
 class SharedGroup:
     """Ranks that do collectives in shared memory."""
 
-    def post(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Letter | None:
-        """Send a message; return the letter of a large one, which has to be settled."""
-
-    def settle(
+    def isend(
         self,
-        letter: Letter,
+        peer: int,
+        tag: int,
+        header: bytes,
+        payload: ReadableBuffer,
         deadline: float,
-        holds_caller: bool,
-        in_background: bool,
-        look: Callable[[], None],
-    ) -> Ending:
-        """Wait until the memory of a letter may change."""
+        token: int,
+    ) -> Request:
+        """Post a send; with a token it fails by itself, and next_completions() is told."""
 
-    def take_back(self, letter: Letter) -> bool:
-        """Withdraw a letter; False if the receiver has it, or is taking it."""
-
-    def abandon(self, letter: Letter) -> None:
-        """End a letter, whatever has become of it."""
-
-    def receive(
+    def irecv(
         self,
         peer: int,
         tag: int,
         header: bytes,
         target: WriteableBuffer,
         deadline: float,
-        in_background: bool,
-        look: Callable[[], None],
-        meanwhile: Letter | None,
-    ) -> tuple[int, int, BaseException | None, bytes]:
-        """Receive a message; also return the header of one that was not expected."""
+        token: int,
+    ) -> Request:
+        """Post a receive, as isend does."""
 
-    def waiting_tags(self, peer: int) -> list[int]:
+    def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
 
-    def line_up(self, change: int) -> None:
-        """Count receives that wait for their turn, or have it."""
+    def find_send_cycle(self, peer: int) -> list[int]:
+        """Return the cycle of sends that a send is part of, or nothing."""
 
-    def find_ring(self, peer: int) -> list[int]:
-        """Return the ring of sends that a send is part of, or nothing."""
+    def set_unexpected_limit(self, nbytes: int) -> None:
+        """Bound the bytes of eager messages that a rank may leave unreceived."""
+
+    @property
+    def fast_send(self) -> Callable[..., Any]:
+        """The fast path of send: (backend, x, dst, tag)."""
+
+    @property
+    def fast_recv(self) -> Callable[..., Any]:
+        """The fast path of recv: (backend, like, src, out, tag)."""
+
+    @property
+    def fast_sendrecv(self) -> Callable[..., Any]:
+        """The fast path of sendrecv: (backend, x, dst, like, src, out, tag)."""
+
+    @property
+    def fast_isend(self) -> Callable[..., Any]:
+        """The fast path of an async send: (backend, x, dst, tag, token)."""
+
+    @property
+    def fast_irecv(self) -> Callable[..., Any]:
+        """The fast path of an async recv: (backend, like, src, out, tag, token)."""
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests are in flight."""
 
     def run(
         self,
@@ -203,12 +285,11 @@ class SharedGroup:
         """The fast path of a call: (backend, kind, x, out, op, root)."""
 
     @property
-    def send_at_once(self) -> Callable[[Any, Any, Any, Any], Any]:
-        """The short way of a send: (backend, x, dst, tag)."""
+    def start_path(self) -> Callable[..., Any]:
+        """The same in flight: (backend, kind, x, out, op, root, site, token)."""
 
-    @property
-    def recv_at_once(self) -> Callable[[Any, Any, Any, Any, Any], Any]:
-        """The short way of a receive: (backend, like, src, out, tag)."""
+    def stop_progress(self) -> None:
+        """End the thread that runs calls in flight; it begins none any more."""
 
     def take_ticket(self) -> int:
         """Draw the next number."""
@@ -279,9 +360,6 @@ class SharedGroup:
     @property
     def num_rounds(self) -> int:
         """How often this rank has synchronised with the others."""
-
-class Letter:
-    """A large message on its way."""
 
 class Split:
     """Some ranks of a group on their way to be a group."""
@@ -356,56 +434,74 @@ class Plan:
         peers: Sequence[int],
     ) -> None: ...
 
-class TcpLetter:
-    """A large message on its way."""
-
 class TcpGroup:
     """Ranks that do collectives over TCP."""
 
-    def post(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> TcpLetter | None:
-        """Send a message; return the letter of a large one, which has to be settled."""
-
-    def settle(
+    def isend(
         self,
-        letter: TcpLetter,
+        peer: int,
+        tag: int,
+        header: bytes,
+        payload: ReadableBuffer,
         deadline: float,
-        holds_caller: bool,
-        in_background: bool,
-        look: Callable[[], None],
-    ) -> Ending:
-        """Wait until the memory of a letter may change."""
+        token: int,
+    ) -> Request:
+        """Post a send; with a token it fails by itself, and next_completions() is told."""
 
-    def take_back(self, letter: TcpLetter) -> bool:
-        """Withdraw a letter; False if the receiver has accepted it."""
-
-    def abandon(self, letter: TcpLetter) -> None:
-        """End a letter, whatever has become of it."""
-
-    def receive(
+    def irecv(
         self,
         peer: int,
         tag: int,
         header: bytes,
         target: WriteableBuffer,
         deadline: float,
-        in_background: bool,
-        look: Callable[[], None],
-        meanwhile: TcpLetter | None,
-    ) -> tuple[int, int, BaseException | None, bytes]:
-        """Receive a message; also return the header of one that was not expected."""
+        token: int,
+    ) -> Request:
+        """Post a receive, as isend does."""
 
-    def waiting_tags(self, peer: int) -> list[int]:
+    def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
 
-    def line_up(self, change: int) -> None:
-        """Count receives that wait for their turn, or have it."""
+    def find_send_cycle(self, peer: int) -> list[int]:
+        """Return the cycle of sends that a send is part of, or nothing."""
 
-    def find_ring(self, peer: int) -> list[int]:
-        """Return the ring of sends that a send is part of, or nothing."""
+    def set_unexpected_limit(self, nbytes: int) -> None:
+        """Bound the bytes of eager messages that a rank may leave unreceived."""
+
+    @property
+    def fast_send(self) -> Callable[..., Any]:
+        """The fast path of send: (backend, x, dst, tag)."""
+
+    @property
+    def fast_recv(self) -> Callable[..., Any]:
+        """The fast path of recv: (backend, like, src, out, tag)."""
+
+    @property
+    def fast_sendrecv(self) -> Callable[..., Any]:
+        """The fast path of sendrecv: (backend, x, dst, like, src, out, tag)."""
+
+    @property
+    def fast_isend(self) -> Callable[..., Any]:
+        """The fast path of an async send: (backend, x, dst, tag, token)."""
+
+    @property
+    def fast_irecv(self) -> Callable[..., Any]:
+        """The fast path of an async recv: (backend, like, src, out, tag, token)."""
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests are in flight."""
 
     @property
     def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
         """The fast path of a call: (backend, kind, x, out, op, root)."""
+
+    @property
+    def start_path(self) -> Callable[..., Any]:
+        """The same in flight: (backend, kind, x, out, op, root, site, token)."""
+
+    def stop_progress(self) -> None:
+        """End the thread that runs calls in flight; it begins none any more."""
 
     def enter(self, kind: int, sequence: int, fingerprint: int) -> int:
         """Enter a call whose first part is done elsewhere; return an outcome."""

@@ -117,6 +117,12 @@ class Config:
     fuse_nbytes: int = _setting(
         1 << 16, _SIZE, "leaves of a tree up to this size travel in one message per dtype"
     )
+    unexpected_nbytes: int = _setting(
+        16 << 20,
+        _SIZE,
+        "bytes of messages that a rank may have sent to another and that are not received; beyond "
+        "it small sends wait for the receiver, as large ones do",
+    )
     threads_link: tuple[float, float, float, float] = _setting(
         (2e-5, 2e-10, 1e-10, 2e-5),
         _LINK,

@@ -79,8 +79,12 @@ class Backend(abc.ABC):
     # The fast paths, where a provider has them: they give the result, or NotImplemented for what
     # takes the general path.
     _call_path: Callable[[Backend, int, Any, Any, Any, Any], Any] | None = None
-    _send_at_once: Callable[[Backend, Any, Any, Any], Any] | None = None
-    _recv_at_once: Callable[[Backend, Any, Any, Any, Any], Any] | None = None
+    _start_path: Callable[..., Any] | None = None
+    _fast_send: Callable[..., Any] | None = None
+    _fast_recv: Callable[..., Any] | None = None
+    _fast_sendrecv: Callable[..., Any] | None = None
+    _fast_start_send: Callable[..., Any] | None = None
+    _fast_start_recv: Callable[..., Any] | None = None
 
     def __init__(self, rank: int, world_size: int, config: Config) -> None:
         self.rank = rank
@@ -302,16 +306,20 @@ class Backend(abc.ABC):
         try:
             result = run()
         except BaseException as error:  # noqa: BLE001 -- the top of a thread: the Work carries it on
-            # Of calls that its own rank cut short by leaving nobody needs to hear.
-            is_asked = work.is_asked or isinstance(error, BackendClosed)
-            if not is_asked:
-                with self._lock:
-                    self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
+            is_asked = work.is_asked
             work.set_exception(error)
             if not is_asked:
-                logger.error("rank %d: %s failed: %s", self.rank, work.describe, error)
+                self.note_unasked(work, error)
         else:
             work.set_result(result)
+
+    def note_unasked(self, work: Work[Any], error: BaseException) -> None:
+        """Log the error of a Work that nobody has asked, and keep it for close()."""
+        if isinstance(error, BackendClosed):
+            return  # of calls that its own rank cut short by leaving nobody needs to hear
+        with self._lock:
+            self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
+        logger.error("rank %d: %s failed: %s", self.rank, work.describe, error)
 
     def check_rank(self, rank: Any, what: str) -> int:
         """Refuse what is not a rank of this group."""

@@ -40,7 +40,7 @@ def damaged(what: str, peer: int, this_rank: int, reason: str) -> ProtocolError:
     return ProtocolError(text, rank=peer, this_rank=this_rank, reason=reason)
 
 
-def ring(what: str, peer: int, this_rank: int, ranks: Sequence[int]) -> CollectiveTimeout:
+def send_cycle(what: str, peer: int, this_rank: int, ranks: Sequence[int]) -> CollectiveTimeout:
     """Make the error of large sends that wait for each other."""
     path = " -> ".join(map(str, [*ranks, ranks[0]]))
     text = f"{what}: ranks {path} all send and none receives; use sendrecv"

@@ -31,6 +31,15 @@ class Sender(Protocol):
     def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
 
+    def sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Send and receive at once."""
+
+
+class ThreadSender(Sender, Protocol):
+    """One whose calls in flight need threads."""
+
     def post(
         self, source: Buffer, peer: int, tag: int, deadline: Deadline
     ) -> tuple[str, Callable[[], None] | None]:
@@ -40,11 +49,6 @@ class Sender(Protocol):
         self, target: Buffer, peer: int, tag: int, deadline: Deadline
     ) -> tuple[str, Callable[[], None]]:
         """Take a place among the receivers; return what to call it, and how to receive."""
-
-    def sendrecv(
-        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> None:
-        """Send and receive at once."""
 
 
 class Lanes:
@@ -76,15 +80,40 @@ class MessagingBackend(Backend):
 
     _messenger: Sender
 
-    def __init__(self, rank: int, world_size: int, config: Config) -> None:
-        super().__init__(rank, world_size, config)
-        self._messages: list[threading.Thread] = []  # those in flight
-
     def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message; beyond 64 KB wait until the receiver has it."""
         self.check_usable()
         with self._aborting_on_interrupt("send"):
             self._messenger.send(source, peer, tag, deadline)
+
+    def sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Post the outgoing message, receive, and only then wait for the receiver."""
+        self.check_usable()
+        with self._aborting_on_interrupt("sendrecv"):
+            self._messenger.sendrecv(source, to, target, peer, tag, deadline)
+
+    @contextmanager
+    def _aborting_on_interrupt(self, what: str) -> Iterator[None]:
+        """Tell the others of Ctrl-C and the like inside a call; ferrodist's errors are its own."""
+        try:
+            yield
+        except DistributedError:
+            raise
+        except BaseException as error:
+            self.abort(f"{verdict.words_of(error)} (in {what})")
+            raise
+
+
+class ThreadMessagingBackend(MessagingBackend):
+    """One whose messages in flight are finished by a thread each."""
+
+    _messenger: ThreadSender
+
+    def __init__(self, rank: int, world_size: int, config: Config) -> None:
+        super().__init__(rank, world_size, config)
+        self._messages: list[threading.Thread] = []  # those in flight
 
     def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
         """Send now, wait for the receiver in the background."""
@@ -110,25 +139,6 @@ class MessagingBackend(Backend):
             return finish()
 
         return self._in_background(what, receive_and_finish)
-
-    def sendrecv(
-        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> None:
-        """Post the outgoing message, receive, and only then wait for the receiver."""
-        self.check_usable()
-        with self._aborting_on_interrupt("sendrecv"):
-            self._messenger.sendrecv(source, to, target, peer, tag, deadline)
-
-    @contextmanager
-    def _aborting_on_interrupt(self, what: str) -> Iterator[None]:
-        """Tell the others of Ctrl-C and the like inside a call; ferrodist's errors are its own."""
-        try:
-            yield
-        except DistributedError:
-            raise
-        except BaseException as error:
-            self.abort(f"{verdict.words_of(error)} (in {what})")
-            raise
 
     def _in_background(self, what: str, run: Callable[[], T] | None) -> Work[T]:
         """Finish a message on a thread of its own: it never queues behind a collective."""

@@ -8,14 +8,16 @@ their methods do. What a single kind of group can do is not here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ferrodist.backends.status import NativeStatus
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-Letter = Any  # a large message on its way: what ``post`` returns, to be handed back as it is
+    from ferrodist import _native
+
+NativeRequest: TypeAlias = "_native.Request"
 
 
 class NativeWorld(Protocol):
@@ -48,46 +50,61 @@ class NativeGroup(Protocol):
 
     # -- messages -------------------------------------------------------------------------------
 
-    def post(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Letter | None:
-        """Send a message; return the letter of a large one, which has to be settled."""
-
-    def settle(
+    def isend(
         self,
-        letter: Letter,
+        peer: int,
+        tag: int,
+        header: bytes,
+        payload: ReadableBuffer,
         deadline: float,
-        holds_caller: bool,
-        in_background: bool,
-        look: Callable[[], None],
-    ) -> NativeStatus:
-        """Wait until the memory of a letter may change."""
+        token: int,
+    ) -> NativeRequest:
+        """Post a send; with a token it fails by itself, and next_completions() is told."""
 
-    def take_back(self, letter: Letter) -> bool:
-        """Withdraw a letter; False if the receiver has it, or is taking it."""
-
-    def abandon(self, letter: Letter) -> None:
-        """End a letter, whatever has become of it."""
-
-    def receive(
+    def irecv(
         self,
         peer: int,
         tag: int,
         header: bytes,
         target: WriteableBuffer,
         deadline: float,
-        in_background: bool,
-        look: Callable[[], None],
-        meanwhile: Letter | None,
-    ) -> tuple[int, int, BaseException | None, bytes]:
-        """Receive a message; also return the header of one that was not expected."""
+        token: int,
+    ) -> NativeRequest:
+        """Post a receive, as isend does."""
 
-    def waiting_tags(self, peer: int) -> list[int]:
+    def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
 
-    def line_up(self, change: int) -> None:
-        """Count receives that wait for their turn, or have it."""
+    def find_send_cycle(self, peer: int) -> list[int]:
+        """Return the cycle of sends that a send is part of, or nothing."""
 
-    def find_ring(self, peer: int) -> list[int]:
-        """Return the ring of sends that a send is part of, or nothing."""
+    def set_unexpected_limit(self, nbytes: int) -> None:
+        """Bound the bytes of eager messages that a rank may leave unreceived."""
+
+    @property
+    def fast_send(self) -> Callable[..., Any]:
+        """The fast path of send: (backend, x, dst, tag)."""
+
+    @property
+    def fast_recv(self) -> Callable[..., Any]:
+        """The fast path of recv: (backend, like, src, out, tag)."""
+
+    @property
+    def fast_sendrecv(self) -> Callable[..., Any]:
+        """The fast path of sendrecv: (backend, x, dst, like, src, out, tag)."""
+
+    @property
+    def fast_isend(self) -> Callable[..., Any]:
+        """The fast path of an async send: (backend, x, dst, tag, token)."""
+
+    @property
+    def fast_irecv(self) -> Callable[..., Any]:
+        """The fast path of an async recv: (backend, like, src, out, tag, token)."""
+
+    # -- calls in flight -------------------------------------------------------------------------
+
+    def stop_progress(self) -> None:
+        """End the thread that runs calls in flight; it begins none any more."""
 
     # -- tickets --------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from ferrodist.rendezvous.watch import try_exit_code
 if TYPE_CHECKING:
     from ferrodist.backends.tcp import TcpBackend
 
-_SHARED_SETTINGS = ("piece_nbytes", "segment_nbytes", "tcp_link")
+_SHARED_SETTINGS = ("piece_nbytes", "segment_nbytes", "tcp_link", "unexpected_nbytes")
 _SETTINGS_NBYTES = 1024
 _SETTINGS_TAG = MAX_TAG + 2  # no user's
 
@@ -132,7 +132,7 @@ def _receive_difference(backend: TcpBackend, peer: int, deadline: Deadline) -> s
 
 def _receive(backend: TcpBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
     message = _pack({})
-    backend._messenger.line_up(message, peer, _SETTINGS_TAG, deadline)[1]()
+    backend._messenger.recv(message, peer, _SETTINGS_TAG, deadline)
     try:
         found = json.loads(bytes(message.memory).rstrip(b"\0").decode())
     except RecursionError as error:

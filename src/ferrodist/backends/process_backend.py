@@ -15,8 +15,8 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
 from ferrodist import _native
 from ferrodist.backends import message_errors, verdict
@@ -26,7 +26,7 @@ from ferrodist.backends.messaging import MessagingBackend
 from ferrodist.backends.native_group import NativeGroup, NativeSplit, NativeWorld
 from ferrodist.backends.native_turns import NativeTurns
 from ferrodist.backends.planner import Planner
-from ferrodist.backends.process_messenger import ProcessMessenger
+from ferrodist.backends.process_messenger import MessageCall, ProcessMessenger
 from ferrodist.backends.process_texts import (
     CallDescriptor,
     MismatchReport,
@@ -35,17 +35,23 @@ from ferrodist.backends.process_texts import (
     unpack_departure,
     unpack_verdict,
 )
+from ferrodist.backends.request_work import DoneWork, RequestWork, in_flight, new_token
 from ferrodist.backends.running_call import Algorithm, RunningCall
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure, Verdict
-from ferrodist.call import Call, Kind, caller_site
+from ferrodist.buffer import DTYPES_BY_LABEL, Buffer
+from ferrodist.call import Call, Kind, Leaf, Site, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
+from ferrodist.work import Work
 
 logger = logging.getLogger("ferrodist")
 
+T = TypeVar("T")
+
 _FOR_EVER = 1e9  # seconds: thirty years
+_nothing: Callable[[], None] = lambda: None  # noqa: E731 -- what a send gives
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 _REPORT_AFTER = 0.1  # seconds of waiting after which the others can read what this rank waits in
 
@@ -105,11 +111,18 @@ class ProcessBackend(MessagingBackend):
         super().__init__(rank, len(members), config)
         self._turns = NativeTurns(group)
         self._messenger = ProcessMessenger(self)
+        group.set_unexpected_limit(config.unexpected_nbytes)
+        self._fast_send = group.fast_send
+        self._fast_recv = group.fast_recv
+        self._fast_sendrecv = group.fast_sendrecv
+        self._fast_isend = group.fast_isend
+        self._fast_irecv = group.fast_irecv
         self._id = 0
         self._parent: ProcessBackend | None = None
         self._children: weakref.WeakSet[ProcessBackend] = weakref.WeakSet()
         self._splits: dict[tuple[int, ...], int] = {}
         self._note_change()
+        weakref.finalize(self, group.stop_progress)  # before the interpreter ends
         weakref.finalize(self, group.leave, b"").atexit = False
 
     def _note_change(self) -> None:
@@ -118,6 +131,79 @@ class ProcessBackend(MessagingBackend):
         group.timeout_ns = max(1, int(timeout * 1e9)) if timeout and is_limited else 0
         group.reproducible = self._reproducible
         group.is_open = not self._is_closed
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Receive the next message with this tag into ``target``."""
+        self.check_usable()
+        with self._aborting_on_interrupt("recv"):
+            self._messenger.recv(target, peer, tag, deadline)
+
+    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+        """Post a send; the Work is done when ``source`` may change."""
+        self.check_usable()
+        work: Work[None] = self._messenger.start_send(source, peer, tag, deadline)
+        return work
+
+    def start_recv(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
+    ) -> Work[T]:
+        """Post a receive; ``finish`` makes the result of the Work."""
+        self.check_usable()
+        return self._messenger.start_recv(target, peer, tag, deadline, finish)
+
+    def _fast_start_send(self, x: Any, dst: Any, tag: Any) -> Any:
+        """Start a send of a plain array; NotImplemented sends it the general way."""
+        token = new_token()
+        request = self._fast_isend(self, x, dst, tag, token)
+        if request is NotImplemented:
+            return request
+        if request is None:
+            return DoneWork(dst, tag)
+        call = MessageCall(self._messenger.backend, dst, -1, tag, None)
+        return RequestWork(request, token, call, _nothing)
+
+    def _fast_start_recv(self, like: Any, src: Any, out: Any, tag: Any) -> Any:
+        """Start a receive of a plain array; NotImplemented sends it the general way."""
+        token = new_token()
+        found = self._fast_irecv(self, like, src, out, tag, token)
+        if found is NotImplemented:
+            return found
+        request, array = found
+        call = MessageCall(self._messenger.backend, -1, src, tag, None, array)
+        return RequestWork(request, token, call, lambda: array)
+
+    def _look_in_message(self) -> None:
+        """Look round in a message on the fast path: native code hears of signals by this."""
+
+    def _fail_message(
+        self,
+        name: str,
+        outcome: int,
+        rank: int,
+        error: BaseException | None,
+        found: bytes,
+        cycle: list[int],
+        like: Any,
+        dst: int,
+        src: int,
+        tag: int,
+    ) -> None:
+        """Raise what became of a message on the fast path."""
+        call = MessageCall(self._messenger.backend, dst, src, tag, None, like)
+        with self._aborting_on_interrupt(name):
+            raise call.failure(outcome, rank, error, found, cycle)
+
+    def leaf_of(self, array: Any) -> Leaf:
+        """Describe a plain array."""
+        return Leaf("", DTYPES_BY_LABEL[array.dtype.name], array.shape)
+
+    def _await_works(self) -> None:
+        super()._await_works()
+        mine = self._messenger.backend
+        for work in in_flight(lambda call: getattr(call, "backend", None) is mine):
+            work.wait_for_end()
 
     # -- what subclasses write ------------------------------------------------------------------
 
@@ -164,11 +250,11 @@ class ProcessBackend(MessagingBackend):
             running.watch = Wait(self, where)
         running.watch.look()
 
-    def look_in_wait(self) -> None:
+    def look_in_wait(self, site: Site | None) -> None:
         """Look round in a call on the fast path that waits."""
         if self._wait is None:
             sequence, kind = self.group.last_call(self.rank)
-            self._wait = Wait(self, f"{Kind(kind).label} #{sequence} at {caller_site()}")
+            self._wait = Wait(self, f"{Kind(kind).label} #{sequence} at {site or caller_site()}")
         self._wait.look()
 
     def end_wait(self) -> None:
@@ -356,6 +442,7 @@ class ProcessBackend(MessagingBackend):
     def _leave(self, departure: Departure) -> None:
         for child in list(self._children):
             child._leave(departure)
+        self.group.stop_progress()
         self.group.leave(pack_departure(departure))
 
     # -- groups ---------------------------------------------------------------------------------

@@ -1,67 +1,126 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""ProcessMessenger: the point-to-point calls of one rank, by the messages of a native group."""
+"""ProcessMessenger: the point-to-point calls of one rank, by the requests of a native group."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ferrodist.backends import message_errors, verdict
-from ferrodist.backends.messaging import Lanes
-from ferrodist.backends.native_group import Letter
-from ferrodist.backends.outcome import Outcome
-from ferrodist.backends.progress import ProgressThread
+from ferrodist.backends.native_group import NativeRequest
+from ferrodist.backends.request_work import RequestWork, new_token
+from ferrodist.backends.status import StatusCode
 from ferrodist.backends.verdict import Departure
 from ferrodist.buffer import Buffer
 from ferrodist.call import Leaf, caller_site
 from ferrodist.deadline import Deadline
-from ferrodist.errors import ProtocolError, SizeMismatch
+from ferrodist.errors import BackendClosed, ProtocolError, SizeMismatch
 from ferrodist.transports.framing import FrameError, pack_array_header, unpack_shape
 
 if TYPE_CHECKING:
     from ferrodist.backends.process_backend import ProcessBackend
-    from ferrodist.backends.turns import Turns
 
-_QUEUE_LOOK = 0.05  # seconds between looks while a receive waits for its turn
+T = TypeVar("T")
 
 
-class _Mail:
+class MessageCall:
     """One call: what errors name it, its deadline, and what becomes of a native outcome."""
 
-    def __init__(self, backend: ProcessBackend, call: str, deadline: Deadline) -> None:
+    __slots__ = ("_expected", "_site", "backend", "deadline", "dst", "src", "tag", "timeout")
+
+    def __init__(
+        self,
+        backend: ProcessBackend,
+        dst: int,
+        src: int,
+        tag: int,
+        deadline: Deadline | None,
+        expected: Leaf | Any = None,
+    ) -> None:
         self.backend = backend
-        self.call = call
+        self.dst, self.src, self.tag = dst, src, tag  # -1: it does not send, or not receive
         self.deadline = deadline
+        self.timeout = backend.timeout  # what it has without a deadline of its own
+        self._expected = expected  # what is to be received: a Leaf, or an array like it
         self._site = caller_site()
+
+    @property
+    def name(self) -> str:
+        """The call as logs show it."""
+        if self.src < 0:
+            return f"send(dst={self.dst}, tag={self.tag})"
+        if self.dst < 0:
+            return f"recv(src={self.src}, tag={self.tag})"
+        return f"sendrecv(dst={self.dst}, src={self.src}, tag={self.tag})"
 
     @property
     def what(self) -> str:
         """The call as errors show it; made only for them."""
-        return f"{self.call} at {self._site}{self.backend.group_name}"
+        return f"{self.name} at {self._site}{self.backend.group_name}"
 
     def look(self) -> None:
         """Let native code hear of signals."""
 
-    def failure(self, outcome: int, peer: int, error: BaseException | None) -> BaseException:
+    def explain(self, outcome: int, rank: int, found: bytes) -> BaseException:
+        """Make the error of a request that has failed."""
+        return self.failure(outcome, rank, None, found)
+
+    def interrupted(self, error: BaseException) -> None:
+        """Tell the others of Ctrl-C and the like in a wait."""
+        self.backend.abort(f"{verdict.words_of(error)} (in {self.name.partition('(')[0]})")
+
+    def unasked(self, work: RequestWork[Any], error: BaseException) -> None:
+        """Log an error that nobody has asked for, and keep it for close()."""
+        self.backend.note_unasked(work, error)
+
+    def failure(
+        self,
+        outcome: int,
+        rank: int,
+        error: BaseException | None,
+        found: bytes = b"",
+        cycle: list[int] | None = None,
+    ) -> BaseException:
         """Make the error that a native outcome means."""
-        rank, tags = self.backend.rank, self.backend.group.waiting_tags(peer)
-        if outcome == Outcome.INTERRUPTED and error is not None:
+        backend, peer = self.backend, rank
+        if rank < 0:
+            peer = self.src if self.src >= 0 else self.dst
+        if outcome == StatusCode.INTERRUPTED and error is not None:
             return error
-        if outcome == Outcome.VERDICT:
-            given = self.backend.verdict_of(None)
+        if cycle:
+            return message_errors.send_cycle(self.what, peer, backend.rank, cycle)
+        if outcome == StatusCode.UNEXPECTED:
+            return self._misfit(found, peer)
+        if outcome == StatusCode.VERDICT:
+            given = backend.verdict_of(None)
             assert given is not None
-            return given.later(rank)
-        if outcome == Outcome.LATE:
-            return message_errors.timed_out(self.what, peer, rank, self.deadline, tags)
-        if outcome == Outcome.SILENT:
-            how = verdict.died(self.backend.silence)
-            return message_errors.lost(self.what, peer, rank, how, tags)
-        if outcome == Outcome.LOST:
-            return message_errors.lost(self.what, peer, rank, self._departure_of(peer), tags)
-        reason = self.backend.damage_of(peer, "its queue")
-        return message_errors.damaged(self.what, peer, rank, reason)
+            return given.later(backend.rank)
+        if outcome == StatusCode.GIVEN_UP:
+            return BackendClosed(f"rank {backend.rank} has left this group", this_rank=backend.rank)
+        if outcome == StatusCode.NO_MEMORY:
+            return MemoryError(f"{self.what}: no memory for a message with rank {peer}")
+        if outcome == StatusCode.CORRUPT:
+            reason = backend.damage_of(peer, "its queue")
+            return message_errors.damaged(self.what, peer, backend.rank, reason)
+        tags = backend.group.unexpected_tags(peer)
+        if outcome == StatusCode.LATE:
+            deadline = self.deadline or Deadline(self.timeout)
+            return message_errors.timed_out(self.what, peer, backend.rank, deadline, tags)
+        how = verdict.died(backend.silence)
+        if outcome == StatusCode.LOST:
+            how = self._departure_of(peer)
+        return message_errors.lost(self.what, peer, backend.rank, how, tags)
+
+    def _misfit(self, found: bytes, peer: int) -> BaseException:
+        expected = self._expected
+        if not isinstance(expected, Leaf):
+            expected = self.backend.leaf_of(expected)
+        try:
+            leaf = Leaf("", *unpack_shape(found))
+        except FrameError as flaw:
+            return message_errors.damaged(self.what, peer, self.backend.rank, str(flaw))
+        return message_errors.unexpected(self.what, peer, self.backend.rank, leaf, expected)
 
     def _departure_of(self, peer: int) -> Departure:
         is_gone = self.backend.group.is_gone(peer)
@@ -72,159 +131,91 @@ class ProcessMessenger:
     """Sends and receives arrays; receives from one peer with one tag keep program order."""
 
     def __init__(self, backend: ProcessBackend) -> None:
-        self._backend = weakref.proxy(backend)  # which holds on to this
+        self.backend = weakref.proxy(backend)  # which holds on to this
         self._group = backend.group
-        self._lanes = Lanes()
 
     def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
-        mail, letter = self._post(source, peer, tag, deadline, f"send(dst={peer}, tag={tag})")
-        if letter is not None:
-            self._settle(mail, letter, peer, holds_caller=True)
+        call = MessageCall(self.backend, peer, -1, tag, deadline)
+        self._wait(call, self._isend(call, source, peer, tag), holds_caller=True)
 
-    def post(
-        self, source: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], None] | None]:
-        """Send a message; return what to call it, and how to wait until ``source`` may change."""
-        what = f"send(dst={peer}, tag={tag})"
-        mail, letter = self._post(source, peer, tag, deadline, what)
-        if letter is None:
-            return what, None
-        return what, lambda: self._settle(mail, letter, peer, holds_caller=False)
+    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Receive the next message with this tag into ``target``."""
+        call = MessageCall(self.backend, -1, peer, tag, deadline, _leaf(target))
+        self._wait(call, self._irecv(target, peer, tag), holds_caller=False)
 
-    def line_up(
-        self, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], None]]:
-        """Take a place among the receivers; return what to call it, and how to receive."""
-        what = f"recv(src={peer}, tag={tag})"
-        mail = _Mail(self._backend, what, deadline)
-        lane, number = self._draw(peer, tag)
-        return what, lambda: self._receive(lane, number, target, peer, tag, mail, None)
+    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Any:
+        """Post a send; the Work is done when ``source`` may change."""
+        call, token = MessageCall(self.backend, peer, -1, tag, deadline), new_token()
+        request = self._isend(call, source, peer, tag, deadline.end, token)
+        return RequestWork(request, token, call, lambda: None)
+
+    def start_recv(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
+    ) -> RequestWork[T]:
+        """Post a receive; ``finish`` makes the result of the Work."""
+        call = MessageCall(self.backend, -1, peer, tag, deadline, _leaf(target))
+        token = new_token()
+        request = self._irecv(target, peer, tag, deadline.end, token)
+        return RequestWork(request, token, call, finish)
 
     def sendrecv(
         self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
     ) -> None:
-        """Send and receive at once; if nothing is received the message is taken back.
+        """Send and receive at once; if nothing is received the message is withdrawn.
 
         A message that came but does not fit is this rank's own affair: its own goes out.
         """
-        what = f"sendrecv(dst={to}, src={peer}, tag={tag})"
-        mail, letter = self._post(source, to, tag, deadline, what)
+        call = MessageCall(self.backend, to, peer, tag, deadline, _leaf(target))
+        sending = self._isend(call, source, to, tag)
         try:
-            self._receive(*self._draw(peer, tag), target, peer, tag, mail, letter)
+            self._wait(call, self._irecv(target, peer, tag), holds_caller=False)
         except (SizeMismatch, ProtocolError):
-            if letter is not None:
-                self._settle(mail, letter, to, holds_caller=True)
+            self._wait(call, sending, holds_caller=True)
             raise
         except BaseException:
-            if letter is not None and not self._group.take_back(letter):
-                self._group.abandon(letter)
+            sending.abandon(StatusCode.LATE)
             raise
-        if letter is not None:
-            self._settle(mail, letter, to, holds_caller=False)
+        self._wait(call, sending, holds_caller=False)
 
-    def _post(
-        self, source: Buffer, peer: int, tag: int, deadline: Deadline, call: str
-    ) -> tuple[_Mail, Letter | None]:
-        """Send a message; the letter of a large one has to be settled."""
-        mail = _Mail(self._backend, call, deadline)
-        self._backend.refuse_if_aborted()
+    def _isend(
+        self,
+        call: MessageCall,
+        source: Buffer,
+        peer: int,
+        tag: int,
+        deadline: float = 0.0,
+        token: int = 0,
+    ) -> NativeRequest:
+        self.backend.refuse_if_aborted()
         if self._group.is_gone(peer):
-            raise mail.failure(self._backend.loss_of(peer), peer, None)
+            raise call.failure(self.backend.loss_of(peer), peer, None)
         header = pack_array_header(source.dtype, source.shape)
-        return mail, self._group.post(peer, tag, header, source.memory)
+        return self._group.isend(peer, tag, header, source.memory, deadline, token)
 
-    def _settle(self, mail: _Mail, letter: Letter, peer: int, *, holds_caller: bool) -> None:
-        """Wait until a large message is with its receiver, or take it back."""
-        outcome, culprit, error = self._group.settle(
-            letter, mail.deadline.end, holds_caller, _is_background(), mail.look
-        )
-        if outcome == Outcome.DONE:
-            return
-        ring = self._group.find_ring(peer) if holds_caller and outcome in _OF_RINGS else []
-        if not self._group.take_back(letter):
-            self._group.abandon(letter)
-        if ring:
-            raise message_errors.ring(mail.what, peer, self._backend.rank, ring)
-        raise mail.failure(outcome, peer if culprit < 0 else culprit, error)
-
-    def _draw(self, peer: int, tag: int) -> tuple[Turns, int]:
-        self._group.line_up(1)
-        return self._lanes.draw(peer, tag)
-
-    def _receive(
-        self,
-        lane: Turns,
-        number: int,
-        target: Buffer,
-        peer: int,
-        tag: int,
-        mail: _Mail,
-        meanwhile: Letter | None,
-    ) -> None:
+    def _irecv(
+        self, target: Buffer, peer: int, tag: int, deadline: float = 0.0, token: int = 0
+    ) -> NativeRequest:
         header = pack_array_header(target.dtype, target.shape)
-        try:
-            lane.wait(number, lambda: self._look_in_line(mail, peer))
-            outcome, culprit, error, found = self._group.receive(
-                peer,
-                tag,
-                header,
-                target.memory,
-                mail.deadline.end,
-                _is_background(),
-                mail.look,
-                meanwhile,
-            )
-        finally:
-            self._group.line_up(-1)
-            self._lanes.leave(lane, number, peer, tag)
-        if outcome != Outcome.DONE:
-            expected = Leaf("", target.dtype, target.shape)
-            raise self._why(mail, outcome, culprit, error, found, expected, peer)
+        return self._group.irecv(peer, tag, header, target.memory, deadline, token)
 
-    def receive_failure(
-        self,
-        outcome: int,
-        culprit: int,
-        error: BaseException | None,
-        found: bytes,
-        expected: Leaf,
-        peer: int,
-        tag: int,
-        deadline: Deadline,
-    ) -> BaseException:
-        """Make the error of a receive that native code did on its own."""
-        mail = _Mail(self._backend, f"recv(src={peer}, tag={tag})", deadline)
-        return self._why(mail, outcome, culprit, error, found, expected, peer)
-
-    def _why(
-        self,
-        mail: _Mail,
-        outcome: int,
-        culprit: int,
-        error: BaseException | None,
-        found: bytes,
-        expected: Leaf,
-        peer: int,
-    ) -> BaseException:
-        if outcome == Outcome.UNEXPECTED:
-            try:
-                leaf = Leaf("", *unpack_shape(found))
-            except FrameError as flaw:
-                return message_errors.damaged(mail.what, peer, self._backend.rank, str(flaw))
-            return message_errors.unexpected(mail.what, peer, self._backend.rank, leaf, expected)
-        return mail.failure(outcome, peer if culprit < 0 else culprit, error)
-
-    def _look_in_line(self, mail: _Mail, peer: int) -> float:
-        """Look round while another receive of the same lane has its turn."""
-        self._backend.refuse_if_aborted()
-        if mail.deadline.remaining() <= 0:
-            raise mail.failure(Outcome.LATE, peer, None)
-        return min(mail.deadline.remaining(), _QUEUE_LOOK)
+    def _wait(self, call: MessageCall, request: NativeRequest, *, holds_caller: bool) -> None:
+        """Wait for a request, which is over in any case; raise what became of it."""
+        assert call.deadline is not None
+        outcome, rank, error = request.wait(call.deadline.end, holds_caller, call.look)
+        if outcome == StatusCode.DONE:
+            return
+        cycle = []
+        if holds_caller and outcome in _OF_CYCLES:
+            cycle = self._group.find_send_cycle(call.dst)
+        request.abandon(outcome)
+        if rank < 0:
+            rank = call.dst if holds_caller else call.src
+        raise call.failure(outcome, rank, error, request.found, cycle)
 
 
-_OF_RINGS = (Outcome.LATE, Outcome.LOST)
+_OF_CYCLES = (StatusCode.LATE, StatusCode.LOST)
 
 
-def _is_background() -> bool:
-    return isinstance(threading.current_thread(), ProgressThread)
+def _leaf(target: Buffer) -> Leaf:
+    return Leaf("", target.dtype, target.shape)

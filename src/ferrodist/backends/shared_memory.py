@@ -21,10 +21,9 @@ from ferrodist.backends.process_backend import ProcessBackend
 from ferrodist.backends.process_texts import CallDescriptor, pack_descriptor, unpack_descriptor
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, Counts, RunningCall
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
-from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
-from ferrodist.call import MAX_TAG, Kind, Leaf
+from ferrodist.buffer import Buffer, DType
+from ferrodist.call import MAX_TAG, Kind
 from ferrodist.config import Config
-from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job, meet
@@ -59,9 +58,7 @@ class SharedMemoryBackend(ProcessBackend):
     ) -> None:
         self.arena = arena
         super().__init__(world, group, members, rank, config, deaths)
-        self._call_path = group.call_path
-        self._send_at_once = group.send_at_once
-        self._recv_at_once = group.recv_at_once
+        self._call_path, self._start_path = group.call_path, group.start_path
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> SharedMemoryBackend:
@@ -168,26 +165,26 @@ class SharedMemoryBackend(ProcessBackend):
         expected_nbytes: int | None,
     ) -> memoryview | None:
         """Send and receive one message of a schedule at once; either may be None."""
-        group, end, in_background = self.group, running.deadline.end, running.in_background
+        group = self.group
 
         def poll() -> None:
             self._poll_in_schedule(running)
 
-        letter = None if payload is None else group.post(to, _SCHEDULE_TAG, b"", payload)
+        arrived = receiving = sending = None
         try:
-            arrived = None
             if expected_nbytes is not None:
                 arrived = memoryview(bytearray(expected_nbytes))
-                code, _, error, _ = group.receive(
-                    peer, _SCHEDULE_TAG, b"", arrived, end, in_background, poll, letter
-                )
-                self._check(running, (code, peer, error))
-            if letter is not None:
-                code, _, error = group.settle(letter, end, False, in_background, poll)
-                self._check(running, (code, to, error))
+                receiving = group.irecv(peer, _SCHEDULE_TAG, b"", arrived, 0.0, 0)
+            if payload is not None:
+                sending = group.isend(to, _SCHEDULE_TAG, b"", payload, 0.0, 0)
+            for request, rank in ((receiving, peer), (sending, to)):
+                if request is not None:
+                    code, _, error = request.wait(running.deadline.end, False, poll)
+                    self._check(running, (code, rank, error))
         except BaseException:
-            if letter is not None and not group.take_back(letter):
-                group.abandon(letter)
+            for request in (receiving, sending):
+                if request is not None:
+                    request.abandon(StatusCode.LATE)
             raise
         return arrived
 
@@ -229,29 +226,6 @@ class SharedMemoryBackend(ProcessBackend):
             running,
             self.run_native(running, 0, Kind.ALL_GATHER, *buffers, args, fingerprint=_DESCRIPTORS),
         )
-
-    # -- messages on the fast path --------------------------------------------------------------
-
-    def _look_at_mail(self) -> None:
-        """Look round in a receive on the fast path: native code hears of signals by this."""
-
-    def _fail_recv_at_once(
-        self,
-        code: int,
-        failed_rank: int,
-        error: BaseException | None,
-        found: bytes,
-        like: Any,
-        peer: int,
-        tag: int,
-    ) -> None:
-        """Raise what became of a receive on the fast path."""
-        self.end_wait()
-        expected = Leaf("", DTYPES_BY_LABEL[like.dtype.name], like.shape)
-        with self._aborting_on_interrupt("recv"):
-            raise self._messenger.receive_failure(
-                code, failed_rank, error, found, expected, peer, tag, Deadline(self.timeout)
-            )
 
 
 def _count(kind: Kind, input: Buffer | None, output: Buffer | None, world: int) -> int:

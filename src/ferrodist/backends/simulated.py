@@ -15,7 +15,7 @@ from ferrodist import _native
 from ferrodist.backends import verdict
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.control import Control
-from ferrodist.backends.messaging import MessagingBackend
+from ferrodist.backends.messaging import ThreadMessagingBackend
 from ferrodist.backends.messenger import Messenger
 from ferrodist.backends.planner import Planner, walk_plan
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
@@ -92,7 +92,7 @@ def _with_descendants(control: Control, world_rank: int) -> Iterator[Control]:
             yield from _with_descendants(child, world_rank)
 
 
-class SimulatedBackend(MessagingBackend):
+class SimulatedBackend(ThreadMessagingBackend):
     """One rank of a world whose ranks are threads of this process.
 
     Example:

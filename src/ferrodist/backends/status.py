@@ -20,6 +20,7 @@ class StatusCode(enum.IntEnum):
     CORRUPT = 7
     UNEXPECTED = 8
     GIVEN_UP = 9
+    NO_MEMORY = 10
 
 
 class Status(NamedTuple):

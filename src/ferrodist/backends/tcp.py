@@ -64,7 +64,8 @@ class TcpBackend(ProcessBackend):
         self.neighbours = neighbours
         self._native_plans: dict[int, tuple[WalkPlan, _native.Plan]] = {}
         has_fast_path = self._has_fast_path and config.walker == "native"
-        self._call_path = group.call_path if has_fast_path else None
+        if has_fast_path:
+            self._call_path, self._start_path = group.call_path, group.start_path
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> Self:

@@ -146,7 +146,7 @@ class SendWatch(MessageWatch):
             self._find_ring()
         departure = self.control.desks[self.peer].takes_no_more()
         if self.ring and (departure is not None or self.deadline.remaining() <= 0):
-            raise message_errors.ring(self.what, self.peer, self.rank, self.ring)
+            raise message_errors.send_cycle(self.what, self.peer, self.rank, self.ring)
         return super().look(peer)
 
     def _find_ring(self) -> None:

@@ -17,6 +17,7 @@ from ferrodist.collectives.fast_path import (
     REDUCE,
     REDUCE_SCATTER,
     fast_path,
+    fast_start,
 )
 from ferrodist.collectives.plan import execute, execute_barrier
 from ferrodist.collectives.request import Group, No, Op, Options, Request, Yes
@@ -57,8 +58,8 @@ def allreduce(
         >>> run_ranks(3, lambda b: ferrodist.allreduce(np.full(2, b.rank), b))[0]
         array([3, 3])
     """
-    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = fast_path(ALLREDUCE, backend, x, out, op, -1)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(ALLREDUCE, backend, x, out, op, -1)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -100,8 +101,8 @@ def broadcast(
         >>> run_ranks(3, lambda b: ferrodist.broadcast(np.full(2, b.rank), b, root=2))[0]
         array([2, 2])
     """
-    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = fast_path(BROADCAST, backend, x, out, None, root)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(BROADCAST, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -156,8 +157,8 @@ def reduce(
         >>> run_ranks(3, lambda b: ferrodist.reduce(b.rank + 1, b, root=1, op="prod"))
         [None, 6, None]
     """
-    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = fast_path(REDUCE, backend, x, out, op, root)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(REDUCE, backend, x, out, op, root)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -202,8 +203,8 @@ def all_gather(
         >>> run_ranks(3, lambda b: ferrodist.all_gather(np.array([b.rank]), b))[0]
         array([0, 1, 2])
     """
-    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = fast_path(ALL_GATHER, backend, x, out, None, -1)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(ALL_GATHER, backend, x, out, None, -1)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -244,8 +245,8 @@ def gather(
         >>> run_ranks(2, lambda b: ferrodist.gather(b.rank, b))
         [array([0, 1]), None]
     """
-    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = fast_path(GATHER, backend, x, out, None, root)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(GATHER, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -289,8 +290,8 @@ def reduce_scatter(
         >>> run_ranks(2, lambda b: ferrodist.reduce_scatter(np.arange(4), b))
         [array([0, 2]), array([4, 6])]
     """
-    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = fast_path(REDUCE_SCATTER, backend, x, out, op, -1)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(REDUCE_SCATTER, backend, x, out, op, -1)
         if done is not NotImplemented:
             return done
     request = Request(
@@ -331,8 +332,8 @@ def all_to_all(
         >>> run_ranks(2, lambda b: ferrodist.all_to_all(np.arange(2) + 10 * b.rank, b))
         [array([ 0, 10]), array([ 1, 11])]
     """
-    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = fast_path(ALL_TO_ALL, backend, x, out, None, -1)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(ALL_TO_ALL, backend, x, out, None, -1)
         if done is not NotImplemented:
             return done
     request = Request(

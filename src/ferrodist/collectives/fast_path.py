@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ferrodist import _native
 from ferrodist.backends.base import Backend
 from ferrodist.backends.default import current_backend
+from ferrodist.backends.request_work import RequestWork, new_token
 from ferrodist.backends.running_call import RunningCall
 from ferrodist.backends.status import Status
 from ferrodist.buffer import DType
-from ferrodist.call import Call, Kind, Leaf, caller_site
+from ferrodist.call import Call, Kind, Leaf, Site, caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.reduce_op import ReduceOp
 
@@ -37,6 +38,49 @@ def fast_path(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, roo
     return NotImplemented if call is None else call(group, kind, x, out, op, root)
 
 
+def fast_start(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, root: Any) -> Any:
+    """Start a call in native code: return its Work, or NotImplemented for the general path."""
+    group: Any = current_backend() if backend is None else backend
+    start = getattr(group, "_start_path", None)
+    if start is None:
+        return NotImplemented
+    token = new_token()
+    request = start(group, kind, x, out, op, root, caller_site(), token)
+    if request is NotImplemented:
+        return request
+    return RequestWork(request, token, _CallInFlight(group, request, kind), request.result)
+
+
+class _CallInFlight:
+    """What the Work of a collective knows of its call."""
+
+    __slots__ = ("_kind", "_request", "backend")
+
+    def __init__(self, backend: ProcessBackend, request: _native.CallRequest, kind: int) -> None:
+        self.backend = backend
+        self._request = request
+        self._kind = kind
+
+    @property
+    def name(self) -> str:
+        """The call as logs show it."""
+        return f"{Kind(self._kind).label} #{self._request.sequence}"
+
+    def look(self) -> None:
+        """Let native code hear of signals."""
+
+    def explain(self, outcome: int, rank: int, found: bytes) -> BaseException:
+        """Return the error that was made when the call failed."""
+        return self._request.error
+
+    def interrupted(self, error: BaseException) -> None:
+        """Leave the call going: only the wait for it has ended."""
+
+    def unasked(self, work: RequestWork[Any], error: BaseException) -> None:
+        """Log an error that nobody has asked for, and keep it for close()."""
+        self.backend.note_unasked(work, error)
+
+
 def _on_error(
     backend: ProcessBackend,
     status: int,
@@ -52,6 +96,7 @@ def _on_error(
     part: bytes | None,
     x: Any,
     out: Any,
+    site: Site | None,
 ) -> NoReturn:
     """Raise what became of a call, see that all ranks hear of it, and end it.
 
@@ -63,7 +108,7 @@ def _on_error(
         op=None if op < 0 else ReduceOp(op),
         root=None if root < 0 else root,
         reproducible=backend.reproducible,
-        site=caller_site(),
+        site=site or caller_site(),
         compared=() if kind == SCATTER else None,
     )
 
@@ -87,7 +132,7 @@ def _make_plan(
 
 
 _native.set_hooks(
-    on_wait=lambda backend: backend.look_in_wait(),
+    on_wait=lambda backend, site: backend.look_in_wait(site),
     on_wait_end=lambda backend: backend.end_wait(),
     on_error=_on_error,
     make_plan=_make_plan,

@@ -62,11 +62,17 @@ def send(
         >>> run_ranks(2, pass_on)
         [None, array([0, 1, 2])]
     """
-    if timeout is DEFAULT and not async_op:
+    if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
-        at_once = getattr(group, "_send_at_once", None)
-        if at_once is not None and at_once(group, x, dst, tag) is None:
-            return None
+        if async_op:
+            start = getattr(group, "_fast_start_send", None)
+            work = NotImplemented if start is None else start(x, dst, tag)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return] # it comes from native code
+        else:
+            fast = getattr(group, "_fast_send", None)
+            if fast is not None and fast(group, x, dst, tag) is None:
+                return None
     backend = open_backend(backend, "send")
     peer = _check_peer(backend, dst, "send")
     deadline = open_deadline(backend, timeout)
@@ -112,10 +118,15 @@ def recv(
     ``like`` gives kind, dtype and shape and is not written. A message of another dtype or shape
     raises SizeMismatch here, is dropped, and harms nobody else.
     """
-    if timeout is DEFAULT and not async_op:
+    if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
-        at_once = getattr(group, "_recv_at_once", None)
-        done = NotImplemented if at_once is None else at_once(group, like, src, out, tag)
+        done = NotImplemented
+        if async_op:
+            start = getattr(group, "_fast_start_recv", None)
+            done = NotImplemented if start is None else start(like, src, out, tag)
+        else:
+            fast = getattr(group, "_fast_recv", None)
+            done = NotImplemented if fast is None else fast(group, like, src, out, tag)
         if done is not NotImplemented:
             return done
     backend = open_backend(backend, "recv")
@@ -151,6 +162,12 @@ def sendrecv(
         >>> run_ranks(3, shift)
         [2, 0, 1]
     """
+    if timeout is DEFAULT:
+        group = current_backend() if backend is None else backend
+        fast = getattr(group, "_fast_sendrecv", None)
+        done = NotImplemented if fast is None else fast(group, x, dst, like, src, out, tag)
+        if done is not NotImplemented:
+            return done  # type: ignore[no-any-return] # it comes from native code
     backend = open_backend(backend, "sendrecv")
     to, peer = _check_peer(backend, dst, "sendrecv"), _check_peer(backend, src, "sendrecv")
     deadline = open_deadline(backend, timeout)

@@ -24,7 +24,7 @@ from ferrodist.backends.running_call import (
 )
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
-from ferrodist.collectives.fast_path import SCATTER, fast_path
+from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
 from ferrodist.collectives.plan import is_in_place, result_shape
 from ferrodist.collectives.request import Group, No, Options, Request, Yes, leaf_of
 from ferrodist.config import DEFAULT, Timeout
@@ -69,8 +69,8 @@ def scatter(
         >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
         [array([0, 1]), array([2, 3])]
     """
-    if timeout is DEFAULT and not async_op and algorithm is None and reproducible is None:
-        done = fast_path(SCATTER, backend, x, out, None, root)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(SCATTER, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
     request = Request(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Messages between two ranks: small ones that go at once, large ones that are offered, and what becomes
-// of those that are not wanted, taken back, given up by their sender, or by their receiver.
+// Messages between two ranks: small ones that go at once, large ones that are announced, and what becomes
+// of those that are not wanted, withdrawn, given up by their sender, or by their receiver.
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,22 +8,20 @@
 
 #include "check.hpp"
 #include "meshes.hpp"
+#include "requests.hpp"
 
 namespace ferrodist::tests {
 namespace {
 
 using net::FrameKind;
 using net::Group;
-using net::Letter;
-using net::Letters;
 using shm::Outcome;
 
-constexpr std::size_t large = Letters::largest_whole + 1;
+constexpr std::size_t large = core::eager_limit + 1;
 constexpr std::string_view header = "float32 100";
 
-std::shared_ptr<Letter> post(Group& group, int peer, std::uint32_t tag, net::Bytes content,
-                             std::string_view its_header = header) {
-    return group.letters().post(peer, tag, bytes_of(its_header), content);
+Posted isend(Group& group, int peer, std::uint32_t tag, net::Bytes content, std::string_view its_header = header) {
+    return tests::isend(group.messages(), peer, tag, content, bytes_of(its_header));
 }
 
 struct Received {
@@ -33,25 +31,20 @@ struct Received {
 };
 
 Received receive(Group& group, int peer, std::uint32_t tag, std::size_t size, std::int64_t timeout_ns = very_long) {
-    const Wait wait(timeout_ns);
     Buffer content(size), found;
-    const shm::Ending ending =
-        group.letters().receive(peer, tag, bytes_of(header), content.data(), size, wait.patience, found);
+    const shm::Ending ending = tests::receive(group.messages(), peer, tag, content, bytes_of(header), timeout_ns, &found);
     return {ending, content, text_of(found)};
 }
 
-shm::Ending settle(Group& group, Letter& letter, std::int64_t timeout_ns = very_long) {
-    const Wait wait(timeout_ns);
-    return group.letters().settle(letter, true, wait.patience);
+shm::Ending wait_for(Group& group, core::Request& request, std::int64_t timeout_ns = very_long) {
+    return tests::wait_for(group.messages(), request, timeout_ns);
 }
 
 // Sends a message and waits until its memory may change.
 void deliver(Group& group, int peer, std::uint32_t tag, Buffer content) {
-    const auto letter = post(group, peer, tag, content);
-    CHECK_EQUAL(letter != nullptr, content.size() >= large);
-    if (letter != nullptr) {
-        CHECK_EQUAL(settle(group, *letter).outcome, Outcome::done);
-    }
+    const auto request = isend(group, peer, tag, content);
+    CHECK(request->is_complete() || content.size() >= large);
+    CHECK_EQUAL(wait_for(group, *request).outcome, Outcome::done);
     std::fill(content.begin(), content.end(), std::byte{0xee});
 }
 
@@ -79,10 +72,10 @@ TEST(messages_both_ways_at_once_arrive) {
         const int peer = 1 - group.rank();
         for (std::uint64_t i = 0; i < times(50); ++i) {
             const Buffer content = random_bytes(large + i, i + static_cast<std::uint64_t>(group.rank()));
-            const auto letter = post(group, peer, 1, content);
+            const auto request = isend(group, peer, 1, content);
             const Received message = receive(group, peer, 1, large + i);
             CHECK(message.content == random_bytes(large + i, i + static_cast<std::uint64_t>(peer)));
-            CHECK_EQUAL(settle(group, *letter).outcome, Outcome::done);
+            CHECK_EQUAL(wait_for(group, *request).outcome, Outcome::done);
         }
     });
 }
@@ -94,11 +87,11 @@ TEST(tags_keep_messages_apart) {
         deliver(sender, 1, tag, random_bytes(100, tag));
     }
     CHECK_EQUAL(receive(receiver, 0, 7, 100, soon).ending.outcome, Outcome::late);
-    CHECK(receiver.letters().waiting_tags(0) == std::vector<std::uint32_t>({5, 6, 0xffffffff}));
+    CHECK(receiver.messages().unexpected_tags(0) == std::vector<std::uint32_t>({5, 6, 0xffffffff}));
     for (const std::uint32_t tag : {0xffffffffu, 6u, 5u}) {
         CHECK(receive(receiver, 0, tag, 100).content == random_bytes(100, tag));
     }
-    CHECK(receiver.letters().waiting_tags(0).empty());
+    CHECK(receiver.messages().unexpected_tags(0).empty());
 }
 
 TEST(a_message_of_another_size_or_header_is_told_and_dropped) {
@@ -108,10 +101,10 @@ TEST(a_message_of_another_size_or_header_is_told_and_dropped) {
         if (rank == 0) {
             deliver(group, 1, 1, random_bytes(100, 1));
             deliver(group, 1, 1, random_bytes(large, 2));
-            post(group, 1, 1, random_bytes(100, 3), "int8 100");
+            isend(group, 1, 1, random_bytes(100, 3), "int8 100");
             const Buffer content = random_bytes(large, 4);
-            const auto letter = post(group, 1, 1, content, "int8 many");
-            CHECK_EQUAL(settle(group, *letter).outcome, Outcome::done);
+            const auto request = isend(group, 1, 1, content, "int8 many");
+            CHECK_EQUAL(wait_for(group, *request).outcome, Outcome::done);
             deliver(group, 1, 1, random_bytes(50, 5));
             return;
         }
@@ -129,10 +122,11 @@ TEST(a_message_of_another_size_or_header_is_told_and_dropped) {
 TEST(a_large_message_may_be_taken_back_until_it_is_wanted) {
     Meshes meshes(2);
     const Buffer first = random_bytes(large, 1), second = random_bytes(large, 2);
-    const auto letter = post(meshes.group(0), 1, 1, first);
-    CHECK_EQUAL(settle(meshes.group(0), *letter, soon).outcome, Outcome::late);
-    CHECK(meshes.group(0).letters().take_back(*letter));
-    CHECK(meshes.group(0).letters().take_back(*letter));
+    const auto request = isend(meshes.group(0), 1, 1, first);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).outcome, Outcome::late);
+    CHECK(meshes.group(0).messages().cancel(*request, {Outcome::late}));
+    CHECK(!meshes.group(0).messages().cancel(*request, {Outcome::late}));
+    CHECK_EQUAL(request->status().outcome, Outcome::late);
     run_threads(2, [&](int rank) {
         if (rank == 0) {
             deliver(meshes.group(0), 1, 1, second);
@@ -140,20 +134,20 @@ TEST(a_large_message_may_be_taken_back_until_it_is_wanted) {
             CHECK(receive(meshes.group(1), 0, 1, large).content == second);
         }
     });
-    CHECK(meshes.group(1).letters().waiting_tags(0).empty());
+    CHECK(meshes.group(1).messages().unexpected_tags(0).empty());
 }
 
 TEST(a_message_that_was_wanted_cannot_be_taken_back) {
     Meshes meshes(2, {.strangers = {1}});
     const Buffer content = random_bytes(large, 1);
-    const auto letter = post(meshes.group(0), 1, 1, content);
-    const std::uint64_t number = meshes.stranger(1, 0).hear(FrameKind::offer).header.sequence;
-    meshes.stranger(1, 0).say({.kind = FrameKind::accept, .sequence = number});
-    CHECK_EQUAL(settle(meshes.group(0), *letter).outcome, Outcome::done);
-    CHECK(!meshes.group(0).letters().take_back(*letter));
+    const auto request = isend(meshes.group(0), 1, 1, content);
+    const std::uint64_t number = meshes.stranger(1, 0).hear(FrameKind::rts).header.sequence;
+    meshes.stranger(1, 0).say({.kind = FrameKind::cts, .sequence = number});
+    CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::done);
+    CHECK(!meshes.group(0).messages().cancel(*request, {Outcome::late}));
     Buffer here;
     while (here.size() < large) {
-        const Frame part = meshes.stranger(1, 0).hear(FrameKind::content);
+        const Frame part = meshes.stranger(1, 0).hear(FrameKind::bulk);
         CHECK_EQUAL(part.header.sequence, number);
         here.insert(here.end(), part.payload.begin(), part.payload.end());
     }
@@ -165,60 +159,60 @@ TEST(a_message_abandoned_in_the_middle_leaves_the_stream_in_step) {
     Stranger& receiver = meshes.stranger(1, 0);
     shrink_buffers(meshes.mesh(0).link(1).socket());
     Buffer content = random_bytes(5 << 20, 1);
-    const auto letter = post(meshes.group(0), 1, 1, content);
-    const std::uint64_t number = receiver.hear(FrameKind::offer).header.sequence;
-    receiver.say({.kind = FrameKind::accept, .sequence = number});
-    CHECK_EQUAL(settle(meshes.group(0), *letter, soon).outcome, Outcome::late);  // nobody reads it
-    CHECK(!meshes.group(0).letters().take_back(*letter));
-    meshes.group(0).letters().abandon(*letter);
-    meshes.group(0).letters().abandon(*letter);
+    const auto request = isend(meshes.group(0), 1, 1, content);
+    const std::uint64_t number = receiver.hear(FrameKind::rts).header.sequence;
+    receiver.say({.kind = FrameKind::cts, .sequence = number});
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).outcome, Outcome::late);  // nobody reads it
+    CHECK(!meshes.group(0).messages().cancel(*request, {Outcome::late}));
+    meshes.group(0).messages().abandon(*request, {Outcome::late});
+    meshes.group(0).messages().abandon(*request, {Outcome::late});
     content = Buffer();  // it is the caller's again
-    post(meshes.group(0), 1, 2, random_bytes(10, 2));
+    isend(meshes.group(0), 1, 2, random_bytes(10, 2));
     CHECK_EQUAL(receiver.hear(FrameKind::abandoned).header.sequence, number);
-    receiver.hear(FrameKind::letter);
+    receiver.hear(FrameKind::eager);
     CHECK(receiver.link.is_up());
 }
 
 TEST(a_receiver_goes_on_to_the_next_message_when_one_is_abandoned) {
     Meshes meshes(2, {.strangers = {0}});
     Stranger& sender = meshes.stranger(0, 1);
-    sender.say({.kind = FrameKind::offer, .tag = 1, .sequence = 7, .fingerprint = large}, buffer_of(header));
+    sender.say({.kind = FrameKind::rts, .tag = 1, .sequence = 7, .fingerprint = large}, buffer_of(header));
     run_threads(2, [&](int rank) {
         if (rank == 1) {
             CHECK(receive(meshes.group(1), 0, 1, large).content == random_bytes(large, 2));
             return;
         }
-        sender.hear(FrameKind::accept);
-        sender.say({.kind = FrameKind::content, .sequence = 7}, random_bytes(1000, 1));
+        sender.hear(FrameKind::cts);
+        sender.say({.kind = FrameKind::bulk, .sequence = 7}, random_bytes(1000, 1));
         sender.say({.kind = FrameKind::abandoned, .sequence = 7});
-        sender.say({.kind = FrameKind::offer, .tag = 1, .sequence = 8, .fingerprint = large}, buffer_of(header));
-        CHECK_EQUAL(sender.hear(FrameKind::accept).header.sequence, 8u);
+        sender.say({.kind = FrameKind::rts, .tag = 1, .sequence = 8, .fingerprint = large}, buffer_of(header));
+        CHECK_EQUAL(sender.hear(FrameKind::cts).header.sequence, 8u);
         const Buffer content = random_bytes(large, 2);
         const auto middle = content.begin() + 40'000;
-        sender.say({.kind = FrameKind::content, .sequence = 8}, Buffer(content.begin(), middle));
-        sender.say({.kind = FrameKind::content, .sequence = 8}, Buffer(middle, content.end()));
+        sender.say({.kind = FrameKind::bulk, .sequence = 8}, Buffer(content.begin(), middle));
+        sender.say({.kind = FrameKind::bulk, .sequence = 8}, Buffer(middle, content.end()));
     });
 }
 
 TEST(a_receiver_that_gives_up_in_the_middle_has_its_memory_back) {
     Meshes meshes(2, {.strangers = {0}});
     Stranger& sender = meshes.stranger(0, 1);
-    sender.say({.kind = FrameKind::offer, .tag = 1, .sequence = 7, .fingerprint = large}, buffer_of(header));
+    sender.say({.kind = FrameKind::rts, .tag = 1, .sequence = 7, .fingerprint = large}, buffer_of(header));
     const net::FrameKey key(session_of(0, 1), 0);
-    sender.say({.kind = FrameKind::content, .sequence = 7}, random_bytes(20, 1));  // too early: nobody's
+    sender.say({.kind = FrameKind::bulk, .sequence = 7}, random_bytes(20, 1));  // too early: nobody's
     // The head of a frame and a part of what it carries, written past the link.
-    Buffer bytes = frame_bytes({.kind = FrameKind::content, .sequence = 7, .number = 3}, random_bytes(30'000, 1), key);
+    Buffer bytes = frame_bytes({.kind = FrameKind::bulk, .sequence = 7, .number = 3}, random_bytes(30'000, 1), key);
     run_threads(2, [&](int rank) {
         if (rank == 1) {
             CHECK_EQUAL(receive(meshes.group(1), 0, 1, large, 10 * soon).ending.outcome, Outcome::late);
             return;
         }
-        sender.hear(FrameKind::accept);
+        sender.hear(FrameKind::cts);
         CHECK_EQUAL(::write(sender.link.socket(), bytes.data(), 10'000), 10'000);
     });
     CHECK_EQUAL(::write(sender.link.socket(), bytes.data() + 10'000, bytes.size() - 10'000),
                 static_cast<ssize_t>(bytes.size() - 10'000));
-    bytes = frame_bytes({.kind = FrameKind::letter, .tag = 1, .number = 4}, Buffer(2), key);
+    bytes = frame_bytes({.kind = FrameKind::eager, .tag = 1, .number = 4}, Buffer(2), key);
     CHECK_EQUAL(::write(sender.link.socket(), bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
     CHECK_EQUAL(receive(meshes.group(1), 0, 1, 0).ending.outcome, Outcome::unexpected);  // it has no header
     CHECK_EQUAL(meshes.group(1).flaw_of(0), "");
@@ -227,12 +221,12 @@ TEST(a_receiver_that_gives_up_in_the_middle_has_its_memory_back) {
 TEST(a_message_to_a_rank_that_is_gone_is_lost) {
     Meshes meshes(2);
     const Buffer content = random_bytes(large, 1);
-    const auto letter = post(meshes.group(0), 1, 1, content);
+    const auto request = isend(meshes.group(0), 1, 1, content);
     run_threads(2, [&](int rank) {
         if (rank == 1) {
             meshes.kill(1);
         } else {
-            CHECK_EQUAL(settle(meshes.group(0), *letter).outcome, Outcome::lost);
+            CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::lost);
         }
     });
     CHECK_EQUAL(receive(meshes.group(0), 1, 1, 10).ending.outcome, Outcome::lost);
@@ -241,39 +235,34 @@ TEST(a_message_to_a_rank_that_is_gone_is_lost) {
 TEST(a_message_to_a_rank_that_closes_and_receives_no_more_is_lost) {
     Meshes meshes(2);
     const Buffer content = random_bytes(large, 1);
-    const auto letter = post(meshes.group(0), 1, 1, content);
-    meshes.group(1).line_up(1);
+    const auto request = isend(meshes.group(0), 1, 1, content);
+    Buffer here(10);
+    auto receive_in_flight = irecv(meshes.group(1).messages(), 0, 2, here);
     meshes.group(1).announce_closing();  // one receive is still on its way
-    CHECK_EQUAL(settle(meshes.group(0), *letter, soon).outcome, Outcome::late);
-    meshes.group(1).line_up(-1);
-    CHECK_EQUAL(settle(meshes.group(0), *letter).outcome, Outcome::lost);
-    CHECK(meshes.group(0).letters().take_back(*letter));
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).outcome, Outcome::late);
+    receive_in_flight.reset();
+    CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::lost);
     CHECK_EQUAL(receive(meshes.group(0), 1, 1, 10).ending.outcome, Outcome::lost);
 }
 
-TEST(ranks_that_send_in_a_ring_find_it) {
+TEST(ranks_that_send_in_a_cycle_find_it) {
     Meshes meshes(3);
     meshes.run([](Group& group) {
         const Buffer content = random_bytes(large, 1);
         const int right = (group.rank() + 1) % 3;
-        const auto letter = post(group, right, 1, content);
-        const Wait wait(6 * soon);
-        CHECK_EQUAL(group.letters().settle(*letter, true, wait.patience).outcome, Outcome::late);
-        {
-            const net::Lock guard = group.mesh().lock();
-            group.set_sending_to(right);  // as it is while its caller is held
-        }
-        CHECK(group.find_ring(right) == std::vector<int>({0, 1, 2}));
-        CHECK(group.letters().take_back(*letter));
+        const auto request = isend(group, right, 1, content);
+        CHECK_EQUAL(wait_for(group, *request, 6 * soon).outcome, Outcome::late);
+        CHECK(group.find_send_cycle(right) == std::vector<int>({0, 1, 2}));
+        CHECK(group.messages().cancel(*request, {Outcome::late}));
     });
 }
 
 TEST(a_verdict_ends_the_waits_for_messages) {
     Meshes meshes(2);
     const Buffer content = random_bytes(large, 1);
-    const auto letter = post(meshes.group(0), 1, 1, content);
+    const auto request = isend(meshes.group(0), 1, 1, content);
     meshes.group(1).give_verdict(0, "enough");
-    CHECK_EQUAL(settle(meshes.group(0), *letter).outcome, Outcome::verdict);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::verdict);
     CHECK_EQUAL(receive(meshes.group(1), 0, 1, 10).ending.outcome == Outcome::done, false);
 }
 

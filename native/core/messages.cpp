@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "core/messages.hpp"
+
+#include <algorithm>
+#include <new>
+
+#include "copy.hpp"
+#include "core/completions.hpp"
+
+namespace ferrodist::core {
+namespace {
+
+// Memory with the body of a message and, behind it, its header.
+OwnBytes copy_of(Bytes header, Bytes body) {
+    OwnBytes memory(new std::byte[body.size() + header.size() + 1], [](std::byte* bytes) { delete[] bytes; });
+    copy_bytes(memory.get(), body.data(), body.size());
+    copy_bytes(memory.get() + body.size(), header.data(), header.size());
+    return memory;
+}
+
+}  // namespace
+
+// -- calls -----------------------------------------------------------------------------------------
+
+void Messages::isend(Request& send, Bytes header) {
+    const Lock guard = lock();
+    send.is_send = true;
+    std::uint64_t& sent = eager_sent_[static_cast<std::size_t>(send.peer)];
+    const std::uint64_t cost = send.nbytes + message_overhead;
+    const auto has_room = [&] {
+        return sent + cost <= unexpected_limit_ || sent + cost - eager_received(send.peer) <= unexpected_limit_;
+    };
+    if (send.nbytes <= eager_limit && has_room()) {
+        send_eager(send, header);
+        sent += cost;
+        send.finish({});
+        return;
+    }
+    send.number = ++last_number_;
+    const auto place = sends_.emplace(send.number, &send).first;
+    try {
+        send_rts(send, header);
+    } catch (...) {
+        sends_.erase(place);
+        throw;
+    }
+    track(send);
+}
+
+void Messages::irecv(Request& receive) {
+    const Lock guard = lock();
+    receive.number = 0;
+    track(receive);
+    count_receives(1);
+    if (const auto message = queue_.take_unexpected(receive)) {
+        give(receive, *message);
+    } else {
+        queue_.post(receive);
+    }
+}
+
+void Messages::track(Request& request) {
+    request.set_pending();
+    in_flight_[static_cast<std::size_t>(request.peer)].push_back(request);
+    ++num_in_flight_;
+    if (request.deadline_ns != 0) {
+        deadlines_.emplace(request.deadline_ns, &request);
+    }
+    if (request.is_unattended) {
+        ++num_unattended_;
+        note_posted(request);
+    }
+}
+
+void Messages::complete(Request& request, const Status& status) {
+    in_flight_[static_cast<std::size_t>(request.peer)].erase(request);
+    --num_in_flight_;
+    num_unattended_ -= request.is_unattended ? 1 : 0;
+    if (request.deadline_ns != 0) {
+        deadlines_.erase({request.deadline_ns, &request});
+    }
+    if (request.is_send) {
+        sends_.erase(request.number);
+    } else {
+        if (request.state() == Request::State::matched) {
+            arrivals_.erase({request.found_source, request.number});
+        }
+        count_receives(-1);
+    }
+    if (!status.failed()) {
+        count_moved(request);
+    }
+    request.transfer.reset();
+    const bool is_heard = request.token != 0 && (status.failed() || request.is_heard_if_done);
+    const std::uint64_t token = request.token;
+    request.finish(status);  // it may be gone from here on
+    if (is_heard) {
+        Completions::of_process().add(token);
+    }
+    note_completed();
+}
+
+bool Messages::cancel(Request& request, const Status& why) {
+    if (is_of_ancestor()) {
+        return false;
+    }
+    const Lock guard = lock();
+    return try_cancel(request, why);
+}
+
+bool Messages::try_cancel(Request& request, const Status& why) {
+    if (request.state() != Request::State::pending) {
+        return false;
+    }
+    if (request.is_send) {
+        send_withdraw(request.peer, request.number);
+    } else {
+        queue_.withdraw(request);
+    }
+    complete(request, why);
+    return true;
+}
+
+void Messages::abandon(Request& request, const Status& why) {
+    if (request.is_complete() || is_of_ancestor()) {
+        return;
+    }
+    const Lock guard = lock();
+    if (!request.is_complete()) {
+        end(request, why);
+    }
+}
+
+// Ends a request in flight, whatever has become of it.
+void Messages::end(Request& request, const Status& why) {
+    if (try_cancel(request, why)) {
+        return;
+    }
+    end_data(request);
+    complete(request, why);
+}
+
+void Messages::hear_of(Request& request, std::uint64_t token) {
+    const Lock guard = lock();
+    request.token = token;
+    request.is_heard_if_done = true;
+    if (request.is_complete()) {
+        Completions::of_process().add(token);
+    }
+}
+
+std::vector<std::uint32_t> Messages::unexpected_tags(int peer) {
+    const Lock guard = lock();
+    read(peer);
+    return queue_.unexpected_tags(peer);
+}
+
+void Messages::set_unexpected_limit(std::uint64_t nbytes) {
+    const Lock guard = lock();
+    unexpected_limit_ = nbytes;
+}
+
+std::size_t Messages::num_in_flight() {
+    const Lock guard = lock();
+    return num_in_flight_;
+}
+
+// -- a message and its receive -----------------------------------------------------------------------
+
+// Whether a receive takes a message; else it has failed, and tells what the message was.
+bool Messages::fits(Request& receive, int peer, Bytes header, std::uint64_t nbytes) {
+    if (nbytes == receive.nbytes && std::ranges::equal(header, receive.header)) {
+        return true;
+    }
+    receive.found.assign(header.begin(), header.end());
+    complete(receive, {StatusCode::unexpected, peer});
+    return false;
+}
+
+Request* Messages::match_eager(int peer, std::uint32_t tag, Bytes header, std::uint64_t nbytes, bool& is_dropped) {
+    Request* const receive = queue_.take_posted(peer, tag);
+    if (receive == nullptr) {
+        return nullptr;
+    }
+    receive->found_source = peer;
+    receive->found_tag = tag;
+    is_dropped = !fits(*receive, peer, header, nbytes);
+    return is_dropped ? nullptr : receive;
+}
+
+void Messages::on_eager(int peer, std::uint32_t tag, Bytes header, Bytes body, OwnBytes memory) {
+    bool is_dropped = false;
+    if (Request* const receive = match_eager(peer, tag, header, body.size(), is_dropped)) {
+        copy_bytes(receive->target, body.data(), body.size());
+        complete(*receive);
+    } else if (!is_dropped) {
+        if (memory == nullptr) {
+            memory = copy_of(header, body);
+            body = {memory.get(), body.size()};
+            header = {memory.get() + body.size(), header.size()};
+        }
+        queue_.keep(std::unique_ptr<Unexpected>(
+            new Unexpected{peer, tag, false, 0, body.size(), std::move(memory), header, body}));
+        return;
+    }
+    count_received(peer, body.size() + message_overhead);
+}
+
+void Messages::on_rts(int peer, std::uint32_t tag, std::uint64_t number, std::uint64_t nbytes, Bytes header) {
+    Request* const receive = queue_.take_posted(peer, tag);
+    if (receive == nullptr) {
+        OwnBytes memory = copy_of(header, {});
+        const Bytes kept(memory.get(), header.size());
+        queue_.keep(std::unique_ptr<Unexpected>(
+            new Unexpected{peer, tag, true, number, nbytes, std::move(memory), kept, {}}));
+        return;
+    }
+    if (fits(*receive, peer, header, nbytes)) {
+        begin_receive(*receive, peer, tag, number);
+    } else {
+        send_taken(peer, number);
+    }
+}
+
+// Gives a message that is there to a receive.
+void Messages::give(Request& receive, Unexpected& message) {
+    const int peer = message.source;
+    const bool is_fitting = fits(receive, peer, message.header, message.nbytes);
+    if (message.is_rts) {
+        if (is_fitting) {
+            begin_receive(receive, peer, message.tag, message.number);
+        } else {
+            send_taken(peer, message.number);
+        }
+        return;
+    }
+    if (is_fitting) {
+        receive.found_source = peer;
+        receive.found_tag = message.tag;
+        copy_bytes(receive.target, message.body.data(), message.body.size());
+        complete(receive);
+    }
+    count_received(peer, message.nbytes + message_overhead);
+}
+
+// Has the data of a large message sent.
+void Messages::begin_receive(Request& receive, int peer, std::uint32_t tag, std::uint64_t number) {
+    if (!arrivals_.emplace(std::pair(peer, number), &receive).second) {
+        complete(receive, {StatusCode::corrupt, peer});  // two messages cannot have one number
+        return;
+    }
+    receive.found_source = peer;
+    receive.found_tag = tag;
+    receive.number = number;
+    receive.set_matched();
+    try {
+        send_cts(peer, number);
+    } catch (const std::bad_alloc&) {
+        complete(receive, {StatusCode::no_memory, peer});
+        return;
+    }
+    if (receive.nbytes == 0) {
+        complete(receive);  // there is no data to wait for
+    }
+}
+
+Request* Messages::on_cts(int peer, std::uint64_t number) {
+    const auto found = sends_.find(number);
+    const bool is_awaited = found != sends_.end() && found->second->peer == peer &&
+                            found->second->state() == Request::State::pending;
+    if (!is_awaited) {
+        return nullptr;
+    }
+    found->second->set_matched();
+    begin_data(*found->second);
+    return found->second;
+}
+
+void Messages::on_taken(int peer, std::uint64_t number) {
+    const auto found = sends_.find(number);
+    if (found != sends_.end() && found->second->peer == peer && found->second->state() == Request::State::pending) {
+        complete(*found->second);
+    }
+}
+
+void Messages::on_withdraw(int peer, std::uint64_t number) {
+    if (queue_.take_rts(peer, number) != nullptr) {
+        return;
+    }
+    if (Request* const receive = find_arrival(peer, number)) {
+        match_again(*receive);
+    }
+}
+
+Request* Messages::find_arrival(int peer, std::uint64_t number) const {
+    const auto found = arrivals_.find({peer, number});
+    return found == arrivals_.end() ? nullptr : found->second;
+}
+
+void Messages::match_again(Request& receive) {
+    end_data(receive);
+    arrivals_.erase({receive.found_source, receive.number});
+    receive.transfer.reset();
+    receive.set_pending();
+    if (const auto message = queue_.take_unexpected(receive)) {
+        give(receive, *message);
+    } else {
+        queue_.post_again(receive);
+    }
+}
+
+// -- what cannot succeed -----------------------------------------------------------------------------
+
+void Messages::check() {
+    if (!has_in_flight()) {
+        return;
+    }
+    const Status error = group_error();
+    for (int peer = 0; peer < size(); ++peer) {
+        if (error.failed()) {
+            fail_all(peer, error);
+        } else if (!in_flight(peer).empty()) {
+            check_peer(peer);
+        }
+    }
+    expire();
+}
+
+void Messages::check_peer(int peer) {
+    const bool gone = is_gone(peer), closing = gone || is_closing(peer);
+    if (closing) {
+        read(peer);  // what came before it went still counts
+        for (Request *one = in_flight(peer).front(), *next = nullptr; one != nullptr; one = next) {
+            next = Flight::after(*one);
+            if (const Status status = trouble(*one, gone, closing); status.failed()) {
+                end(*one, status);
+            }
+        }
+    } else if (is_silent(peer)) {
+        fail_all(peer, {StatusCode::silent, peer});
+    }
+}
+
+Status Messages::trouble(const Request& request, bool is_gone, bool is_closing) const {
+    if (is_gone) {
+        return loss(request.peer);
+    }
+    // Who closes still does the calls it has in flight, and those of the whole group.
+    const bool is_matched = request.state() == Request::State::matched;
+    if (!is_closing || is_matched || request.tag >= first_internal_tag) {
+        return {};
+    }
+    return request.is_send && !receives_no_more(request.peer) ? Status{} : loss(request.peer);
+}
+
+void Messages::fail_all(int peer, const Status& status) {
+    while (!in_flight(peer).empty()) {
+        end(*in_flight(peer).front(), status);
+    }
+}
+
+void Messages::fail_receives(int peer, const Status& status) {
+    for (Request *one = in_flight(peer).front(), *next = nullptr; one != nullptr; one = next) {
+        next = Flight::after(*one);
+        if (!one->is_send) {
+            end(*one, status);
+        }
+    }
+}
+
+void Messages::expire() {
+    const std::int64_t now = deadlines_.empty() ? 0 : shm::now_ns();
+    while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+        end(*deadlines_.begin()->second, {StatusCode::late, deadlines_.begin()->second->peer});
+    }
+}
+
+}  // namespace ferrodist::core

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Messages: the matching engine for the point-to-point calls of one rank in one group.
+//
+// A call is a Request. isend and irecv post it and never wait; it completes when its message has been
+// matched and moved, and whoever makes progress completes it. There is one queue of posted receives and
+// one of unexpected messages per group (MatchQueue), above whatever moves bytes. What ranks tell each
+// other, in order between any two of them:
+//
+//     eager      a whole message, up to the eager limit. Its send is done at once. The receiver keeps it
+//                until it is wanted; the sender counts what is not, and beyond a limit sends an RTS.
+//     RTS        a large message is there: its number, size and header
+//     CTS        the receiver has matched it: send the data
+//     data       moved as the transport likes, straight into the receiver's memory
+//     taken      the receiver does not want it: the send is done
+//     withdraw   the sender takes its RTS back; a receive that has matched it meanwhile waits for the next
+//     abandoned  no more data comes of a message whose data was on its way: as withdraw
+//
+// Here is what all transports share; a transport is a subclass. One lock, of the transport, guards all of
+// it; nobody waits with it held. Progress is made by everybody who waits, for all requests of the process,
+// and while nobody waits by one thread of the transport, asleep until something comes.
+//
+// A request fails when its deadline has passed, its peer is gone or silent, its group has an error, or
+// this rank has left: check() finds that, and every wait calls it now and then. All of that concerns this
+// one call only. A wait that runs out, on the other hand, leaves its request in flight.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/match_queue.hpp"
+#include "core/request.hpp"
+
+namespace ferrodist::core {
+
+constexpr std::size_t eager_limit = 64 * 1024;
+constexpr std::uint64_t default_unexpected_limit = 16 << 20;
+// What a message of no bytes costs its receiver: without it small ones would not be bounded.
+constexpr std::uint64_t message_overhead = 128;
+
+class Messages {
+public:
+    using Lock = std::unique_lock<std::mutex>;
+
+    explicit Messages(int world) : in_flight_(static_cast<std::size_t>(world)) {}
+    virtual ~Messages() = default;
+    Messages(const Messages&) = delete;
+    Messages& operator=(const Messages&) = delete;
+
+    // -- calls: any thread, without the lock ----------------------------------------------------------
+
+    // Posts a send: source, nbytes, peer and tag are set. May throw std::bad_alloc: then it is not posted.
+    void isend(Request& send, Bytes header);
+    // Posts a receive: target, nbytes, peer, tag and the header it expects are set.
+    void irecv(Request& receive);
+    // Withdraws a request, which then has failed with this status; false if it is matched, or complete.
+    bool cancel(Request& request, const Status& why);
+    // Ends a request whatever has become of it: nothing of it or its memory is touched any more.
+    void abandon(Request& request, const Status& why);
+    // Waits until a request is complete. Fails if the wait is late or interrupted: then the request is
+    // still in flight. `holds_caller` shows a send that waits to those who look for cycles of sends.
+    virtual Status wait(Request& request, const WaitOptions& options, bool holds_caller) = 0;
+    // Makes progress without waiting, and tells whether the request is complete.
+    virtual bool test(Request& request) = 0;
+    // Has Completions told of a request, at once if it is complete.
+    void hear_of(Request& request, std::uint64_t token);
+    // The tags of messages of a rank that have come and nobody received.
+    std::vector<std::uint32_t> unexpected_tags(int peer);
+    // How many bytes of eager messages a rank may leave unreceived.
+    void set_unexpected_limit(std::uint64_t nbytes);
+
+    std::size_t num_in_flight();
+
+protected:
+    // -- what a transport does: with the lock held, never waiting --------------------------------------
+
+    virtual Lock lock() = 0;
+    // Whether this is a forked child's copy of its parent's: nothing may be touched.
+    virtual bool is_of_ancestor() const = 0;
+    // How many bytes of this rank's eager messages a rank has received so far, as far as is known.
+    virtual std::uint64_t eager_received(int peer) = 0;
+    virtual void send_eager(Request& send, Bytes header) = 0;
+    virtual void send_rts(Request& send, Bytes header) = 0;
+    virtual void send_cts(int peer, std::uint64_t number) = 0;
+    virtual void send_taken(int peer, std::uint64_t number) = 0;
+    virtual void send_withdraw(int peer, std::uint64_t number) = 0;
+    // Begins to send the data of a message whose receiver has matched it.
+    virtual void begin_data(Request& send) = 0;
+    // Ends the transfer of a matched request: its memory is not touched any more.
+    virtual void end_data(Request& request) = 0;
+    // A request has moved its bytes: a statistic.
+    virtual void count_moved(const Request& request) = 0;
+    // So many bytes of eager messages of a rank were received, or dropped.
+    virtual void count_received(int peer, std::uint64_t nbytes) = 0;
+    // A receive has been posted (1), or is over (-1).
+    virtual void count_receives(int change) = 0;
+    // Reads what has come of a rank.
+    virtual void read(int peer) = 0;
+    // A request that is unattended was posted: somebody has to make progress.
+    virtual void note_posted(const Request& request) = 0;
+    // Requests have completed: whoever waits in this process looks again.
+    virtual void note_completed() = 0;
+
+    // What the group and its ranks are up to.
+    virtual Status group_error() const = 0;
+    virtual bool is_gone(int peer) const = 0;
+    virtual bool is_closing(int peer) const = 0;
+    // Whether a rank that is closing has no receives left.
+    virtual bool receives_no_more(int peer) const = 0;
+    virtual Status loss(int peer) const = 0;
+    virtual bool is_silent(int peer) = 0;
+
+    // -- what a transport hears: with the lock held ----------------------------------------------------
+
+    // `memory`, if it is given, holds header and body, and is kept if nobody wants the message yet.
+    void on_eager(int peer, std::uint32_t tag, Bytes header, Bytes body, OwnBytes memory);
+    void on_rts(int peer, std::uint32_t tag, std::uint64_t number, std::uint64_t nbytes, Bytes header);
+    // Whether a send of this number to a rank is in flight.
+    bool is_sent(int peer, std::uint64_t number) const {
+        const auto found = sends_.find(number);
+        return found != sends_.end() && found->second->peer == peer;
+    }
+    // Null if no such send waits for it.
+    Request* on_cts(int peer, std::uint64_t number);
+    void on_taken(int peer, std::uint64_t number);
+    // The RTS was withdrawn, or the rest of the data is not coming.
+    void on_withdraw(int peer, std::uint64_t number);
+    // The receive that the data of a message goes to; null if there is none.
+    Request* find_arrival(int peer, std::uint64_t number) const;
+    // The posted receive that an eager message of this header and size goes to, taken out; null if there is
+    // none. One that does not fit has failed, and `is_dropped` says that the message is to be.
+    Request* match_eager(int peer, std::uint32_t tag, Bytes header, std::uint64_t nbytes, bool& is_dropped);
+
+    // Ends a request: unlinks it and hands it back to its owner.
+    void complete(Request& request, const Status& status = {});
+    // Puts a matched receive back: its message is not coming.
+    void match_again(Request& receive);
+    // Fails what cannot succeed any more.
+    void check();
+    // All requests with a rank, or its receives, whatever they wait for.
+    void fail_all(int peer, const Status& status);
+    void fail_receives(int peer, const Status& status);
+    // The first deadline of a request that fails by itself; 0: none.
+    std::int64_t next_deadline() const { return deadlines_.empty() ? 0 : deadlines_.begin()->first; }
+
+    using Flight = List<Request, &Request::flight_link>;
+    const Flight& in_flight(int peer) const { return in_flight_[static_cast<std::size_t>(peer)]; }
+    int size() const { return static_cast<int>(in_flight_.size()); }
+    std::uint64_t unexpected_limit() const { return unexpected_limit_; }
+    bool has_in_flight() const { return num_in_flight_ > 0; }
+    bool has_unattended() const { return num_unattended_ > 0; }
+
+private:
+    bool try_cancel(Request& request, const Status& why);
+    void end(Request& request, const Status& why);
+    void track(Request& request);
+    void give(Request& receive, Unexpected& message);
+    void begin_receive(Request& receive, int peer, std::uint32_t tag, std::uint64_t number);
+    bool fits(Request& receive, int peer, Bytes header, std::uint64_t nbytes);
+    void check_peer(int peer);
+    Status trouble(const Request& request, bool is_gone, bool is_closing) const;
+    void expire();
+
+    MatchQueue queue_;
+    std::vector<Flight> in_flight_;  // by peer
+    std::size_t num_in_flight_ = 0, num_unattended_ = 0;
+    std::unordered_map<std::uint64_t, Request*> sends_;  // large ones, by number
+    struct ArrivalHash {
+        std::size_t operator()(const std::pair<int, std::uint64_t>& key) const {
+            return static_cast<std::size_t>(key.second * 31 + static_cast<std::uint64_t>(key.first));
+        }
+    };
+    std::unordered_map<std::pair<int, std::uint64_t>, Request*, ArrivalHash> arrivals_;  // matched receives
+    std::set<std::pair<std::int64_t, Request*>> deadlines_;
+    std::vector<std::uint64_t> eager_sent_ = std::vector<std::uint64_t>(in_flight_.size());  // bytes, by peer
+    std::uint64_t last_number_ = 0, unexpected_limit_ = default_unexpected_limit;
+};
+
+}  // namespace ferrodist::core

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Request: one send or receive, from the moment it is posted until it is done or has failed.
+//
+// Whoever posts a request owns it, and keeps it and the memory it names until it is complete: until then
+// the engine holds pointers to it, from then on none. `state` may be read by any thread at any time; what
+// was found may be read once the request is complete.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/list.hpp"
+#include "core/status.hpp"
+
+namespace ferrodist::core {
+
+// What a transport keeps of a large message while its data is on its way.
+struct Transfer {
+    virtual ~Transfer() = default;
+};
+
+class Request {
+public:
+    enum class State : std::uint32_t {
+        pending,  // nobody has taken part in it
+        matched,  // a receive has its message, a send its receiver: its data is on its way
+        done,
+        failed,
+    };
+
+    Request() = default;
+    Request(const Request&) = delete;
+    Request& operator=(const Request&) = delete;
+
+    // Pairs with the release in finish: what the call has found or written is seen.
+    State state() const { return state_.load(std::memory_order_acquire); }
+    bool is_complete() const { return state() >= State::done; }
+    // Once it is complete.
+    const Status& status() const { return status_; }
+
+    // -- what is asked: set before it is posted ---------------------------------------------------
+
+    int peer = -1;
+    std::uint32_t tag = 0;
+    const std::byte* source = nullptr;  // of a send
+    std::byte* target = nullptr;        // of a receive
+    std::size_t nbytes = 0;
+    std::vector<std::byte> header;   // that a receive expects
+    std::int64_t deadline_ns = 0;    // when it fails by itself, whoever waits; 0: never
+    std::uint64_t token = 0;         // what Completions is told, not 0, if somebody wants to hear of it
+    bool is_heard_if_done = false;   // whether that is so if it goes well, too
+    bool is_unattended = false;      // whether somebody else than its owner has to make progress
+    bool takes_any_source = false, takes_any_tag = false;
+
+    // -- what is found: read when it is complete ----------------------------------------------------
+
+    std::vector<std::byte> found;  // the header of a message that does not fit
+    int found_source = -1;
+    std::uint32_t found_tag = 0;
+
+    // -- the engine's, with its lock held -------------------------------------------------------------
+
+    bool is_send = false;
+    std::uint64_t number = 0;  // of a large message: by its sender
+    std::uint64_t order = 0;   // of a receive among those posted
+    std::unique_ptr<Transfer> transfer;
+    Link<Request> match_link, flight_link;
+
+    void set_pending() { state_.store(State::pending, std::memory_order_relaxed); }  // its owner sees it anyway
+    void set_matched() { state_.store(State::matched, std::memory_order_relaxed); }  // a hint for others
+    // The last that is done with it: from here on it is its owner's, who may end it at once.
+    void finish(const Status& status) {
+        status_ = status;
+        // Pairs with the acquire in state.
+        state_.store(status.failed() ? State::failed : State::done, std::memory_order_release);
+    }
+
+private:
+    std::atomic<State> state_{State::done};  // until it is posted: nobody has to end it
+    Status status_;
+};
+
+}  // namespace ferrodist::core

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "net/messages.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "net/group.hpp"
+#include "net/waiter.hpp"
+
+namespace ferrodist::net {
+
+using core::Request;
+
+Messages::Messages(Group& group, int size)
+    : core::Messages(size), group_(group), peers_(static_cast<std::size_t>(size)) {}
+
+Messages::~Messages() = default;
+
+Lock Messages::lock() { return group_.mesh().lock(); }
+bool Messages::is_of_ancestor() const { return group_.mesh().is_of_ancestor(); }
+
+void Messages::end_all() {
+    for (int peer = 0; peer < size(); ++peer) {
+        fail_all(peer, {Outcome::given_up});
+    }
+}
+
+// -- waiting ---------------------------------------------------------------------------------------
+
+core::Status Messages::wait(Request& request, const core::WaitOptions& options, bool holds_caller) {
+    if (request.is_complete()) {
+        return {};
+    }
+    Mesh& mesh = group_.mesh();
+    Lock guard = mesh.lock();
+    Waiter waiter(mesh, guard, options);
+    if (holds_caller && request.is_send) {
+        group_.begin_send(request.peer);
+    }
+    check();
+    while (!request.is_complete()) {
+        if (const Ending ending = waiter.until_change(mesh.tick()); ending.failed()) {
+            return ending;  // until it is withdrawn it shows whom it is for: others may ask
+        }
+        if (waiter.is_time_to_look()) {
+            check();
+        }
+    }
+    if (holds_caller && request.is_send) {
+        group_.set_sending_to(-1);
+    }
+    return {};
+}
+
+bool Messages::test(Request& request) {
+    if (!request.is_complete()) {
+        Lock guard = lock();
+        group_.mesh().poll(guard);
+    }
+    return request.is_complete();
+}
+
+void Messages::note_posted(const Request& request) {
+    // The thread of the mesh looks at deadlines when it wakes, which is within a second.
+    constexpr std::int64_t longest_nap_ns = 1'100'000'000;
+    if (request.deadline_ns != 0 && request.deadline_ns < shm::now_ns() + longest_nap_ns) {
+        group_.mesh().wake_background();
+    }
+}
+
+void Messages::note_completed() { group_.mesh().note_change(); }
+
+// -- frames that go out ----------------------------------------------------------------------------
+
+void Messages::send_frame(int peer, FrameKind kind, std::uint64_t number) {
+    group_.send(peer, {.kind = kind, .sequence = number});
+}
+
+void Messages::send_eager(Request& send, core::Bytes header) {
+    std::vector<std::byte> whole(2 + header.size() + send.nbytes);
+    const auto length = static_cast<std::uint16_t>(header.size());
+    std::memcpy(whole.data(), &length, 2);
+    std::copy(header.begin(), header.end(), whole.begin() + 2);
+    std::copy_n(send.source, send.nbytes, whole.begin() + 2 + static_cast<std::ptrdiff_t>(header.size()));
+    group_.send(send.peer, {.kind = FrameKind::eager, .tag = send.tag}, whole);
+}
+
+void Messages::send_rts(Request& send, core::Bytes header) {
+    group_.send(send.peer, {.kind = FrameKind::rts, .tag = send.tag, .sequence = send.number,
+                            .fingerprint = send.nbytes}, header);
+}
+
+void Messages::send_withdraw(int peer, std::uint64_t number) {
+    group_.set_sending_to(-1);
+    send_frame(peer, FrameKind::withdraw, number);
+}
+
+void Messages::begin_data(Request& send) {
+    auto data = std::make_unique<SendData>();
+    Ticket& ticket = data->ticket;
+    send.transfer = std::move(data);
+    sending_.push_back(&send);
+    Mesh& mesh = group_.mesh();
+    Link& link = mesh.link(group_.world_rank(send.peer));
+    const std::size_t piece = mesh.options().piece_nbytes;
+    const core::Bytes all(send.source, send.nbytes);
+    for (std::size_t begin = 0; begin < all.size(); begin += piece) {
+        const Header header{.kind = FrameKind::bulk, .group = group_.id(), .sequence = send.number};
+        link.send_in_place(header, all.subspan(begin, std::min(piece, all.size() - begin)), ticket);
+    }
+    link.flush();
+}
+
+void Messages::finish_sent() {
+    for (std::size_t i = sending_.size(); i-- > 0;) {
+        Request& send = *sending_[i];
+        if (static_cast<SendData&>(*send.transfer).ticket.pending == 0) {
+            sending_.erase(sending_.begin() + static_cast<std::ptrdiff_t>(i));
+            complete(send);
+        }
+    }
+}
+
+void Messages::end_data(Request& request) {
+    Mesh& mesh = group_.mesh();
+    if (request.is_send) {
+        group_.set_sending_to(-1);
+        std::erase(sending_, &request);
+        mesh.link(group_.world_rank(request.peer)).detach(static_cast<SendData&>(*request.transfer).ticket);
+        send_frame(request.peer, FrameKind::abandoned, request.number);
+    } else {
+        mesh.link(group_.world_rank(request.found_source)).give_up_place(request.target, request.nbytes);
+    }
+}
+
+// -- frames that come in ---------------------------------------------------------------------------
+
+Messages::ReceiveData& Messages::data_of(Request& receive) {
+    if (receive.transfer == nullptr) {
+        receive.transfer = std::make_unique<ReceiveData>();
+    }
+    return static_cast<ReceiveData&>(*receive.transfer);
+}
+
+std::byte* Messages::place_for(int peer, const Header& header) {
+    Request* const receive = find_arrival(peer, header.sequence);
+    if (receive == nullptr || header.length > receive->nbytes - data_of(*receive).filled) {
+        return nullptr;
+    }
+    return receive->target + data_of(*receive).filled;
+}
+
+void Messages::on_whole(int peer, std::uint32_t tag, Payload payload) {
+    std::uint16_t length = 0;
+    if (payload.size < sizeof length) {
+        return;
+    }
+    const core::Bytes all = payload.bytes();
+    std::memcpy(&length, all.data(), sizeof length);
+    const std::size_t begins = sizeof length + std::size_t{length};
+    if (begins <= all.size()) {
+        core::OwnBytes memory(payload.memory.release(), [](std::byte* bytes) { Recycle{}(bytes); });
+        on_eager(peer, tag, all.subspan(sizeof length, length), all.subspan(begins), std::move(memory));
+    }
+}
+
+void Messages::on_bulk(int peer, const Header& header, const Payload& payload) {
+    Request* const receive = find_arrival(peer, header.sequence);
+    if (receive == nullptr || payload.memory != nullptr) {
+        return;
+    }
+    ReceiveData& data = data_of(*receive);
+    data.filled += header.length;
+    if (data.filled == receive->nbytes) {
+        complete(*receive);
+    }
+}
+
+void Messages::on_frame(int peer, const Header& header, Payload payload) {
+    switch (header.kind) {
+        case FrameKind::eager:
+            return on_whole(peer, header.tag, std::move(payload));
+        case FrameKind::rts:
+            return on_rts(peer, header.tag, header.sequence, header.fingerprint, payload.bytes());
+        case FrameKind::cts:
+            if (on_cts(peer, header.sequence) == nullptr && !is_sent(peer, header.sequence)) {
+                send_frame(peer, FrameKind::abandoned, header.sequence);
+            }
+            return;
+        case FrameKind::bulk:
+            return on_bulk(peer, header, payload);
+        case FrameKind::taken:
+            return on_taken(peer, header.sequence);
+        case FrameKind::withdraw:
+        case FrameKind::abandoned:
+            return on_withdraw(peer, header.sequence);
+        case FrameKind::received:
+            at(peer).num_acknowledged = header.sequence;
+            return;
+        default:
+            return;
+    }
+}
+
+// -- what is counted, and who is there -------------------------------------------------------------
+
+void Messages::count_received(int peer, std::uint64_t nbytes) {
+    Peer& from = at(peer);
+    from.num_received += nbytes;
+    if (from.num_received - from.num_told >= unexpected_limit() / 4) {
+        from.num_told = from.num_received;
+        group_.send(peer, {.kind = FrameKind::received, .sequence = from.num_received}, {}, true);
+    }
+}
+
+void Messages::count_receives(int change) { group_.count_receives(change); }
+
+core::Status Messages::group_error() const {
+    if (group_.has_left(group_.rank())) {
+        return {Outcome::given_up};
+    }
+    return {group_.find_verdict(0) != nullptr ? Outcome::verdict : Outcome::done};
+}
+
+bool Messages::is_gone(int peer) const { return group_.is_gone(peer); }
+bool Messages::is_closing(int peer) const { return group_.sends_no_more(peer); }
+bool Messages::receives_no_more(int peer) const { return group_.takes_no_more(peer); }
+core::Status Messages::loss(int peer) const { return group_.loss(peer); }
+bool Messages::is_silent(int peer) { return group_.mesh().is_silent(group_.world_rank(peer)); }
+
+}  // namespace ferrodist::net
