@@ -120,6 +120,11 @@ def test_by_default_there_is_a_rank_per_core():
     assert ferrodist.run(lambda backend: backend.world_size) == [cores] * cores
 
 
+def test_ranks_may_use_all_cores():
+    cores = os.sched_getaffinity(0)
+    assert ferrodist.run(lambda backend: os.sched_getaffinity(0), 2) == [cores] * 2
+
+
 def test_a_rank_finds_directory_path_and_arguments_as_they_are_here(monkeypatch, tmp_path):
     (tmp_path / "only_here.py").write_text("WORD = 'found'")
     monkeypatch.syspath_prepend(tmp_path)

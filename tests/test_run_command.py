@@ -152,16 +152,17 @@ def test_numerical_libraries_share_the_cores_unless_the_user_has_chosen(script):
     assert lines_of(run("-n", "2", path, env=chosen).stdout) == ["5", "5"]
 
 
-def test_each_rank_has_cores_of_its_own_if_there_are_enough(script):
+def test_ranks_are_bound_to_cores_only_if_asked_for_and_if_there_are_enough(script):
     path, cores = script("say(sorted(os.sched_getaffinity(0)))"), sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("one core cannot be shared out")
-    halves = [eval(line) for line in lines_of(run("-n", "2", path).stdout)]
+    halves = [eval(line) for line in lines_of(run("-n", "2", "--bind", "cores", path).stdout)]
     assert sorted(halves[0] + halves[1]) == cores
     everything = [str(cores)] * 2
+    assert lines_of(run("-n", "2", path).stdout) == everything
     assert lines_of(run("-n", "2", "--bind", "none", path).stdout) == everything
-    too_many = len(cores) + 1
-    assert lines_of(run("-n", str(too_many), path).stdout) == [str(cores)] * too_many
+    size = len(cores) + 1
+    assert lines_of(run("-n", str(size), "--bind", "cores", path).stdout) == [str(cores)] * size
 
 
 def test_two_jobs_at_once_do_not_meet(script):

@@ -27,8 +27,8 @@ PyObject* decline() { Py_RETURN_NOTIMPLEMENTED; }
 
 int world_of(const SharedGroup& group) { return group.group->size(); }
 int world_of(const TcpGroup& group) { return group.group->size(); }
-shm::Spins spins_of(const SharedGroup& group) { return group.group->spins(); }
-shm::Spins spins_of(const TcpGroup& group) { return group.group->mesh().spins(); }
+shm::Spins* spins_of(const SharedGroup& group) { return group.group->spins(); }
+shm::Spins* spins_of(const TcpGroup& group) { return group.group->mesh().spins(); }
 
 // Below this a call in shared memory takes a microsecond or two: to let go of the GIL would cost more than it
 // gives.
@@ -464,7 +464,7 @@ private:
         complete();
     }
 
-    void execute(shm::Watch& watch, const shm::Spins& spins) {
+    void execute(shm::Watch& watch, shm::Spins* spins) {
         const shm::Patience patience{&watch, deadline_ns_, spins, ticket_, 0};
         try {
             ending_ = bind::run(group_, one_, plan_, patience);

@@ -91,7 +91,7 @@ public:
 private:
     nb::object group_;
     Messages& messages_;
-    shm::Spins spins_;
+    shm::Spins* spins_;
 };
 
 nb::object give(std::unique_ptr<HeldRequest> held) {

@@ -23,7 +23,7 @@ template <>
 struct GroupAccess<SharedGroup> {
     static constexpr bool keeps_gil = true;  // its lock is held for moments only
     static core::Messages& messages(SharedGroup& self) { return self.messages; }
-    static shm::Spins spins(const SharedGroup& self) { return self.group->spins(); }
+    static shm::Spins* spins(const SharedGroup& self) { return self.group->spins(); }
     static std::vector<int> find_send_cycle(SharedGroup& self, int peer) { return self.messages.find_send_cycle(peer); }
     // Whether a call with a rank may be made from this thread, and nothing is known to be wrong.
     static bool can_call(SharedGroup& self, int peer) {
@@ -37,7 +37,7 @@ template <>
 struct GroupAccess<TcpGroup> {
     static constexpr bool keeps_gil = false;
     static core::Messages& messages(TcpGroup& self) { return self.group->messages(); }
-    static shm::Spins spins(const TcpGroup& self) { return self.group->mesh().spins(); }
+    static shm::Spins* spins(const TcpGroup& self) { return self.group->mesh().spins(); }
     static std::vector<int> find_send_cycle(TcpGroup& self, int peer) { return self.group->find_send_cycle(peer); }
     static bool can_call(TcpGroup& self, int peer) {
         net::Group& group = *self.group;

@@ -43,7 +43,7 @@ std::optional<nb::bytes> maybe_bytes(const std::optional<std::string>& text) {
 // -- meshes ----------------------------------------------------------------------------------------
 
 std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::pair<int, nb::bytes>>& links, double heartbeat,
-                               double silence, std::uint64_t piece_nbytes, bool has_a_core_each) {
+                               double silence, std::uint64_t piece_nbytes) {
     std::vector<net::LinkSpec> specs;
     for (const auto& [socket, key] : links) {
         const Bytes session = bytes_of(key);
@@ -54,8 +54,7 @@ std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::pair<int, nb::by
     }
     require(rank >= 0 && static_cast<std::size_t>(rank) < specs.size(), "no such rank");
     require(piece_nbytes > 0, "a piece has at least one byte");
-    return std::make_shared<Mesh>(rank, specs, net::MeshOptions{to_ns(heartbeat), to_ns(silence), piece_nbytes,
-                                                                has_a_core_each});
+    return std::make_shared<Mesh>(rank, specs, net::MeshOptions{to_ns(heartbeat), to_ns(silence), piece_nbytes});
 }
 
 TcpGroup* first_group(const std::shared_ptr<Mesh>& mesh) {
@@ -235,8 +234,7 @@ void add_endings(nb::class_<TcpGroup>& group) {
 
 void add_mesh(nb::module_& module) {
     nb::class_<Mesh>(module, "Mesh", "A process's connections to all other ranks.")
-        .def(nb::new_(&new_mesh), "rank"_a, "links"_a, "heartbeat"_a, "silence"_a, "piece_nbytes"_a,
-             "has_a_core_each"_a)
+        .def(nb::new_(&new_mesh), "rank"_a, "links"_a, "heartbeat"_a, "silence"_a, "piece_nbytes"_a)
         .def("first_group", &first_group, nb::rv_policy::take_ownership, "Make the group of all.")
         .def("report", [](Mesh& self, std::string text) {
             Unlocked unlocked;

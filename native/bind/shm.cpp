@@ -203,7 +203,6 @@ void add_world(nb::module_& module) {
         .def("invitations_of", &World::invitations_of, "rank"_a,
              "List the groups, as world ranks, that a process waits to join.")
         .def("sweep", [](World& self) { self.sweep(); }, "Free what is left of groups that all have left.")
-        .def_prop_ro("has_a_core_each", &World::has_a_core_each, "Whether there is a core for every rank.")
         .def_prop_ro("sent_nbytes", [](const World& self) { return self.sent_nbytes.load(); },
                      "Bytes this process has shown to others.")
         .def_prop_ro("received_nbytes", [](const World& self) { return self.received_nbytes.load(); },

@@ -21,7 +21,7 @@ constexpr std::int64_t moment = 10'000;  // nanoseconds
 // A wait that is over at once.
 class Wait {
 public:
-    Wait() : patience{&watch_, shm::now_ns() + moment, {0, 2 * moment, 100}} {}
+    explicit Wait(net::Mesh& mesh) : patience{&watch_, shm::now_ns() + moment, mesh.spins()} {}
 
 private:
     shm::Watch watch_;
@@ -34,14 +34,14 @@ public:
 
 void Job::read_all() {
     net::Lock guard = mesh_->lock();
-    const Wait wait;
+    const Wait wait(*mesh_);
     net::Waiter waiter(*mesh_, guard, wait.patience);
     while (!waiter.until_change(mesh_->tick()).failed()) {
     }
 }
 
 void Job::exchange() {
-    const Wait wait;
+    const Wait wait(*mesh_);
     sequence_ += script_.below(2);
     const Buffer out(script_.size() % piece);
     Buffer in(script_.size() % piece);
@@ -87,7 +87,7 @@ void Job::wait_for_message() {
         return;
     }
     Sent& one = sent();
-    const Wait wait;
+    const Wait wait(*mesh_);
     const Ending ending = group_->messages().wait(one.request, wait.patience, script_.one_in(2));
     if (ending.failed() && script_.one_in(2)) {
         return;
@@ -99,7 +99,7 @@ void Job::wait_for_message() {
 }
 
 void Job::receive_message(int from, std::uint32_t tag, std::size_t nbytes) {
-    const Wait wait;
+    const Wait wait(*mesh_);
     Buffer target(nbytes);
     const Buffer header = script_.bytes(script_.one_in(4) * script_.below(12));
     core::Request receive;
@@ -139,7 +139,7 @@ void Job::walk() {
                                   1, with, 1, 0, with, 1, 2, 1, 1, 2, 0, 2, 1, 0};
     const std::uint64_t ranges[] = {0, nbytes, 0, nbytes, 0, nbytes}, scratch[] = {nbytes};
     const net::Plan plan(table, ranges, scratch, {DType::float32, Op::sum, 1, false, false}, {});
-    const Wait wait;
+    const Wait wait(*mesh_);
     const Buffer source(nbytes);
     Buffer target(nbytes);
     sequence_ += script_.below(2);
@@ -168,7 +168,7 @@ void Job::end_split() {
     if (split_ == nullptr) {
         return;
     }
-    const Wait wait;
+    const Wait wait(*mesh_);
     if (!split_->wait(wait.patience).failed()) {
         child_ = split_->group();
     }
@@ -179,7 +179,7 @@ void Job::end_split() {
 }
 
 void Job::differ() {
-    const Wait wait;
+    const Wait wait(*mesh_);
     std::vector<std::string> statements;
     group().hear_all(sequence_, script_.bytes(script_.size()), wait.patience, statements);
 }

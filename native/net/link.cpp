@@ -27,10 +27,32 @@ constexpr std::size_t frames_at_once = 16;
 constexpr std::size_t send_at_once = 1 << 17;  // what was just hashed is still in the cache
 constexpr std::size_t pump_at_once = 4 << 20;  // then other links have their turn
 
+// The address of one end of a TCP connection, without its port; empty if it is none.
+std::string address(int socket, int (*get_name)(int, sockaddr*, socklen_t*)) {
+    sockaddr_storage name{};
+    socklen_t size = sizeof name;
+    if (get_name(socket, reinterpret_cast<sockaddr*>(&name), &size) != 0) {
+        return {};
+    }
+    const auto bytes_of = [](const auto& part) {
+        return std::string(reinterpret_cast<const char*>(&part), sizeof part);
+    };
+    switch (name.ss_family) {
+        case AF_INET: return bytes_of(reinterpret_cast<const sockaddr_in&>(name).sin_addr);
+        case AF_INET6: return bytes_of(reinterpret_cast<const sockaddr_in6&>(name).sin6_addr);
+        default: return {};
+    }
+}
+
 }  // namespace
 
+bool is_of_one_host(int socket) {
+    const std::string mine = address(socket, ::getsockname);
+    return !mine.empty() && mine == address(socket, ::getpeername);
+}
+
 Link::Link(int socket, Bytes session, std::uint32_t source, std::uint32_t peer, std::uint64_t piece)
-    : socket_(socket), out_key_(session, source), in_key_(session, peer),
+    : socket_(socket), is_on_this_host_(is_of_one_host(socket)), out_key_(session, source), in_key_(session, peer),
       source_(source), peer_(peer), piece_(piece), staging_(staging_nbytes) {
     if (socket_ >= 0) {
         enlarge_buffers();

@@ -39,6 +39,9 @@ public:
     virtual void on_frame(int peer, const Header& header, Payload payload, bool is_void) = 0;
 };
 
+// Whether both ends of a TCP connection are on this host, by their addresses.
+bool is_of_one_host(int socket);
+
 class Link {
 public:
     enum class State {
@@ -55,6 +58,7 @@ public:
     Link& operator=(const Link&) = delete;
 
     int socket() const { return socket_; }
+    bool is_on_this_host() const { return is_on_this_host_; }
     State state() const { return state_; }
     bool is_up() const { return state_ == State::up; }
     // Why it is not up, as a clause about the other side.
@@ -120,6 +124,7 @@ private:
     void drop_outgoing();
 
     int socket_;
+    bool is_on_this_host_;
     FrameKey out_key_, in_key_;
     std::uint32_t source_, peer_;
     std::uint64_t piece_;

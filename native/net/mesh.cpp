@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -49,6 +50,20 @@ void close_in_child() {
     all_meshes().mutex.unlock();
 }
 
+// Whether all that this rank hears of the CPUs of its host comes from one rank. Where there are more, some
+// may not have sent anything for long.
+bool has_one_local_peer(const std::vector<LinkSpec>& specs) {
+    return std::count_if(specs.begin(), specs.end(), [](const LinkSpec& spec) { return is_of_one_host(spec.socket); }) <= 1;
+}
+
+std::vector<shm::Word*> pointers_to(std::vector<shm::Word>& words) {
+    std::vector<shm::Word*> pointers;
+    for (shm::Word& word : words) {
+        pointers.push_back(&word);
+    }
+    return pointers;
+}
+
 void watch_forks() {
     static const int is_watched = pthread_atfork([] { all_meshes().mutex.lock(); },
                                                  [] { all_meshes().mutex.unlock(); }, close_in_child);
@@ -59,7 +74,8 @@ void watch_forks() {
 
 Mesh::Mesh(int rank, const std::vector<LinkSpec>& specs, const MeshOptions& options)
     : reports(specs.size()), rank_(rank), options_(options), last_time_ns_(shm::now_ns()),
-      last_heard_ns_(specs.size()), sent_at_last_beat_(specs.size()) {
+      last_heard_ns_(specs.size()), sent_at_last_beat_(specs.size()), cpus_(specs.size()),
+      spins_(pointers_to(cpus_), rank, has_one_local_peer(specs)) {
     watch_forks();
     epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
     wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -239,6 +255,7 @@ void Mesh::serve(int peer) {
     }
     if (from.received_nbytes() != received) {
         last_heard_ns_[static_cast<std::size_t>(peer)] = awake_ns_;
+        see_cpu(peer);
     }
     from.flush();
     ++tick_;
@@ -247,6 +264,17 @@ void Mesh::serve(int peer) {
         if (num_sleepers_ > 0) {
             changed_.notify_all();
         }
+    }
+}
+
+// On one host it is the sender's CPU that hands a packet to the receiving socket.
+void Mesh::see_cpu(int peer) {
+    if (link(peer).is_on_this_host()) {
+        int cpu = -1;
+        socklen_t size = sizeof cpu;
+        ::getsockopt(link(peer).socket(), SOL_SOCKET, SO_INCOMING_CPU, &cpu, &size);
+        // Relaxed: a hint, which pairs with the loads in Spins.
+        cpus_[static_cast<std::size_t>(peer)].store(static_cast<std::uint32_t>(cpu + 1), std::memory_order_relaxed);
     }
 }
 

@@ -39,8 +39,7 @@ struct LinkSpec {
 
 struct MeshOptions {
     std::int64_t heartbeat_ns, silence_ns;
-    std::uint64_t piece_nbytes;    // the longest piece of a collective
-    bool has_a_core_each = false;  // whether waits may spin
+    std::uint64_t piece_nbytes;  // the longest piece of a collective
 };
 
 // Ranks on their way to be a group, as far as this process has heard.
@@ -71,7 +70,7 @@ public:
     const MeshOptions& options() const { return options_; }
     // How far ahead of their receiver the pieces of one group may be.
     std::uint64_t window_nbytes() const { return std::max<std::uint64_t>(8 << 20, 4 * options_.piece_nbytes); }
-    shm::Spins spins() const { return options_.has_a_core_each ? shm::spins_with_a_core : shm::spins_without_a_core; }
+    shm::Spins* spins() { return &spins_; }
 
     // Whether this process is a forked child of the one whose mesh this is.
     bool is_of_ancestor() const { return birth_.is_of_ancestor(); }
@@ -150,6 +149,7 @@ private:
     std::int64_t next_deadline() const;
     void pass_time(std::int64_t waited_ns);
     void serve(int peer);
+    void see_cpu(int peer);
     void run_in_background();
     void beat();
     std::vector<int> read_members(int peer, Bytes payload) const;
@@ -178,6 +178,8 @@ private:
     std::vector<std::int64_t> last_heard_ns_;  // by awake_ns_
     std::vector<std::uint64_t> sent_at_last_beat_;
     std::int64_t next_beat_ns_ = 0;
+    std::vector<shm::Word> cpus_;  // by rank, of those on this host; 0 for the others
+    shm::Spins spins_;
     std::thread background_;
 };
 

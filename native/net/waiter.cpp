@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "net/waiter.hpp"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <chrono>
 #include <utility>
 
 namespace ferrodist::net {
 namespace {
+
+using Step = shm::Spins::Step;
 
 constexpr std::int64_t ms = 1'000'000;
 
@@ -20,7 +20,6 @@ Waiter::Waiter(Mesh& mesh, Lock& lock, const Patience& patience)
     ++mesh_.num_calls_;
     const std::int64_t now = shm::now_ns();
     next_look_ns_ = now + shm::longest_sleep_ns;
-    spin_end_ns_ = now + patience_.spins.second_ns;
 }
 
 Waiter::~Waiter() {
@@ -33,7 +32,20 @@ Waiter::~Waiter() {
     }
 }
 
-void Waiter::progressed() { spin_end_ns_ = shm::now_ns() + patience_.spins.second_ns; }
+void Waiter::progressed() {
+    if (patience_.spins != shm::no_spins && start_ns_ != 0) {
+        patience_.spins->waited(shm::now_ns() - start_ns_);
+    }
+    start_ns_ = 0;
+}
+
+shm::Spins::Step Waiter::next_step(std::int64_t now) {
+    if (patience_.spins == shm::no_spins) {
+        return Step::sleep;
+    }
+    start_ns_ = start_ns_ == 0 ? now : start_ns_;
+    return patience_.spins->next(start_ns_, now);
+}
 
 bool Waiter::is_time_to_look() { return std::exchange(was_asked_, false); }
 
@@ -56,18 +68,18 @@ Ending Waiter::until_change(std::uint64_t tick) {
             --mesh_.num_sleepers_;
             continue;
         }
-        const bool spins = now < spin_end_ns_;
+        const Step step = next_step(now);
         mesh_.is_polling_ = true;
-        if (!mesh_.handle_events(spins ? 0 : static_cast<int>(rest / ms + 1), lock_)) {
+        if (!mesh_.handle_events(step == Step::sleep ? static_cast<int>(rest / ms + 1) : 0, lock_)) {
             next_look_ns_ = 0;  // a signal: the program may want to hear of it
         }
         mesh_.is_polling_ = false;
         if (mesh_.num_sleepers_ > 0) {
             mesh_.changed_.notify_all();
         }
-        if (spins && mesh_.tick_ == tick && ++num_spins_ % patience_.spins.between_yields == 0) {
+        if (step == Step::yield && mesh_.tick_ == tick) {
             lock_.unlock();
-            sched_yield();
+            patience_.spins->yield();
             lock_.lock();
         }
     }

@@ -19,19 +19,20 @@ public:
     // Waits until the tick is another one, and looks round now and then. An ending is the caller's:
     // late or interrupted.
     Ending until_change(std::uint64_t tick);
-    // What was awaited has come: spins anew.
+    // What was awaited has come: the next wait begins.
     void progressed();
     // True about every 50 ms of waiting: time for what is too slow to be asked at every change.
     bool is_time_to_look();
 
 private:
     Ending look();
+    shm::Spins::Step next_step(std::int64_t now);
 
     Mesh& mesh_;
     Lock& lock_;
     const Patience& patience_;
-    std::int64_t spin_end_ns_ = 0, next_look_ns_ = 0;
-    int num_spins_ = 0;
+    std::int64_t start_ns_ = 0;  // of the wait for what is awaited now; 0: it has not begun
+    std::int64_t next_look_ns_ = 0;
     bool was_asked_ = false;
 };
 

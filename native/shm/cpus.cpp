@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "shm/cpus.hpp"
 
-#include <sched.h>
-
-#include <bit>
-#include <cstring>
 #include <fstream>
 #include <limits>
 
@@ -19,28 +15,6 @@ std::size_t whole_cpus(long long quota, long long period) {
 }
 
 }  // namespace
-
-CpuMask allowed_cpus() {
-    CpuMask mask{};
-    cpu_set_t set;
-    static_assert(sizeof(set) == sizeof(mask));
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) {
-        std::memcpy(mask.data(), &set, sizeof(set));
-    }
-    return mask;
-}
-
-std::size_t count_union(std::span<const CpuMask> masks) {
-    std::size_t count = 0;
-    for (std::size_t word = 0; word < CpuMask{}.size(); ++word) {
-        std::uint64_t bits = 0;
-        for (const CpuMask& mask : masks) {
-            bits |= mask[word];
-        }
-        count += static_cast<std::size_t>(std::popcount(bits));
-    }
-    return count;
-}
 
 std::size_t container_cpus() {
     long long quota = 0, period = 0;

@@ -46,6 +46,7 @@ Group::~Group() {
 
 void Group::publish() {
     Slot& mine = slot(rank_);
+    world_->spins().show_cpu();
     // Pairs with has_come, and, being seq_cst, with the sleeper's look at the tick in wait_until.
     mine.tick.store(round_ + 1, std::memory_order_seq_cst);
     // Pairs with the sleeper's fetch_add in wait_until.

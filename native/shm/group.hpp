@@ -50,7 +50,7 @@ public:
     const Peer& peer(int rank) const { return world_->peer(world_rank(rank)); }
     const GroupLayout& layout() const { return layout_; }
     RankWords& words(int rank) const { return layout_.words(static_cast<std::size_t>(rank)); }
-    Spins spins() const { return world_->has_a_core_each() ? spins_with_a_core : spins_without_a_core; }
+    Spins* spins() const { return &world_->spins(); }
 
     // -- rounds: one thread at a time -----------------------------------------------------------
 

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Waiting for a word that another process will write: spin, yield, then sleep and look round.
+// Waiting for a word that another process will write: spin, then sleep and look round.
 #pragma once
-
-#include <sched.h>
 
 #include <algorithm>
 #include <cstdint>
 
 #include "shm/futex.hpp"
+#include "shm/spins.hpp"
 
 namespace ferrodist::shm {
 
@@ -43,24 +42,11 @@ public:
     virtual bool look() { return true; }
 };
 
-// How long a wait spins before it sleeps. Waking a process takes up to 100 us, and whoever is woken
-// late makes the others wait: unless they spin for longer than that, all of them sleep in every round
-// from then on. Now and then a wait offers its core to others, of whom one may be who is waited for.
-struct Spins {
-    int first = 0;               // before letting go of anything
-    std::int64_t second_ns = 0;  // after that
-    int between_yields = 0;
-};
-
-constexpr Spins spins_with_a_core{48, 300'000, 16};
-constexpr Spins spins_without_a_core{8, 60'000, 2};
-constexpr Spins no_spins{};
-
 // How one call waits.
 struct Patience {
     Watch* watch;
     mutable std::int64_t deadline_ns = 0;  // on the clock of now_ns; 0: none
-    Spins spins;
+    Spins* spins = no_spins;  // null: sleeps at once
     std::uint64_t sequence = 0;
     std::int64_t timeout_ns = 0;  // sets the deadline when a wait first takes a while; 0: given
 
@@ -74,6 +60,8 @@ struct Patience {
     bool is_late() const { return deadline_ns != 0 && now_ns() >= deadline_ns; }
 };
 
+constexpr int spins_with_locks = 48;     // before letting go of anything: about a microsecond
+constexpr int spins_between_looks = 16;  // at the clock and at the cores of others
 constexpr std::int64_t longest_sleep_ns = 50'000'000;
 
 inline std::int64_t sleep_limit(const Patience& patience) {
@@ -97,15 +85,28 @@ Ending wait_until(const Word& word, Word& sleepers, const Patience& patience, Is
         }
         return is_ready();
     };
-    if (spin(patience.spins.first)) {
+    Spins* const spins = patience.spins;
+    if (spin(spins == no_spins ? 0 : spins_with_locks)) {
         return {};
     }
     lookout.begin();
-    if (patience.spins.second_ns > 0) {
-        for (const std::int64_t end = now_ns() + patience.spins.second_ns; now_ns() < end; sched_yield()) {
-            if (spin(patience.spins.between_yields)) {
-                return {};
-            }
+    const std::int64_t start = now_ns();
+    const auto end = [&] {
+        if (spins != no_spins) {
+            spins->waited(now_ns() - start);
+        }
+        return Ending{};
+    };
+    while (spins != no_spins) {
+        const Spins::Step step = spins->next(start, now_ns());
+        if (step == Spins::Step::sleep) {
+            break;
+        }
+        if (step == Spins::Step::yield) {
+            spins->yield();
+        }
+        if (spin(step == Spins::Step::yield ? 0 : spins_between_looks)) {
+            return end();
         }
     }
     if (const Ending ending = lookout.glance(); ending.failed()) {
@@ -121,7 +122,7 @@ Ending wait_until(const Word& word, Word& sleepers, const Patience& patience, Is
         }
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (is_ready()) {
-            return {};
+            return end();
         }
         if (const Ending ending = lookout.look(); ending.failed()) {
             return ending;

@@ -15,22 +15,29 @@ std::shared_ptr<Arena> make_arena(std::size_t first_block_nbytes, std::size_t nb
     if (first_block_nbytes > 0) {
         arena->allocate(first_block_nbytes);  // the lowest gap: begins at first_block
     }
-    auto* header = new (arena->base()) ArenaHeader{};
-    header->cpus = allowed_cpus();
+    new (arena->base()) ArenaHeader{};
     return arena;
 }
 
-World::World(int rank, std::shared_ptr<Arena> arena, std::vector<Peer> peers,
-             std::int64_t heartbeat_ns, std::int64_t silence_ns)
-    : rank_(rank), arena_(std::move(arena)), peers_(std::move(peers)), silence_ns_(silence_ns) {
-    std::vector<CpuMask> masks;
-    for (const Peer& peer : peers_) {
+namespace {
+
+std::vector<Word*> cpus_of(const std::vector<Peer>& peers) {
+    std::vector<Word*> cpus;
+    for (const Peer& peer : peers) {
         if (peer.nbytes < sizeof(ArenaHeader)) {
             throw std::runtime_error("an arena is too small to be one");
         }
-        masks.push_back(peer.header().cpus);
+        cpus.push_back(&peer.header().cpu);
     }
-    has_a_core_each_ = std::min(count_union(masks), container_cpus()) >= peers_.size();
+    return cpus;
+}
+
+}  // namespace
+
+World::World(int rank, std::shared_ptr<Arena> arena, std::vector<Peer> peers,
+             std::int64_t heartbeat_ns, std::int64_t silence_ns)
+    : rank_(rank), arena_(std::move(arena)), peers_(std::move(peers)), silence_ns_(silence_ns),
+      spins_(cpus_of(peers_), rank) {
     progress_ = std::make_unique<Progress>(*this);
     if (peers_.size() > 1) {
         start_beating(peer(rank_).header().beat, heartbeat_ns);

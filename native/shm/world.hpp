@@ -13,10 +13,10 @@
 
 #include "shm/arena.hpp"
 #include "shm/bell.hpp"
-#include "shm/cpus.hpp"
 #include "shm/futex.hpp"
 #include "shm/heartbeat.hpp"
 #include "shm/shared_text.hpp"
+#include "shm/spins.hpp"
 
 namespace ferrodist::shm {
 
@@ -36,12 +36,12 @@ struct Invitation {
 struct ArenaHeader {
     static constexpr std::size_t num_invitations = 256;
 
-    CpuMask cpus;
     Beat beat;
     SharedText<1024> report;  // what the process is waiting in, while it is
     Word invitations_changed;
     Word sleepers;
-    alignas(128) Bell doorbell;  // of the process: rung for all that concerns its messages
+    alignas(2 * 64) Word cpu;  // where the process was last seen: see Spins; seldom written, often read
+    alignas(2 * 64) Bell doorbell;  // of the process: rung for all that concerns its messages
     Invitation invitations[num_invitations];
 };
 
@@ -82,7 +82,7 @@ public:
     const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
     // Whether this is a forked child's copy of its parent's.
     bool is_of_ancestor() const { return birth_.is_of_ancestor(); }
-    bool has_a_core_each() const { return has_a_core_each_; }
+    Spins& spins() { return spins_; }
     std::int64_t silence_ns() const { return silence_ns_; }
 
     // Tells whether a process is gone, without waiting.
@@ -122,7 +122,7 @@ private:
     std::shared_ptr<Arena> arena_;
     std::vector<Peer> peers_;
     std::int64_t silence_ns_;
-    bool has_a_core_each_;
+    Spins spins_;
     std::mutex mutex_;
     std::vector<Remains> remains_;
     std::unique_ptr<Progress> progress_;

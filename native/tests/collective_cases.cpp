@@ -259,7 +259,7 @@ public:
         task_.nbytes = one_.count * sizeof(T);
         task_.fingerprint = one_.salt;
         CountingWatch watch;
-        const shm::Ending ending = shm::run(group_, task_, patience_of(watch, sequence));
+        const shm::Ending ending = shm::run(group_, task_, patience_of(watch, sequence, very_long, group_.spins()));
         check(ending);
         return ending;
     }

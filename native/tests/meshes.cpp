@@ -122,7 +122,7 @@ Buffer buffer_of(std::string_view text) {
 std::string text_of(const Buffer& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
 shm::Ending trade(net::Group& group, const Trade& what, std::int64_t timeout_ns) {
-    const Wait wait(timeout_ns);
+    const Wait wait(timeout_ns, group.mesh().spins());
     const net::Task task{nullptr, nullptr, false, what.sequence, what.fingerprint};
     return net::exchange(group, 1, what.to, what.out, what.from, what.in.data(), what.in.size(), task, wait.patience);
 }

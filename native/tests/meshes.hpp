@@ -79,8 +79,8 @@ std::string text_of(const Buffer& bytes);
 // A wait of so long.
 class Wait {
 public:
-    explicit Wait(std::int64_t timeout_ns = very_long)
-        : patience{&watch_, shm::now_ns() + timeout_ns, shm::spins_without_a_core} {}
+    explicit Wait(std::int64_t timeout_ns = very_long, shm::Spins* spins = shm::no_spins)
+        : patience{&watch_, shm::now_ns() + timeout_ns, spins} {}
 
 private:
     shm::Watch watch_;

@@ -23,8 +23,8 @@ std::ostream& operator<<(std::ostream& stream, Outcome outcome) {
 
 namespace ferrodist::tests {
 
-shm::Patience patience_of(shm::Watch& watch, std::uint64_t sequence, std::int64_t timeout_ns) {
-    return {&watch, shm::now_ns() + timeout_ns, shm::spins_without_a_core, sequence};
+shm::Patience patience_of(shm::Watch& watch, std::uint64_t sequence, std::int64_t timeout_ns, shm::Spins* spins) {
+    return {&watch, shm::now_ns() + timeout_ns, spins, sequence};
 }
 
 shm::Ending meet_all(shm::Group& group, std::uint64_t sequence, std::int64_t timeout_ns,
@@ -32,11 +32,11 @@ shm::Ending meet_all(shm::Group& group, std::uint64_t sequence, std::int64_t tim
     CountingWatch watch;
     shm::Task task{shm::Kind::barrier};
     task.fingerprint = fingerprint;
-    return shm::run(group, task, patience_of(watch, sequence, timeout_ns));
+    return shm::run(group, task, patience_of(watch, sequence, timeout_ns, group.spins()));
 }
 
 shm::Ending meet_all(shm::Group& group, std::uint64_t sequence, shm::Watch& watch) {
-    return shm::run(group, shm::Task{shm::Kind::barrier}, patience_of(watch, sequence));
+    return shm::run(group, shm::Task{shm::Kind::barrier}, patience_of(watch, sequence, very_long, group.spins()));
 }
 
 void run_threads(int count, const std::function<void(int)>& work) {

@@ -69,7 +69,8 @@ public:
     }
 };
 
-shm::Patience patience_of(shm::Watch& watch, std::uint64_t sequence, std::int64_t timeout_ns = very_long);
+shm::Patience patience_of(shm::Watch& watch, std::uint64_t sequence, std::int64_t timeout_ns = very_long,
+                          shm::Spins* spins = shm::no_spins);
 
 // A collective without data. Ranks that give different fingerprints disagree.
 shm::Ending meet_all(shm::Group& group, std::uint64_t sequence, std::int64_t timeout_ns = very_long,

@@ -49,7 +49,7 @@ inline Posted irecv(core::Messages& messages, int peer, std::uint32_t tag, Buffe
 inline core::Status wait_for(core::Messages& messages, core::Request& request, std::int64_t timeout_ns = very_long,
                              bool holds_caller = true) {
     shm::Watch watch;
-    const shm::Patience options{&watch, shm::now_ns() + timeout_ns, shm::spins_without_a_core};
+    const shm::Patience options{&watch, shm::now_ns() + timeout_ns, shm::no_spins};
     const core::Status status = messages.wait(request, options, holds_caller);
     return status.failed() ? status : request.status();
 }

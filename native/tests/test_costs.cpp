@@ -176,7 +176,8 @@ TEST(a_call_allocates_nothing_when_it_is_not_the_first) {
                         task.nbytes = nbytes;
                         CountingWatch watch;
                         const std::size_t before = num_news;
-                        CHECK(!shm::run(group, task, patience_of(watch, ++sequence)).failed());
+                        const auto patience = patience_of(watch, ++sequence, very_long, group.spins());
+                        CHECK(!shm::run(group, task, patience).failed());
                         if (round > 0 && watch.num_looks == 0) {  // a wait of 50 ms makes a list
                             ++num_counted;
                             CHECK_EQUAL(num_news - before, 0u);

@@ -18,7 +18,7 @@ std::uint64_t said(int rank, std::uint64_t round) {
 // Meets `count` times. Some ranks dawdle, so that now one and now another is the last.
 void meet_often(shm::Group& group, std::size_t count) {
     CountingWatch watch;
-    const shm::Patience patience = patience_of(watch, 1);
+    const shm::Patience patience = patience_of(watch, 1, very_long, group.spins());
     const shm::Patience hasty{&watch, patience.deadline_ns, shm::no_spins, 1};
     std::mt19937 random(static_cast<unsigned>(group.rank()));
     for (std::uint64_t round = 0; round < count; ++round) {
@@ -82,7 +82,7 @@ TEST(a_stage_keeps_what_others_may_still_read) {
         Host host(world);
         host.run([](shm::Group& group) {
             CountingWatch watch;
-            const shm::Patience patience = patience_of(watch, 1);
+            const shm::Patience patience = patience_of(watch, 1, very_long, group.spins());
             std::mt19937 random(7);
             for (std::uint64_t round = 0; round < times(5000); ++round) {
                 const std::size_t most = random() % 2 == 0 ? shm::Group::stage_nbytes : 100'000;

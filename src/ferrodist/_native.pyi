@@ -159,10 +159,6 @@ class World:
         """Free what is left of groups that all have left."""
 
     @property
-    def has_a_core_each(self) -> bool:
-        """Whether there is a core for every rank."""
-
-    @property
     def sent_nbytes(self) -> int:
         """Bytes this process has shown to others."""
 
@@ -387,7 +383,6 @@ class Mesh:
         heartbeat: float,
         silence: float,
         piece_nbytes: int,
-        has_a_core_each: bool,
     ) -> None: ...
     def first_group(self) -> TcpGroup:
         """Make the group of all."""

@@ -8,12 +8,10 @@ have met, because a difference would look like damage later.
 from __future__ import annotations
 
 import json
-import os
 import select
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ferrodist import _native
 from ferrodist.backends.deaths import Deaths
 from ferrodist.backends.verdict import Departure, died
 from ferrodist.buffer import Buffer, DType
@@ -67,12 +65,6 @@ def _is_readable(file: int) -> bool:
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def has_a_core_each(neighbours: Sequence[Neighbour], rank: int) -> bool:
-    """Tell whether the ranks of this host have a core each, so that waits may spin."""
-    local = sum(neighbour.host == neighbours[rank].host for neighbour in neighbours)
-    return local <= min(len(os.sched_getaffinity(0)), _native.container_cpus())
 
 
 def check_settings(backend: TcpBackend) -> None:

@@ -18,7 +18,7 @@ from typing import Self
 
 from ferrodist import _native
 from ferrodist.backends import verdict
-from ferrodist.backends.neighbours import NeighbourDeaths, check_settings, has_a_core_each
+from ferrodist.backends.neighbours import NeighbourDeaths, check_settings
 from ferrodist.backends.planner import Planner, walk_plan
 from ferrodist.backends.process_backend import ProcessBackend
 from ferrodist.backends.process_texts import CallDescriptor, pack_descriptor, unpack_descriptor
@@ -79,7 +79,6 @@ class TcpBackend(ProcessBackend):
             config.heartbeat,
             config.silence,
             config.piece_nbytes,
-            has_a_core_each(neighbours, job.rank),
         )
         ranks, deaths = tuple(range(job.world_size)), NeighbourDeaths(job, neighbours)
         made = cls(mesh, mesh.first_group(), ranks, job.rank, config, neighbours, deaths)

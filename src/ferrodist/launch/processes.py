@@ -138,7 +138,7 @@ class Crew:
         attempt: Attempt = FIRST_ATTEMPT,
         *,
         part: Part | None = None,
-        binds: bool = True,
+        binds: bool = False,
     ) -> None:
         self._part = Part.whole(len(orders)) if part is None else part
         self._selector = selectors.DefaultSelector()

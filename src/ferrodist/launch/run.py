@@ -61,8 +61,8 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
 )  # fmt: skip
 @click.option("--keep-survivors", is_flag=True, help="Let the others go on as long as they like.")
 @click.option(
-    "--bind", type=click.Choice(["cores", "none"]), default="cores", show_default=True,
-    help="Give each rank cores of its own, if there are enough.",
+    "--bind", type=click.Choice(["cores", "none"]), default="none", show_default=True,
+    help="cores: bind each rank to cores of its own, if there are enough.",
 )  # fmt: skip
 @log_options
 @host_options

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     most_restarts: int = 0
     grace: float = 5.0
     keeps_survivors: bool = False
-    binds: bool = True
+    binds: bool = False
     only_attempt: int | None = None
 
     @property
