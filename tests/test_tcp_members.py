@@ -60,7 +60,7 @@ class Impostor:
         """Answer to the settings of rank 0, and wait until it has heard it, or is gone."""
         header = pack_array_header(DType.UINT8, (_SETTINGS_NBYTES,))
         letter = struct.pack("<H", len(header)) + header + words.ljust(_SETTINGS_NBYTES, b"\0")
-        answer = self.frame("letter", letter, tag=_SETTINGS_TAG)
+        answer = self.frame("eager", letter, tag=_SETTINGS_TAG)
         self.socket.sendall(answer)
         with contextlib.suppress(ConnectionError):
             for _ in range(2):  # its settings, and that nobody has others
@@ -86,7 +86,7 @@ UNBELIEVABLE: dict[str, Nonsense] = {
     "another's number": lambda one: [one.frame("heartbeat", source=0)],
     "sign of life with a payload": lambda one: [one.frame("heartbeat", bytes(8))],
     "piece beyond the limit": lambda one: [one.frame("data", bytes(MEGABYTE), sequence=1)[:72]],
-    "letter beyond the limit": lambda one: [one.frame("letter", bytes(70_000))[:72]],
+    "eager message beyond the limit": lambda one: [one.frame("eager", bytes(70_000))[:72]],
     "statement beyond the limit": lambda one: [one.frame("statement", bytes(17 << 20))[:72]],
     "verdict beyond the limit": lambda one: [one.frame("verdict", bytes(70_000))[:72]],
     "no frame": lambda one: [b"GET / HTTP/1.1\r\n\r\n" * 8],
@@ -118,16 +118,16 @@ SENSELESS: dict[str, Nonsense] = {
         one.frame("join", struct.pack("<3i", -1, 1, 1 << 30), group=7)
     ],
     "array of overflowing shape": lambda one: [
-        one.frame("letter", struct.pack("<H", 18) + bytes([8, 2]) + MATRIX + bytes(24))
+        one.frame("eager", struct.pack("<H", 18) + bytes([8, 2]) + MATRIX + bytes(24))
     ],
     "array of a negative shape": lambda one: [
-        one.frame("letter", struct.pack("<H", 10) + bytes([8, 1]) + struct.pack("<q", -3))
+        one.frame("eager", struct.pack("<H", 10) + bytes([8, 1]) + struct.pack("<q", -3))
     ],
-    "header longer than its message": lambda one: [one.frame("letter", b"\xff\xff" + bytes(9))],
+    "header longer than its message": lambda one: [one.frame("eager", b"\xff\xff" + bytes(9))],
     "offer of all memory": lambda one: [
-        one.frame("offer", bytes(20), sequence=1, fingerprint=(1 << 64) - 1)
+        one.frame("rts", bytes(20), sequence=1, fingerprint=(1 << 64) - 1)
     ],
-    "content nobody waits for": lambda one: [one.frame("content", bytes(4096), sequence=77)],
+    "data nobody waits for": lambda one: [one.frame("bulk", bytes(4096), sequence=77)],
     "credit for what was never sent": lambda one: [one.frame("credit", sequence=(1 << 64) - 1)],
     "piece of the far future": lambda one: [one.frame("data", bytes(8), sequence=(1 << 64) - 1)],
 }
@@ -164,7 +164,7 @@ def random_nonsense(seed: int) -> Nonsense:
     numbers = [0, 1, 1, 2, 24, 1 << 63, (1 << 64) - 1]
     drawn = [
         (
-            rng.choice([*KINDS, "data", "letter", "verdict", "statement"]),
+            rng.choice([*KINDS, "data", "eager", "verdict", "statement"]),
             rng.choice([*words, rng.randbytes(rng.randrange(80))]),
             {"sequence": rng.choice(numbers), "fingerprint": rng.choice(numbers)},
         )
@@ -352,7 +352,7 @@ def test_a_rank_without_memory_for_a_message_says_so_and_others_are_told(start_t
             pipe.send("sent")
         return error_and_time(ferrodist.barrier, backend)[0]
 
-    with start_tcp_job(3, body) as job:
+    with start_tcp_job(3, body, FERRODIST_UNEXPECTED_NBYTES=str(1 << 30)) as job:
         assert job[1].hear() == "ready"
         job[0].tell()
         assert job[0].hear() == "sent"

@@ -19,9 +19,8 @@
 // it; nobody waits with it held. Progress is made by everybody who waits, for all requests of the process,
 // and while nobody waits by one thread of the transport, asleep until something comes.
 //
-// A request fails when its deadline has passed, its peer is gone or silent, its group has an error, or
-// this rank has left: check() finds that, and every wait calls it now and then. All of that concerns this
-// one call only. A wait that runs out, on the other hand, leaves its request in flight.
+// A request fails when its deadline has passed, its peer is gone or silent, or its group has an error:
+// check() finds that, and every wait calls it now and then. All of that concerns this one call only. A wait that runs out, on the other hand, leaves its request in flight.
 #pragma once
 
 #include <cstddef>

@@ -262,7 +262,6 @@ void Group::leave(std::string_view departure, std::uint64_t after) {
         return;
     }
     peer_of(rank_).has_left = true;
-    messages_.end_all();
     send_to_all({.kind = FrameKind::left, .sequence = after}, bytes_of(departure));
     mesh_->remove(id_, this);
     mesh_->changed();

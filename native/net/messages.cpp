@@ -216,9 +216,6 @@ void Messages::count_received(int peer, std::uint64_t nbytes) {
 void Messages::count_receives(int change) { group_.count_receives(change); }
 
 core::Status Messages::group_error() const {
-    if (group_.has_left(group_.rank())) {
-        return {Outcome::given_up};
-    }
     return {group_.find_verdict(0) != nullptr ? Outcome::verdict : Outcome::done};
 }
 
