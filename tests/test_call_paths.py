@@ -364,3 +364,63 @@ def test_at_most_four_python_calls_lead_to_native_code(start):
 
     with start(2, body) as job:
         assert max(job.results()) <= 4
+
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+def trees(rank: int) -> dict[str, Any]:
+    """Make trees of every shape; what the fast path takes of them is small and of one dtype."""
+    import torch
+
+    x, t = np.arange(6.0).reshape(2, 3) + rank, torch.full((2,), float(rank))
+    return {
+        "dict": {"b": x, "a": np.float64(rank), "c": x[:, ::2]},
+        "list": [x, x[:0], rank + 0.5],
+        "nested": ({"k": [x, (x,)]}, [{"q'": x}]),
+        "tensors": [t, torch.nn.Parameter(t), {"x": t[:1]}],
+    }
+
+
+def compare_trees(backend: Any) -> list[Any]:
+    wrong = []
+    for number, (name, tree) in enumerate(trees(backend.rank).items()):
+        for call, options in (("allreduce", {"op": ReduceOp.MAX}), ("broadcast", {"root": 1})):
+            ferrodist.broadcast(tree, backend)  # lets the types of its arrays be registered
+            usual = make_call("general", call, backend, tree, **options)
+            mixed = "fast" if (number + backend.rank) % 2 else "general"
+            for path in ("fast", mixed):
+                found = make_call(path, call, backend, tree, **options)
+                if describe_tree(found) != describe_tree(usual):
+                    wrong.append((name, call, found, usual))
+    return wrong
+
+
+def describe_tree(x: Any) -> Any:
+    if isinstance(x, dict):
+        return [(key, describe_tree(value)) for key, value in x.items()]
+    if isinstance(x, (list, tuple)):
+        return type(x), [describe_tree(value) for value in x]
+    return described(x)
+
+
+def test_both_paths_give_the_same_trees(start):
+    with start(3, lambda backend, pipe: compare_trees(backend)) as job:
+        assert job.results() == [[], [], []]
+
+
+def test_a_difference_between_trees_is_told_in_the_same_words_on_both_paths(start):
+    def body(backend, pipe):
+        x, texts = np.ones(3), set()
+        for path in ("general", "fast"):
+            tree = {"a": x, "b": x if backend.rank else x[:2]}
+            with pytest.raises(ferrodist.SizeMismatch) as caught:
+                make_call(path, "allreduce", backend, tree)
+            texts.add(str(caught.value).replace(f"#{caught.value.sequence}:", "#:"))
+        return texts
+
+    with start(2, body) as job:
+        first, second = job.results()
+    assert first == second
+    assert len(first) == 1
+    assert "['b']: float64[2]" in first.pop()

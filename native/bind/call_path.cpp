@@ -11,6 +11,7 @@
 #include <chrono>
 #include <memory>
 
+#include "bind/tree.hpp"
 #include "core/completions.hpp"
 #include "net/walker.hpp"
 
@@ -263,6 +264,36 @@ PyObject* scatter(Group& group, CollectiveCall& call, Arguments args, const Plac
     return call.out.finish(args[arg_x]).release().ptr();
 }
 
+// -- trees: small arrays travel as one -----------------------------------------------------------
+
+template <class Group>
+PyObject* call_tree(Group& group, Arguments args, const Place& place) {
+    CollectiveCall call;
+    Tree tree;
+    if (args[arg_out] != Py_None || !call.read_options(args, place) ||
+        (call.kind != Kind::allreduce && call.kind != Kind::broadcast) || !tree.read(args[arg_x], group.fuse_nbytes) ||
+        (call.op >= 0 && (!can_fold(tree.dtype(), static_cast<Op>(call.op)) || tree.has_integers())) ||
+        !tree.make_results()) {
+        return decline();
+    }
+    Fingerprint hash = begin_fingerprint(call.kind, call.op, call.root, group.reproducible);
+    tree.add_to(hash);
+    const std::byte* const packed = tree.pack();
+    const Collective one{call.kind,     tree.dtype(), call.op < 0 ? Op::sum : static_cast<Op>(call.op),
+                         std::max(call.root, 0), packed, tree.output(), tree.nbytes(), false, hash.value()};
+    const auto plan = plan_for(group, one, args);
+    const std::uint64_t ticket = group.tickets.try_take();
+    if (ticket == 0) {
+        return decline();
+    }
+    FastCall<Group> running(group, args, call, ticket);
+    if (!running.run_collective(one, plan)) {
+        return running.fail();
+    }
+    running.end();
+    return tree.finish().release().ptr();
+}
+
 template <class Group>
 PyObject* call_collective(PyObject* self, Arguments args, Py_ssize_t) {
     Group& group = *nb::inst_ptr<Group>(self);
@@ -270,6 +301,9 @@ PyObject* call_collective(PyObject* self, Arguments args, Py_ssize_t) {
         return decline();
     }
     const Place place{group.group->size(), group.group->rank(), group.reproducible};
+    if (Tree::is_one(args[arg_x])) {
+        return call_tree(group, args, place);
+    }
     CollectiveCall call;
     if (!call.read(args, place)) {
         return decline();

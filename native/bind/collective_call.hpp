@@ -43,6 +43,9 @@ public:
     // the call takes the general path, which says what is wrong if something is.
     bool read(Arguments args, const Place& place);
 
+    // Reads only kind, op and root.
+    bool read_options(Arguments args, const Place& place);
+
     // The only collective of the call; not of scatter, which needs two.
     Collective collective() const;
 
@@ -54,7 +57,6 @@ public:
     std::uint64_t fingerprint = 0;
 
 private:
-    bool read_options(Arguments args, const Place& place);
     bool read_output(Arguments args, const Place& place);
     bool find_result_shape(int world);
     bool is_number_in_range(int world) const;

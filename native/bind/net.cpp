@@ -159,6 +159,7 @@ void add_settings(nb::class_<TcpGroup>& group) {
                      "Whether it shows elsewhere if a rank that died is still needed.")
         .def_rw("is_open", &TcpGroup::is_open, "Whether calls may be made.")
         .def_rw("reproducible", &TcpGroup::reproducible, "What calls are fingerprinted with.")
+        .def_rw("fuse_nbytes", &TcpGroup::fuse_nbytes, "Up to which size arrays of a tree travel together.")
         .def_rw("timeout_ns", &TcpGroup::timeout_ns, "How long a call may wait; 0 is for ever.");
 }
 

@@ -228,6 +228,7 @@ void add_group(nb::module_& module) {
         }, "End the thread that runs calls in flight; it begins none any more.")
         .def_rw("is_open", &SharedGroup::is_open, "Whether calls may be made without asking Python.")
         .def_rw("reproducible", &SharedGroup::reproducible, "What calls are fingerprinted with.")
+        .def_rw("fuse_nbytes", &SharedGroup::fuse_nbytes, "Up to which size arrays of a tree travel together.")
         .def_rw("timeout_ns", &SharedGroup::timeout_ns, "How long a call may wait; 0 is for ever.")
         .def("missing", &missing, "List the ranks that have not come to the current round.")
         .def("last_call", &last_call, "rank"_a, "Return sequence and kind of a rank's last call.")

@@ -317,6 +317,12 @@ class SharedGroup:
     @reproducible.setter
     def reproducible(self, value: bool) -> None: ...
     @property
+    def fuse_nbytes(self) -> int:
+        """Up to which size arrays of a tree travel together."""
+
+    @fuse_nbytes.setter
+    def fuse_nbytes(self, value: int) -> None: ...
+    @property
     def timeout_ns(self) -> int:
         """How long a call may wait; 0 is for ever."""
 
@@ -581,6 +587,12 @@ class TcpGroup:
 
     @reproducible.setter
     def reproducible(self, value: bool) -> None: ...
+    @property
+    def fuse_nbytes(self) -> int:
+        """Up to which size arrays of a tree travel together."""
+
+    @fuse_nbytes.setter
+    def fuse_nbytes(self, value: int) -> None: ...
     @property
     def timeout_ns(self) -> int:
         """How long a call may wait; 0 is for ever."""

@@ -47,6 +47,7 @@ class NativeGroup(Protocol):
     is_open: bool
     reproducible: bool
     timeout_ns: int
+    fuse_nbytes: int
 
     # -- messages -------------------------------------------------------------------------------
 

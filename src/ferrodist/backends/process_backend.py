@@ -130,6 +130,7 @@ class ProcessBackend(MessagingBackend):
         is_limited = timeout is not None and timeout < _FOR_EVER
         group.timeout_ns = max(1, int(timeout * 1e9)) if timeout and is_limited else 0
         group.reproducible = self._reproducible
+        group.fuse_nbytes = self.config.fuse_nbytes
         group.is_open = not self._is_closed
 
     # -- messages -------------------------------------------------------------------------------

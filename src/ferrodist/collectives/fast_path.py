@@ -12,6 +12,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist import _native
+from ferrodist.arrays import flatten, take
 from ferrodist.backends.base import Backend
 from ferrodist.backends.default import current_backend
 from ferrodist.backends.request_work import RequestWork, new_token
@@ -19,6 +20,7 @@ from ferrodist.backends.running_call import RunningCall
 from ferrodist.backends.status import Status
 from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, Site, caller_site
+from ferrodist.collectives.request import leaf_of
 from ferrodist.deadline import Deadline
 from ferrodist.reduce_op import ReduceOp
 
@@ -104,7 +106,7 @@ def _on_error(
     """
     call = Call(
         Kind(kind),
-        () if shape is None else (Leaf("", DType(dtype), shape),),
+        _leaves_of(x) if shape is None else (Leaf("", DType(dtype), shape),),
         op=None if op < 0 else ReduceOp(op),
         root=None if root < 0 else root,
         reproducible=backend.reproducible,
@@ -123,6 +125,11 @@ def _on_error(
             refuse_part(running, root, part, x, out)
         raise backend.failure_of(running, Status(status, failed_rank, error))
     raise AssertionError("a call that failed has no error")
+
+
+def _leaves_of(x: Any) -> tuple[Leaf, ...]:
+    """Describe the arrays of a tree; nothing where there is none."""
+    return () if x is None else tuple(leaf_of(take(leaf), path) for path, leaf in flatten(x)[0])
 
 
 def _make_plan(
