@@ -326,7 +326,9 @@ void Messages::start_stream(Request& send, Ring& ring) {
     ring.stream->filled.store(0, std::memory_order_relaxed);
     ring.stream->emptied.store(0, std::memory_order_relaxed);
     ring.stream->stage.store(Stream::active, std::memory_order_relaxed);
-    const DataPlace where{ring.offset, place.value_or(0)};
+    const DataPlace where{ring.offset, place.value_or(0), ring.next_piece};
+    data->first_piece = ring.next_piece;
+    ring.next_piece = (ring.next_piece + count_pieces(send.nbytes)) % Stream::num_pieces;
     try {
         append(send.peer, Record::data, send.number, 0, {}, std::as_bytes(std::span(&where, 1)));
     } catch (...) {
@@ -348,7 +350,7 @@ bool Messages::fill(Request& send) {
         if (data.num_filled - emptied >= Stream::num_pieces) {
             return false;
         }
-        const Piece piece(send.nbytes, data.num_filled);
+        const Piece piece(send.nbytes, data.num_filled, data.first_piece);
         std::byte* const ring = group_.world().arena().base() + data.ring.offset + Stream::ring_start;
         copy_bytes(ring + piece.place, send.source + piece.start, piece.nbytes);
         // Pairs with the receiver's load in empty; seq_cst for the doorbell.
@@ -389,6 +391,7 @@ void Messages::on_data(int peer, const Message& message) {
     auto data = std::make_unique<ReceiveData>();
     data->stream = stream;
     data->is_in_arena = where.payload != 0;
+    data->first_piece = static_cast<std::uint32_t>(where.first_piece % Stream::num_pieces);
     data->source = data->is_in_arena
                        ? theirs.at(where.payload, receive->nbytes)
                        : theirs.at(where.stream + Stream::ring_start, Stream::ring_nbytes);
@@ -417,7 +420,7 @@ bool Messages::empty(Request& receive) {
             match_again(receive);
             return true;
         }
-        const Piece piece(receive.nbytes, data.num_emptied);
+        const Piece piece(receive.nbytes, data.num_emptied, data.first_piece);
         copy_bytes(receive.target + piece.start, data.source + piece.place, piece.nbytes);
         ++data.num_emptied;
     }

@@ -73,18 +73,19 @@ private:
         std::size_t offset;
         Stream* stream;
         bool is_out = false;  // a send goes through it
+        std::uint32_t next_piece = 0;
     };
     struct SendData final : core::Transfer {
         explicit SendData(Ring& its_ring) : ring(its_ring) {}
         Ring& ring;
         bool is_in_arena = false;
-        std::uint32_t num_filled = 0;
+        std::uint32_t num_filled = 0, first_piece = 0;
     };
     struct ReceiveData final : core::Transfer {
         Stream* stream = nullptr;
         const std::byte* source = nullptr;
         bool is_in_arena = false;
-        std::uint32_t num_emptied = 0;
+        std::uint32_t num_emptied = 0, first_piece = 0;
     };
     // An eager message that is copied out while it is still being copied in.
     struct Partial {

@@ -21,7 +21,7 @@ struct alignas(2 * line) Stream {
 
     static constexpr std::uint32_t over = ~std::uint32_t{0};
     static constexpr std::size_t piece_nbytes = 64 * 1024;
-    static constexpr std::uint32_t num_pieces = 8;
+    static constexpr std::uint32_t num_pieces = 32;
     static constexpr std::size_t ring_nbytes = num_pieces * piece_nbytes;
     static constexpr std::size_t ring_start = 4096;  // behind the stream
 
@@ -44,14 +44,17 @@ struct alignas(2 * line) Stream {
 struct DataPlace {
     std::uint64_t stream;
     std::uint64_t payload;  // 0: it goes through the ring
+    // The piece of the ring it begins with: behind the message before, for lines that are still in the
+    // receiver's cache are slow to write.
+    std::uint64_t first_piece;
 };
 
 // A piece of a payload, and where it lies in the ring.
 struct Piece {
-    Piece(std::size_t nbytes_in_all, std::uint32_t index)
+    Piece(std::size_t nbytes_in_all, std::uint32_t index, std::uint32_t first)
         : start(index * Stream::piece_nbytes),
           nbytes(std::min(Stream::piece_nbytes, nbytes_in_all - start)),
-          place(index % Stream::num_pieces * Stream::piece_nbytes) {}
+          place((first + index) % Stream::num_pieces * Stream::piece_nbytes) {}
 
     std::size_t start, nbytes, place;
 };
