@@ -206,6 +206,7 @@ bool Messages::read_one(int peer, const Message& message) {
             return true;
         case Record::withdraw:
             on_withdraw(peer, message.number);
+            std::erase(at(peer).given_up, message.number);
             return true;
         default:
             at(peer).is_corrupt = true;
@@ -254,8 +255,9 @@ bool Messages::go_on(int peer, const Message& message) {
 
 bool Messages::advance() {
     bool has_moved = false;
-    for (int peer = 0; peer < size() && has_in_flight(); ++peer) {
-        has_moved = (!in_flight(peer).empty() && advance(peer)) || has_moved;
+    for (int peer = 0; peer < size() && (has_in_flight() || has_unattended()); ++peer) {
+        const bool is_needed = !in_flight(peer).empty() || !at(peer).given_up.empty();
+        has_moved = (is_needed && advance(peer)) || has_moved;
     }
     return has_moved;
 }
@@ -385,6 +387,7 @@ void Messages::on_data(int peer, const Message& message) {
     }
     Request* const receive = find_arrival(peer, message.number);
     if (receive == nullptr || receive->transfer != nullptr) {
+        std::erase(at(peer).given_up, message.number);
         finish_stream(*stream, peer);  // it was given up meanwhile
         return;
     }
@@ -465,7 +468,22 @@ void Messages::end_data(Request& request) {
     } else if (request.transfer != nullptr) {
         std::erase(other.receiving, &request);
         finish_stream(*static_cast<ReceiveData&>(*request.transfer).stream, peer);
+    } else if (find_arrival(peer, request.number) == &request) {
+        other.given_up.push_back(request.number);  // its sender has to be let go when the data begins
+        progress_.note_unattended();
     }
+}
+
+bool Messages::has_unattended() const {
+    if (core::Messages::has_unattended()) {
+        return true;
+    }
+    for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+        if (!peers_[peer].given_up.empty() && !is_gone(static_cast<int>(peer))) {
+            return true;
+        }
+    }
+    return false;
 }
 
 // -- what is counted, and who is there -----------------------------------------------------------------

@@ -37,7 +37,8 @@ public:
     // Reads what has come and moves data; tells whether there was any.
     bool advance();
     using core::Messages::check;
-    using core::Messages::has_unattended;
+    // Whether something comes that nobody may wait for, such as data for a receive that was given up.
+    bool has_unattended() const;
     using core::Messages::next_deadline;
 
 protected:
@@ -101,6 +102,7 @@ private:
         std::deque<Ring> rings;
         std::deque<core::Request*> waiting;  // sends for a ring
         std::vector<core::Request*> sending, receiving;
+        std::vector<std::uint64_t> given_up;  // numbers of messages whose data is still to come
         Silence silence;
         std::int64_t looked_ns = 0;
     };
