@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
+import select
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -28,6 +33,7 @@ from ferrodist.launch.bench.goals import (
     itself_goal,
     mpi_goal,
     tcp_goal,
+    versus,
 )
 from ferrodist.launch.bench.job import Job
 from ferrodist.launch.bench.options import parse_sizes
@@ -35,11 +41,15 @@ from ferrodist.launch.bench.page import write_page
 from ferrodist.launch.bench.parts import Part, Wish, plan_parts, run_parts
 from ferrodist.launch.bench.plan import (
     COLLECTIVES,
+    DDP_MODELS,
     DDP_STEPS,
     KB,
+    KINDS,
     MB,
+    MESSAGES,
     TCP_COLLECTIVES,
     make_blocks,
+    make_busy_blocks,
     make_ddp_block,
     make_tcp_blocks,
     size_name,
@@ -52,6 +62,7 @@ from ferrodist.launch.bench.report import (
     peer_rows,
     self_rows,
     tcp_rows,
+    versus_rows,
 )
 from ferrodist.launch.bench.show import show_document
 from ferrodist.launch.bench.tables import make_remarks, make_tables
@@ -94,9 +105,14 @@ class Engine:
             "gather": lambda: self.fill(out, ranks),
             "all_to_all": lambda: self.fill(out, ranks),
             "barrier": lambda: None,
-            "plain_step": lambda: None,
-            "ferrodist_step": lambda: None,
-            "torch_step": lambda: None,
+            "allreduce async": lambda: self.fill(out, [sum(ranks)]),
+            "sendrecv": lambda: self.fill(out, [2 - self.rank]),
+            "window": lambda: self.fill(out, [1]),
+            "posted": lambda: self.fill(out, [1]),
+        } | {
+            step + model: lambda: None
+            for step in ("plain_step", "ferrodist_step", "torch_step")
+            for model in ("", " small", " many")
         }
 
     def fill(self, out, values):
@@ -114,6 +130,9 @@ class Engine:
     def empty(self, count, dtype):
         import numpy
         return numpy.empty(count, dtype)
+
+    def convert(self, kind, x):
+        return x
 
     def close(self):
         pass
@@ -193,6 +212,39 @@ DDP_RESULTS = (
     one_result("ddp", 60.0, call="ferrodist_step", nbytes=0),
     one_result("ddp", 50.0, call="plain_step", nbytes=0),
 )
+SMALL_DDP_RESULTS = (
+    one_result("ddp", 6.0, call="ferrodist_step", variant="small", nbytes=0),
+    one_result("ddp", 5.0, call="plain_step", variant="small", nbytes=0),
+    one_result("ddp", 7.0, call="ferrodist_step", variant="many", nbytes=0),
+    one_result("ddp", 5.0, call="plain_step", variant="many", nbytes=0),
+)
+CALLS_RESULTS = tuple(
+    one_result("ferrodist", median, variant=variant, nbytes=8)
+    for variant, median in (
+        ("numpy", 2.0),
+        ("torch", 3.0),
+        ("torch new", 3.5),
+        ("number", 5.0),
+        ("dict", 10.0),
+        ("jax", 14.0),
+        ("asarray", 10.0),
+        ("async", 16.0),
+    )
+)
+MESSAGES_RESULTS = (
+    *[
+        one_result(engine, median, call=call, nbytes=8)
+        for call, times in (("sendrecv", (2.0, 3.0, 1.0)), ("posted", (900.0, 300.0, 450.0)))
+        for engine, median in zip(("ferrodist", "mpich", "openmpi"), times, strict=True)
+    ],
+    one_result("ferrodist", 5.0, call="barrier", variant="pair", nbytes=0),
+    one_result("openmpi", 4.0, call="barrier", variant="pair", nbytes=0),
+)
+BUSY_RESULTS = tuple(
+    one_result(engine, median * nbytes, variant="2 hogs", nbytes=nbytes)
+    for nbytes in (8, KB)
+    for engine, median in (("ferrodist", 1.0), ("ferrodist_tcp", 4.0), ("gloo", 2.0))
+)
 
 
 def test_rows_compare_with_the_faster_mpi_and_with_gloo() -> None:
@@ -242,6 +294,66 @@ def test_steps_with_ddp_are_held_against_the_one_without() -> None:
     assert [row.ratio.is_met for row in rows] == [None, False, None]
 
 
+def test_steps_of_other_models_are_held_against_their_own_and_goals_of_their_own() -> None:
+    rows = ddp_rows(make_document(*DDP_RESULTS, *SMALL_DDP_RESULTS))
+    ratios = [(row.model, row.ratio) for row in rows if row.step == "ferrodist_step"]
+    assert ratios == [
+        ("", Ratio(1.2, 1.15, is_most=True)),
+        ("small", Ratio(1.2, 1.25, is_most=True)),
+        ("many", Ratio(1.4, 1.3, is_most=True)),
+    ]
+
+
+def test_calls_on_any_array_are_held_against_the_one_on_numpy_each_in_its_unit() -> None:
+    ratios = {row.key[2]: row.ratio for row in versus_rows(make_document(*CALLS_RESULTS))}
+    assert ratios == {
+        "torch": Ratio(1.5, 2.0, True, "x its time"),
+        "torch new": Ratio(1.5, 1.0, True, "µs more"),
+        "number": Ratio(2.5, 2.0, True, "x its time"),
+        "dict": Ratio(5.0, 10.0, True, "x its time"),
+        "jax": Ratio(1.2, 1.5, True, "x jnp.asarray more"),
+        "asarray": Ratio(5.0, None, True, "x its time"),
+        "async": Ratio(16.0, 15.0, True, "µs in all"),
+    }
+    alone = [one for one in CALLS_RESULTS if one["variant"] not in ("numpy", "asarray")]
+    values = {row.key[2]: row.ratio.value for row in versus_rows(make_document(*alone))}
+    assert {name for name, value in values.items() if value is not None} == {"async"}
+
+
+def test_messages_are_compared_with_mpi_and_busy_cores_with_gloo() -> None:
+    rows = versus_rows(make_document(*MESSAGES_RESULTS, *BUSY_RESULTS))
+    assert [(*row.key[:2], row.against[0], row.ratio.value, row.ratio.is_met) for row in rows] == [
+        ("ferrodist", "sendrecv", "mpich", 1.5, True),
+        ("ferrodist", "sendrecv", "openmpi", 0.5, None),
+        ("ferrodist", "posted", "mpich", 1 / 3, False),
+        ("ferrodist", "posted", "openmpi", 0.5, None),
+        ("ferrodist", "barrier", "openmpi", 0.8, True),
+        ("ferrodist", "allreduce", "gloo", 2.0, True),
+        ("ferrodist", "allreduce", "gloo", 2.0, True),
+        ("ferrodist_tcp", "allreduce", "gloo", 0.5, False),
+        ("ferrodist_tcp", "allreduce", "gloo", 0.5, False),
+    ]
+
+
+def test_rows_of_other_parts_are_not_taken_for_those_of_the_peers() -> None:
+    others = (*SMALL_DDP_RESULTS, *CALLS_RESULTS, *MESSAGES_RESULTS, *BUSY_RESULTS)
+    document = make_document(*DOCUMENT["results"], *others)
+    assert peer_rows(document) == peer_rows(DOCUMENT)
+    assert self_rows(document) == self_rows(DOCUMENT)
+    assert tcp_rows(document) == []
+    assert versus_rows(DOCUMENT) == []
+
+
+def test_every_lane_of_the_new_parts_has_a_row_or_is_what_rows_are_held_against() -> None:
+    wish = Wish(["calls", "messages", "busy"], list(ENGINES), [2], COLLECTIVES, [8, 16 * MB])
+    for part in plan_parts(wish)[0]:
+        for block in part.blocks_by_ranks[2]:
+            lanes = {(lane.engine, lane.call, lane.variant) for lane in block.lanes}
+            ours = {lane for lane in lanes if versus(*lane)}
+            held = {(one.engine, one.call, one.variant) for lane in ours for one in versus(*lane)}
+            assert lanes <= ours | held
+
+
 def test_overlap_is_shown_where_all_three_times_are_known() -> None:
     (row,) = overlap_rows(DOCUMENT)
     assert (row.engine, row.hidden) == ("ferrodist", 0.75)
@@ -252,6 +364,7 @@ def test_goals_are_counted_where_there_is_something_to_judge() -> None:
     assert count_goals(make_document(one_result("mpich", 1.0))) == (0, 0)
     assert count_goals(make_document(*TCP_RESULTS)) == (1, 2)
     assert count_goals(make_document(*DDP_RESULTS)) == (0, 1)
+    assert count_goals(make_document(*CALLS_RESULTS, *MESSAGES_RESULTS)) == (5, 9)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +376,8 @@ def test_goals_are_counted_where_there_is_something_to_judge() -> None:
         (mpi_goal("all_gather", "", 64 * KB, 2), 1.5),
         (mpi_goal("reduce_scatter", "shared", MB, 2), 5.0),
         (mpi_goal("gather", "", 64 * MB, 2), 1.0),
+        (mpi_goal("send_recv", "", 64 * KB, 2), 1.2),
+        (mpi_goal("scatter", "", MB, 2), 1.0),
         (mpi_goal("allreduce", "", 64 * MB, 4), 1.0),
         (gloo_goal("allreduce", KB, 2), 100.0),
         (gloo_goal("reduce_scatter", 64 * KB, 2), 30.0),
@@ -282,6 +397,7 @@ def test_goals_are_counted_where_there_is_something_to_judge() -> None:
         (tcp_goal("barrier", 0, 3), None),
         (ddp_goal("ferrodist_step", 2), 1.15),
         (ddp_goal("ferrodist_step", 4), None),
+        (ddp_goal("ferrodist_step", 2, "many"), 1.3),
         (ddp_goal("torch_step", 2), None),
         (copy_goal("shared", 64 * MB, 2), 0.8),
         (copy_goal("", MB, 2), None),
@@ -316,6 +432,28 @@ def test_tables_of_tcp_and_ddp_show_the_slow_calls_too() -> None:
     ]
     assert ddp.rows[1] == ["ferrodist.DDP", "60.0", "120", "1.20", "≤ 1.15 ✗"]
     for table in (tcp, ddp):
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_tables_of_the_new_parts_say_the_unit_of_every_goal() -> None:
+    results = (*SMALL_DDP_RESULTS, *CALLS_RESULTS, *MESSAGES_RESULTS, *BUSY_RESULTS)
+    *_, calls, messages, busy = tables = list(make_tables(make_document(*results)))
+    assert [table.title for table in tables] == [
+        "2 ranks: what DDP adds to a step of an MLP of 0.02 million parameters",
+        "2 ranks: what DDP adds to a step of a model of 2 000 tensors of 100 elements",
+        "2 ranks: any array, blocking and in flight",
+        "2 ranks: messages against MPI",
+        "2 ranks: with 2 hogs against Gloo",
+    ]
+    name, *cells = calls.rows[1]
+    assert name == "allreduce, torch tensor without out="
+    assert cells == ["8 B", "3.50", "7.00", "NumPy array", "2.00", "4.00", "1.50", "≤ 1 µs more ✗"]
+    assert messages.rows[1][4:] == ["Open MPI", "1.00", "2.00", "0.50", "x its speed"]
+    assert [row[:2] for row in busy.rows[1:3]] == [
+        ["allreduce", "1 KB"],
+        ["allreduce over TCP", "8 B"],
+    ]
+    for table in tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
@@ -462,6 +600,20 @@ def test_parts_without_torch_are_planned_as_far_as_they_go(monkeypatch: pytest.M
     ]
 
 
+def test_missing_jax_and_torch_are_named_and_the_other_kinds_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (calls,), missing = plan_parts(Wish(["calls"], list(ENGINES), [2, 4], [], []))
+    (block,) = calls.blocks_by_ranks[2]
+    assert [lane.variant for lane in block.lanes] == ["numpy", "number", "dict", "async"]
+    remarks = make_remarks(make_document() | {"missing": missing})
+    assert [remark.partition(" here;")[0] for remark in remarks] == [
+        "missing: torch: no torch",
+        "missing: JAX: no jax",
+    ]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -519,8 +671,70 @@ def test_tcp_and_ddp_run_on_the_fewest_ranks_and_with_our_own_library_over_tcp()
     (tcp, ddp), missing = plan_parts(wish)
     assert (tcp.engines, ddp.engines) == ([TCP_ENGINES["ferrodist"]], [DDP_ENGINES["ferrodist"]])
     assert list(tcp.blocks_by_ranks) == list(ddp.blocks_by_ranks) == [2]
-    assert [lane.call for block in ddp.blocks_by_ranks[2] for lane in block.lanes] == [*DDP_STEPS]
+    lanes = [(lane.call, lane.variant) for block in ddp.blocks_by_ranks[2] for lane in block.lanes]
+    assert lanes == [(step, model) for model in DDP_MODELS for step in DDP_STEPS]
     assert missing == {}
+
+
+def test_busy_part_has_a_hog_per_core_and_twice_as_many_for_one_large_broadcast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    sizes = [16 * MB, 8]
+    planned, _ = plan_parts(Wish(["busy"], ["ferrodist"], [4, 2], COLLECTIVES, sizes))
+    titles = [(part.hogs, [one.title for one in part.blocks_by_ranks[2]]) for part in planned]
+    assert titles == [
+        (3, [f"{call} of {size} on 2 ranks with 3 hogs"
+             for call in ("allreduce", "broadcast") for size in ("8 B", "16 MB")]),
+        (6, ["broadcast of 16 MB on 2 ranks with 6 hogs"]),
+    ]  # fmt: skip
+    assert [engine.name for engine in planned[0].engines] == ["ferrodist", "ferrodist_tcp"]
+    quick, _ = plan_parts(Wish(["busy"], ["ferrodist"], [2], ["allreduce"], [8]))
+    assert [part.hogs for part in quick] == [3]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_hogs_run_while_a_part_is_measured_and_are_gone_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None
+) -> None:
+    hogs: list[subprocess.Popen[bytes]] = []
+    alive: list[bool] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        hogs.append(subprocess.Popen(*arguments, **options))
+        return hogs[-1]
+
+    def look(title: str) -> None:
+        alive.extend(hog.poll() is None for hog in hogs)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(parts, "subprocess", SimpleNamespace(Popen=start))
+    blocks = {2: make_busy_blocks(["a"], 2, 2, [("allreduce", 8)])}
+    part = Part([fake_engine(tmp_path, "a")], blocks, hogs=2)
+    with pytest.raises(error) if error else nullcontext():
+        run_parts([part], LITTLE, look)
+    assert alive == [True, True]
+    for hog in hogs:
+        with pytest.raises(ProcessLookupError):
+            os.kill(hog.pid, 0)
+
+
+@pytest.mark.timeout(60)
+def test_hog_ends_when_the_benchmark_was_killed() -> None:
+    script = "import os; from ferrodist.launch.bench import parts\n"
+    script += "with parts._run_hogs(1) as hogs: print(hogs[0].pid, flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as benchmark:
+        assert benchmark.stdout is not None
+        hog = os.pidfd_open(int(benchmark.stdout.readline()))
+        try:
+            assert select.select([hog], [], [], 0)[0] == []
+            benchmark.kill()
+            assert select.select([hog], [], [], 30)[0] == [hog]  # readable once it has ended
+        finally:
+            os.close(hog)
 
 
 def test_each_engine_of_ours_asks_for_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -646,6 +860,11 @@ def test_command_measures_all_parts_unless_told_otherwise(
     use_fakes(tmp_path, monkeypatch, "shared_memory", ["ferrodist"])
     use_fakes(tmp_path, monkeypatch, "tcp", ["ferrodist", "gloo"])
     use_fakes(tmp_path, monkeypatch, "ddp", ["ferrodist"])
+    use_fakes(tmp_path, monkeypatch, "calls", ["ferrodist"])
+    use_fakes(tmp_path, monkeypatch, "messages", ["ferrodist", "openmpi"])
+    use_fakes(tmp_path, monkeypatch, "busy", ["ferrodist tcp", "gloo"])
+    monkeypatch.setattr(parts, "missing_module", lambda name: f"no {name}")
+    hogs = f"{len(os.sched_getaffinity(0))} hogs"
     saved = tmp_path / "bench.json"
     options = ["--quick", "--sizes", "8", "--collectives", "broadcast", "--json", str(saved)]
     assert run_cli(*options).exit_code == 0
@@ -658,7 +877,13 @@ def test_command_measures_all_parts_unless_told_otherwise(
         ("ferrodist", "broadcast", "", 4),
         ("ferrodist", "broadcast", "tcp", 2),
         ("gloo", "broadcast", "tcp", 2),
-        *[("ddp", step, "", 2) for step in DDP_STEPS],
+        *[("ddp", step, model, 2) for model in DDP_MODELS for step in DDP_STEPS],
+        *[("ferrodist", "allreduce", kind, 2) for kind in ("numpy", "number", "dict", "async")],
+        *[(name, call, "", 2) for call in MESSAGES for name in ("ferrodist", "openmpi")],
+        ("ferrodist", "barrier", "pair", 2),
+        ("openmpi", "barrier", "pair", 2),
+        ("ferrodist_tcp", "broadcast", hogs, 2),
+        ("gloo", "broadcast", hogs, 2),
     ]
     done = run_cli(*options, "--parts", "tcp")
     assert "measured 1 of 1: broadcast of 8 B on 2 ranks over TCP" in done.output
@@ -688,6 +913,8 @@ def test_calls_of_ferrodist_give_what_workers_check(world: Any) -> None:
     orders = [Order(call, "", 12, 1, 2) for call in COLLECTIVES]
     orders += [Order("allreduce", variant, 12, 1, 2) for variant in ("new", "float16", "copy")]
     orders += [Order("overlap", variant, 12, 0, 1) for variant in ("compute", "alone", "both")]
+    orders += [Order(call, "", 2, 1, 2) for call in MESSAGES]
+    orders += [Order("allreduce", kind, 2, 1, 2) for kind in KINDS if has_module(kind)]
 
     def carry_out_all(backend: ferrodist.Backend) -> list[int]:
         engine = object.__new__(ferrodist_engine.Engine)
@@ -710,10 +937,17 @@ def test_ferrodist_itself_can_be_measured(ours: Engine) -> None:
     assert {one.call for one in outcome.results} == set(COLLECTIVES)
 
 
+def has_module(kind: str) -> bool:
+    """Tell whether what an array of this kind needs is installed."""
+    module = {"asarray": "jax", "torch new": "torch"}.get(kind, kind)
+    return module not in ("jax", "torch") or importlib.util.find_spec(module) is not None
+
+
 @pytest.mark.slow
 def test_step_with_ddp_can_be_measured() -> None:
     pytest.importorskip("torch", reason="DDP is for torch's modules")
-    part = Part([DDP_ENGINES["ferrodist"]], {2: [make_ddp_block(2)]})
+    blocks = [make_ddp_block(2, model) for model in DDP_MODELS]
+    part = Part([DDP_ENGINES["ferrodist"]], {2: blocks})
     outcome = run_parts([part], LITTLE, lambda title: None)
     assert outcome.failures == []
-    assert [one.call for one in outcome.results] == [*DDP_STEPS]
+    assert [one.call for one in outcome.results] == [*DDP_STEPS] * len(DDP_MODELS)

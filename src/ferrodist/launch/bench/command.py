@@ -28,12 +28,13 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.command()
 @click.option(
     "--parts", metavar="NAME,...", callback=parse_names(PARTS),
-    help="Which parts: shared_memory (against all), tcp (against Gloo), ddp (a training step)."
-    "  [default: all]",
+    help="Which parts: shared_memory (against all), tcp (against Gloo), ddp (a training step), "
+    "calls (any array, and in flight), messages (against MPI), busy (cores that others use too, "
+    "against Gloo).  [default: all]",
 )  # fmt: skip
 @click.option(
     "--ranks", metavar="N,...", default="2,4", show_default=True, callback=parse_ranks,
-    help="Numbers of ranks; tcp and ddp take the smallest.",
+    help="Numbers of ranks; all parts but shared_memory take the smallest.",
 )  # fmt: skip
 @click.option(
     "--sizes", metavar="SIZE,...", callback=parse_sizes,
@@ -73,8 +74,8 @@ def bench(
     """Compare ferrodist with MPICH, Open MPI and Gloo on this machine.
 
     The libraries of a part run at once but take turns, call by call and size by size; the ranks of
-    those that wait sleep. Takes about ten minutes. Start it through "make bench", which gets the
-    peers, and leave the machine alone while it runs.
+    those that wait sleep. Takes about a quarter of an hour. Start it through "make bench", which
+    gets the peers, and leave the machine alone while it runs.
     """
     console = Console(highlight=False)
     if measured:

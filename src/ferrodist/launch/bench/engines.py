@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 WORKER = Path(__file__).parent / "worker"
@@ -75,10 +75,15 @@ def _run_openmpi(ranks: int, script: Command, folder: Path) -> list[Command]:
     return [[*start, str(programs / "python"), *script]]
 
 
-def _missing_torch() -> str | None:
-    if importlib.util.find_spec("torch") is not None:
+def missing_module(name: str) -> str | None:
+    """Return how to get a module that only some rows need; None if it is installed."""
+    if importlib.util.find_spec(name) is not None:
         return None
-    return 'no torch here; get it with: pip install "ferrodist[bench]"'
+    return f'no {name} here; get it with: pip install "ferrodist[bench]"'
+
+
+def _missing_torch() -> str | None:
+    return missing_module("torch")
 
 
 def _missing_mpi(name: str) -> str | None:
@@ -106,13 +111,23 @@ TCP_ENGINES = {
     "gloo": ENGINES["gloo"],
 }
 DDP_ENGINES = {"ferrodist": Engine("ddp", WORKER / "ddp_engine.py", _run_ddp, _missing_torch)}
+CALLS_ENGINES = {"ferrodist": ENGINES["ferrodist"]}
+MESSAGES_ENGINES = {name: ENGINES[name] for name in ("ferrodist", "mpich", "openmpi")}
+BUSY_ENGINES = {
+    "ferrodist": ENGINES["ferrodist"],
+    "ferrodist tcp": replace(TCP_ENGINES["ferrodist"], name="ferrodist_tcp", link=""),
+    "gloo": ENGINES["gloo"],
+}
 MPI = ("mpich", "openmpi")
 TITLES = {
     "ferrodist": "ferrodist",
+    "ferrodist_tcp": "ferrodist over TCP",
     "mpich": "MPICH",
     "openmpi": "Open MPI",
     "gloo": "Gloo",
     "ddp": "DDP",
+    "torch": "torch",
+    "jax": "JAX",
 }
 
 
@@ -120,7 +135,7 @@ def split_present(
     names: Sequence[str], known: Mapping[str, Engine] = ENGINES
 ) -> tuple[list[Engine], dict[str, str]]:
     """Return the engines that can be started, and for each other one how to get it."""
-    wanted = [known[name] for name in names if name in known]
+    wanted = [engine for name, engine in known.items() if name.split()[0] in names]
     reasons = {engine.name: engine.missing() for engine in wanted}
     present = [engine for engine in wanted if reasons[engine.name] is None]
     return present, {name: reason for name, reason in reasons.items() if reason is not None}

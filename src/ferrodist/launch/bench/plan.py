@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 KB, MB = 1 << 10, 1 << 20
@@ -25,7 +25,11 @@ COLLECTIVES = (
 )
 TCP_COLLECTIVES = ("allreduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 DDP_STEPS = ("plain_step", "ferrodist_step", "torch_step")
-PARTS = ("shared_memory", "tcp", "ddp")
+DDP_MODELS = ("", "small", "many")
+KINDS = ("numpy", "torch", "torch new", "number", "dict", "jax", "asarray", "async")
+MESSAGES = ("sendrecv", "posted", "window")
+BUSY_COLLECTIVES = ("allreduce", "broadcast")
+PARTS = ("shared_memory", "tcp", "ddp", "calls", "messages", "busy")
 _FLOAT32 = 4
 
 
@@ -81,10 +85,39 @@ def make_tcp_blocks(
     return [_tcp_block(engines, ranks, *one) for one in _calls(own, sizes)]
 
 
-def make_ddp_block(ranks: int) -> Block:
+def make_ddp_block(ranks: int, model: str = "") -> Block:
     """Compare a training step without DDP, with ours and with torch's."""
-    lanes = tuple(Lane("ddp", step) for step in DDP_STEPS)
-    return Block(f"DDP step on {ranks} ranks", ranks, 0, lanes)
+    lanes = tuple(Lane("ddp", step, model) for step in DDP_STEPS)
+    return Block(f"DDP step on {ranks} ranks {model}".rstrip(), ranks, 0, lanes)
+
+
+def make_calls_block(ranks: int, missing: Container[str]) -> Block:
+    """Compare an allreduce of 8 B of each kind of array that there is, and one in flight."""
+    module = {"asarray": "jax"}
+    kinds = [kind for kind in KINDS if module.get(kind, kind.split()[0]) not in missing]
+    lanes = tuple(Lane(OURS, "allreduce", kind) for kind in kinds)
+    return Block(f"{_title('allreduce', 8, ranks)}, every kind", ranks, 8, lanes)
+
+
+def make_messages_blocks(engines: Sequence[str], ranks: int) -> list[Block]:
+    """Compare messages with those of MPI, and the barrier with that of Open MPI."""
+    barrier = tuple(Lane(engine, "barrier", "pair") for engine in engines if engine != "mpich")
+    blocks = [_block(engines, ranks, call, 8) for call in MESSAGES]
+    return [*blocks, Block(f"{_title('barrier', 0, ranks)}, pair", ranks, 0, barrier)]
+
+
+def make_busy_blocks(
+    engines: Sequence[str], ranks: int, hogs: int, calls: Iterable[tuple[str, int]]
+) -> list[Block]:
+    """Compare calls of some sizes while so many other processes compute for ever."""
+    busy = f"{hogs} hogs"
+    return [
+        Block(
+            f"{_title(call, nbytes, ranks)} with {busy}", ranks, nbytes,
+            tuple(Lane(engine, call, busy) for engine in engines),
+        )
+        for call, nbytes in calls
+    ]  # fmt: skip
 
 
 def _calls(collectives: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, int]]:

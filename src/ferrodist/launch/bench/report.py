@@ -12,14 +12,20 @@ from typing import Any
 
 from ferrodist.launch.bench.engines import ENGINES, MPI, TCP_ENGINES
 from ferrodist.launch.bench.goals import (
+    ASARRAY,
+    IN_ALL,
+    MORE,
+    SPEED,
+    Versus,
     copy_goal,
     ddp_goal,
     gloo_goal,
     itself_goal,
     mpi_goal,
     tcp_goal,
+    versus,
 )
-from ferrodist.launch.bench.plan import COLLECTIVES, DDP_STEPS, OURS
+from ferrodist.launch.bench.plan import COLLECTIVES, DDP_MODELS, DDP_STEPS, OURS
 
 Document = dict[str, Any]
 Key = tuple[str, str, str, int, int]
@@ -32,16 +38,33 @@ VARIANTS = {
     "new": "without out=",
     "float16": "float16",
     "bfloat16": "bfloat16",
+    "numpy": "NumPy array",
+    "torch": "torch tensor",
+    "torch new": "torch tensor without out=",
+    "number": "float",
+    "dict": "dict of two arrays",
+    "jax": "JAX array",
+    "asarray": "jnp.asarray of its result",
+    "async": "async_op=True, then wait",
+}
+_CALLS = {
+    "send_recv": "send/recv",
+    "posted": "1 000 receives posted, then 1 000 sends",
+    "window": "64 sends in flight, per message",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio and its goal; ``is_most`` says that the goal is not to be exceeded."""
+    """A ratio and its goal; ``is_most`` says that the goal is not to be exceeded.
+
+    ``unit`` is for tables where it differs by row.
+    """
 
     value: float | None
     goal: float | None
     is_most: bool = False
+    unit: str = ""
 
     @property
     def is_met(self) -> bool | None:
@@ -79,10 +102,24 @@ class TcpRow:
 class DdpRow:
     """One kind of training step: median, 99th percentile, ratio of times to no DDP at all."""
 
+    model: str
     step: str
     ranks: int
     median: float
     p99: float
+    ratio: Ratio
+
+
+@dataclass(frozen=True, slots=True)
+class VersusRow:
+    """One call against another, in the unit of its goal."""
+
+    key: Key
+    against: Key
+    ours: float
+    our_p99: float
+    theirs: float | None
+    their_p99: float | None
     ratio: Ratio
 
 
@@ -189,20 +226,58 @@ def ddp_rows(document: Document) -> list[DdpRow]:
     """Return a row for every kind of training step: by ranks, the one without DDP first."""
     medians, p99 = times_of(document), times_of(document, "p99")
     rows = [_ddp_row(medians, p99, key) for key in medians if key[1] in DDP_STEPS]
-    return sorted(rows, key=lambda row: (row.ranks, DDP_STEPS.index(row.step)))
+    return sorted(
+        rows,
+        key=lambda row: (row.ranks, DDP_MODELS.index(row.model), DDP_STEPS.index(row.step)),
+    )
 
 
 def _ddp_row(medians: Times, p99: Times, key: Key) -> DdpRow:
-    engine, step, variant, nbytes, ranks = key
-    plain = medians.get((engine, DDP_STEPS[0], variant, nbytes, ranks))
-    ratio = Ratio(medians[key] / plain if plain else None, ddp_goal(step, ranks), is_most=True)
-    return DdpRow(step, ranks, medians[key], p99[key], ratio)
+    engine, step, model, nbytes, ranks = key
+    plain = medians.get((engine, DDP_STEPS[0], model, nbytes, ranks))
+    goal = ddp_goal(step, ranks, model)
+    ratio = Ratio(medians[key] / plain if plain else None, goal, is_most=True)
+    return DdpRow(model, step, ranks, medians[key], p99[key], ratio)
+
+
+def versus_rows(document: Document) -> list[VersusRow]:
+    """Return a row for every call that has a unit and a goal of its own: as measured, by size."""
+    medians, p99 = times_of(document), times_of(document, "p99")
+    groups = list(dict.fromkeys(key[:3] for key in medians))
+    keys = sorted(medians, key=lambda key: (groups.index(key[:3]), key[3]))
+    return [_versus_row(medians, p99, key, one) for key in keys for one in versus(*key[:3])]
+
+
+def _versus_row(medians: Times, p99: Times, key: Key, one: Versus) -> VersusRow:
+    nbytes, ranks = key[3:]
+    against = (one.engine, one.call, one.variant, nbytes, ranks)
+    asarray = medians.get((OURS, "allreduce", "asarray", nbytes, ranks))
+    value = _in_unit(one.unit, medians[key], medians.get(against), asarray)
+    goal = one.goal if ranks == 2 else None
+    ratio = Ratio(value, goal, is_most=one.unit != SPEED, unit=one.unit)
+    theirs = (medians.get(against), p99.get(against))
+    return VersusRow(key, against, medians[key], p99[key], *theirs, ratio)
+
+
+def _in_unit(unit: str, ours: float, theirs: float | None, asarray: float | None) -> float | None:
+    """Return how a call compares in the unit of its goal, if all it needs was measured."""
+    if unit == IN_ALL:
+        return ours
+    if theirs is None:
+        return None
+    if unit == SPEED:
+        return theirs / ours
+    if unit == MORE:
+        return ours - theirs
+    if unit == ASARRAY:
+        return (ours - theirs) / asarray if asarray else None
+    return ours / theirs
 
 
 def call_name(call: str, variant: str) -> str:
     """Write a call and how it differs from the plain one."""
-    name = {"send_recv": "send/recv"}.get(call, call)
-    return f"{name}, {VARIANTS[variant]}" if variant else name
+    name = _CALLS.get(call, call)
+    return f"{name}, {VARIANTS[variant]}" if variant in VARIANTS else name
 
 
 def self_rows(document: Document) -> list[SelfRow]:
@@ -251,5 +326,6 @@ def count_goals(document: Document) -> tuple[int, int]:
     ratios += [row.ratio for row in tcp_rows(document)]
     ratios += [row.ratio for row in ddp_rows(document)]
     ratios += [row.ratio for row in self_rows(document)]
+    ratios += [row.ratio for row in versus_rows(document)]
     verdicts = [ratio.is_met for ratio in ratios if ratio.is_met is not None]
     return sum(verdicts), len(verdicts)

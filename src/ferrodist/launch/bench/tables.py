@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ferrodist.launch.bench.engines import ENGINES, TCP_ENGINES, TITLES
-from ferrodist.launch.bench.plan import OVERLAP_SIZE, size_name
+from ferrodist.launch.bench.plan import OURS, OVERLAP_SIZE, size_name
 from ferrodist.launch.bench.report import (
     DdpRow,
     Document,
@@ -16,12 +16,15 @@ from ferrodist.launch.bench.report import (
     Ratio,
     SelfRow,
     TcpRow,
+    VersusRow,
+    call_name,
     count_goals,
     ddp_rows,
     overlap_rows,
     peer_rows,
     self_rows,
     tcp_rows,
+    versus_rows,
 )
 
 MET, MISSED = "✓", "✗"
@@ -30,6 +33,7 @@ _PEER_COLUMNS = ("call", "size", *_LIBRARIES, "x MPI", "goal", "x Gloo", "goal")
 _TCP_COLUMNS = ("call", "size", "ferrodist", "p99", "Gloo", "p99", "x Gloo", "goal")
 _DDP_COLUMNS = ("step", "takes", "p99", "x without DDP", "goal")
 _SELF_COLUMNS = ("call", "size", "takes", "against", "takes", "x its time", "goal")
+_VERSUS_COLUMNS = ("call", "size", "takes", "p99", "against", "takes", "p99", "ratio", "goal")
 _OVERLAP_COLUMNS = ("library", "compute", "allreduce", "both", "hidden")
 _STEPS = {
     "plain_step": "without DDP",
@@ -40,9 +44,21 @@ _ABOUT_TCP = """\
 ferrodist's TCP backend on loopback against Gloo, which uses TCP too; the two take turns. p99 is
 what one call in a hundred exceeds on the rank where that is longest."""
 _ABOUT_DDP = """\
-A training step of an MLP of 14.2 million parameters: without DDP on every rank, with ferrodist's
+A training step of {}: without DDP on every rank{}, with ferrodist's
 over shared memory, and with torch's over Gloo. The three take turns, and all ranks are always at
 work together."""
+_MODELS = {
+    "": ("an MLP of 14.2 million parameters", ""),
+    "small": ("an MLP of 0.02 million parameters", " but with a barrier"),
+    "many": ("a model of 2 000 tensors of 100 elements", " but with a barrier"),
+}
+_ABOUT_CALLS = """\
+Arrays of other kinds, and a call in flight, against the call on a NumPy array with `out=`, all in
+the same processes. `jnp.asarray` is what JAX does to make its array of a result."""
+_ABOUT_MESSAGES = """\
+Messages between two ranks, and the barrier, against MPI through mpi4py."""
+_ABOUT_BUSY = """\
+Other processes, the hogs, compute for ever on all cores; nothing is bound to a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +78,25 @@ def make_tables(document: Document) -> Iterator[TextTable]:
     for ranks in sorted({row.ranks for row in tcp}):
         rows = [_tcp_cells(row) for row in tcp if row.ranks == ranks]
         yield TextTable(f"{ranks} ranks: TCP against Gloo", _TCP_COLUMNS, rows, _ABOUT_TCP)
-    for ranks in sorted({row.ranks for row in ddp}):
-        rows = [_ddp_cells(row) for row in ddp if row.ranks == ranks]
-        yield TextTable(f"{ranks} ranks: what DDP adds to a step", _DDP_COLUMNS, rows, _ABOUT_DDP)
+    for ranks, model in dict.fromkeys((row.ranks, row.model) for row in ddp):
+        rows = [_ddp_cells(row) for row in ddp if (row.ranks, row.model) == (ranks, model)]
+        title = f"{ranks} ranks: what DDP adds to a step of {_MODELS[model][0]}"
+        yield TextTable(title, _DDP_COLUMNS, rows, _ABOUT_DDP.format(*_MODELS[model]))
+    yield from _versus_tables(document)
+
+
+def _versus_tables(document: Document) -> Iterator[TextTable]:
+    rows: dict[tuple[str, str], list[list[str]]] = {}
+    for row in versus_rows(document):
+        _, call, variant, _, ranks = row.key
+        title, about = "messages against MPI", _ABOUT_MESSAGES
+        if variant.endswith(" hogs"):
+            title, about = f"with {variant} against Gloo", _ABOUT_BUSY
+        elif call == "allreduce":
+            title, about = "any array, blocking and in flight", _ABOUT_CALLS
+        rows.setdefault((f"{ranks} ranks: {title}", about), []).append(_versus_cells(row))
+    for (title, about), cells in rows.items():
+        yield TextTable(title, _VERSUS_COLUMNS, cells, about)
 
 
 def _shared_memory_tables(document: Document) -> Iterator[TextTable]:
@@ -107,6 +139,16 @@ def _ddp_cells(row: DdpRow) -> list[str]:
     return [_STEPS[row.step], *times, *_ratio_cells(row.ratio)]
 
 
+def _versus_cells(row: VersusRow) -> list[str]:
+    engine, call, variant, nbytes, _ = row.key
+    over = " over TCP" if engine != OURS else ""
+    other = TITLES[row.against[0]] if row.against[0] != OURS else "NumPy array"
+    theirs = [other, _short(row.theirs), _short(row.their_p99)]
+    ours = [_short(row.ours), _short(row.our_p99)]
+    name = call_name(call, variant) + over
+    return [name, _size_cell(nbytes), *ours, *theirs, *_ratio_cells(row.ratio)]
+
+
 def _size_cell(nbytes: int) -> str:
     return size_name(nbytes) if nbytes else ""
 
@@ -123,9 +165,10 @@ def _overlap_cells(row: OverlapRow) -> list[str]:
 
 def _ratio_cells(ratio: Ratio) -> list[str]:
     if ratio.goal is None:
-        return [_short(ratio.value), ""]
+        return [_short(ratio.value), ratio.unit]
     mark = {True: f" {MET}", False: f" {MISSED}", None: ""}[ratio.is_met]
-    return [_short(ratio.value), f"{'≤' if ratio.is_most else '≥'} {ratio.goal:g}{mark}"]
+    goal = f"{'≤' if ratio.is_most else '≥'} {ratio.goal:g} {ratio.unit}".rstrip()
+    return [_short(ratio.value), goal + mark]
 
 
 def _short(value: float | None) -> str:

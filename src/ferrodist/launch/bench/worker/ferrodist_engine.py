@@ -30,6 +30,7 @@ class Engine:
     def calls(self, x: Array, out: Array) -> dict[str, Call]:
         """Return the calls on these arrays."""
         backend = self.backend
+        peer = 1 - self.rank
         is_root = self.rank == 0
         at_root = out if is_root else None
         from_root = x if is_root else None
@@ -37,6 +38,7 @@ class Engine:
         return {
             "allreduce": lambda: ferrodist.allreduce(x, backend, out=out),
             "allreduce new": lambda: ferrodist.allreduce(x, backend),
+            "allreduce async": lambda: self.start_allreduce(x, out)(),
             "broadcast": lambda: ferrodist.broadcast(same, backend, out=same),
             "reduce": lambda: ferrodist.reduce(x, backend, out=at_root),
             "all_gather": lambda: ferrodist.all_gather(x, backend, out=out),
@@ -46,6 +48,9 @@ class Engine:
             "all_to_all": lambda: ferrodist.all_to_all(x, backend, out=out),
             "barrier": lambda: ferrodist.barrier(backend),
             "send_recv": self._ping_pong(x, out),
+            "sendrecv": lambda: ferrodist.sendrecv(x, peer, out, peer, backend, out=out),
+            "window": self._window(x, out),
+            "posted": self._posted(x, out),
         }
 
     def _ping_pong(self, x: Array, out: Array) -> Call:
@@ -61,6 +66,45 @@ class Engine:
 
         return ping if self.rank == 0 else pong
 
+    def _window(self, x: Array, out: Array) -> Call:
+        """Return as many sends in flight as ``x`` fits into ``out``, and one message back."""
+        backend = self.backend
+
+        def give() -> None:
+            number = len(out) // len(x)
+            sends = [ferrodist.send(x, 1, backend, async_op=True) for _ in range(number)]
+            for send in sends:
+                send.wait()
+            ferrodist.recv(x, 1, backend, out=out[: len(x)])
+
+        def get() -> None:
+            for receive in self._post(x, out):
+                receive.wait()
+            ferrodist.send(x, 0, backend)
+
+        return give if self.rank == 0 else get
+
+    def _posted(self, x: Array, out: Array) -> Call:
+        """Return as many sends as ``x`` fits into ``out``, once all receives are posted."""
+        backend = self.backend
+
+        def give() -> None:
+            ferrodist.recv(x, 1, backend, out=out[: len(x)])
+            for _ in range(len(out) // len(x)):
+                ferrodist.send(x, 1, backend)
+
+        def get() -> None:
+            receives = self._post(x, out)
+            ferrodist.send(x, 0, backend)
+            for receive in receives:
+                receive.wait()
+
+        return give if self.rank == 0 else get
+
+    def _post(self, x: Array, out: Array) -> list[Any]:
+        rows, backend = out.reshape(-1, len(x)), self.backend
+        return [ferrodist.recv(row, 0, backend, out=row, async_op=True) for row in rows]
+
     def start_allreduce(self, x: Array, out: Array) -> Call:
         """Begin an allreduce and return what waits for its end."""
         return ferrodist.allreduce(x, self.backend, out=out, async_op=True).wait
@@ -69,6 +113,19 @@ class Engine:
         """Return an array in memory that ranks share."""
         array: Array = self.backend.empty((count,), dtype)
         return array
+
+    def convert(self, kind: str, x: Array) -> Any:
+        """Return the array as a torch tensor, a JAX array in CPU memory, a float or a dict."""
+        if kind.startswith("torch"):
+            import torch
+
+            return torch.from_numpy(x)
+        if kind == "jax":
+            import jax
+
+            jax.config.update("jax_platforms", "cpu")
+            return jax.numpy.asarray(x)
+        return float(x[0]) if kind == "number" else {"first": x, "second": x.copy()}
 
     def close(self) -> None:
         """Leave the group."""

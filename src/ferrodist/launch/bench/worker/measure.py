@@ -26,6 +26,10 @@ Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
 
 _ALIGNMENTS = (0, 64, 1024, 2080)  # bytes by which source and destination of a copy are shifted
+_WINDOW, _POSTED = 64, 1000  # messages in flight
+_PAIR_CALLS = ("send_recv", "sendrecv", "window", "posted")  # between ranks 0 and 1
+_WITHOUT_OUT = ("new", "torch new", "number", "dict", "jax")
+_KINDS = (*_WITHOUT_OUT[1:], "torch")
 _COMPUTE_COUNT, _COMPUTE_ROUNDS = 1 << 14, 1500  # some milliseconds on an array that stays cached
 
 
@@ -45,6 +49,9 @@ class Engine(Protocol):
     def empty(self, count: int, dtype: Any) -> Array:
         """Return an array in memory that ranks share; only ferrodist is asked for it."""
 
+    def convert(self, kind: str, x: Array) -> Any:
+        """Return the array as another kind of object; only ferrodist is asked for it."""
+
     def close(self) -> None:
         """Leave the group."""
 
@@ -63,6 +70,13 @@ class Order:
     def dtype(self) -> Any:
         """The dtype of the arrays: a variant may be named after one."""
         return np.dtype(self.variant if "float" in self.variant else "float32")
+
+    @property
+    def name(self) -> str:
+        """The name of the call in the engine."""
+        if self.variant in ("async", "small", "many"):
+            return f"{self.call} {self.variant}"
+        return f"{self.call} new" if self.variant in _WITHOUT_OUT else self.call
 
 
 def load_engine(path: str, arguments: list[str]) -> Engine:
@@ -84,7 +98,7 @@ def lengths(call: str, count: int, world: int) -> tuple[int, int]:
         return count * world, count
     if call == "reduce_scatter":
         return count, count // world
-    return count, count
+    return count, count * {"window": _WINDOW, "posted": _POSTED}.get(call, 1)
 
 
 def expected(call: str, rank: int, world: int) -> list[int] | None:
@@ -92,19 +106,24 @@ def expected(call: str, rank: int, world: int) -> list[int] | None:
     ranks = range(1, world + 1)
     if call in ("reduce", "gather") and rank != 0:
         return None
+    if call in ("window", "posted"):  # one way only
+        return [1] if rank == 1 else None
     if call in ("all_gather", "gather", "all_to_all"):
         return list(ranks)
     if call in ("allreduce", "reduce", "reduce_scatter"):
         return [sum(ranks)]
-    return {"broadcast": [1], "scatter": [rank + 1], "send_recv": [2 - rank]}.get(call)
+    swapped = [2 - rank]
+    values = {"broadcast": [1], "scatter": [rank + 1], "send_recv": swapped, "sendrecv": swapped}
+    return values.get(call)
 
 
-def check(order: Order, out: Array, rank: int, world: int) -> None:
+def check(order: Order, out: Any, rank: int, world: int) -> None:
     """Refuse to time a call whose result is wrong."""
     values = expected(order.call, rank, world)
     if values is None:
         return
-    parts = out.astype(np.float32).reshape(len(values), -1)
+    array = np.asarray([*out.values()] if isinstance(out, dict) else out)
+    parts = array.astype(np.float32).reshape(len(values), -1)
     if not (parts == np.array(values, np.float32)[:, None]).all():
         raise ValueError(f"rank {rank}: wrong result of {order.call}, expected parts of {values}")
 
@@ -121,7 +140,9 @@ def prepare(engine: Engine, order: Order) -> Call | None:
     """Return the call to time, made once and its result checked; None if this rank has no part."""
     if order.variant == "copy":
         return prepare_copy(order.count) if engine.rank == 0 else None
-    if order.call == "send_recv" and engine.rank > 1:
+    if order.variant == "asarray":
+        return prepare_asarray(order)
+    if order.call in _PAIR_CALLS and engine.rank > 1:
         return None
     given, got = lengths(order.call, order.count, engine.world)
     x, out = new_array(engine, order, given), new_array(engine, order, got)
@@ -129,10 +150,12 @@ def prepare(engine: Engine, order: Order) -> Call | None:
         return prepare_overlap(engine, order, x, out)
     if order.call == "scatter":  # the root has something else for every rank
         x.reshape(engine.world, -1)[:] = np.arange(1, engine.world + 1)[:, None]
-    name = f"{order.call} new" if order.variant == "new" else order.call
-    call = engine.calls(x, out)[name]
+    if order.variant in _KINDS:
+        x, out = engine.convert(order.variant, x), engine.convert(order.variant, out)
+    call = engine.calls(x, out)[order.name]
     result = call()
-    check(order, result if isinstance(result, np.ndarray) else out, engine.rank, engine.world)
+    has_result = order.variant in _WITHOUT_OUT
+    check(order, result if has_result else out, engine.rank, engine.world)
     return call
 
 
@@ -144,6 +167,15 @@ def prepare_copy(count: int) -> Call:
     pairs = [(destination[shift : shift + nbytes], source[:nbytes]) for shift in _ALIGNMENTS]
     turns = itertools.cycle(pairs)
     return lambda: np.copyto(*next(turns))
+
+
+def prepare_asarray(order: Order) -> Call:
+    """Return what JAX does to make its array of a result in NumPy's memory."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    x = np.ones(order.count, order.dtype)
+    return lambda: jax.numpy.asarray(x)
 
 
 def prepare_overlap(engine: Engine, order: Order, x: Array, out: Array) -> Call:
@@ -188,7 +220,7 @@ def carry_out(engine: Engine, order: Order) -> dict[str, Any]:
     time_calls(call, order.warm)
     times = time_calls(call, order.repeats)
     gc.enable()
-    trips = 2 if order.call == "send_recv" else 1  # there and back
+    trips = {"send_recv": 2, "window": _WINDOW}.get(order.call, 1)  # there and back; per message
     return {"microseconds": [time / 1000 / trips for time in times]}
 
 

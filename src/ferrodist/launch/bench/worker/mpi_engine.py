@@ -26,6 +26,7 @@ class Engine:
     def calls(self, x: Array, out: Array) -> dict[str, Call]:
         """Return the calls on these arrays."""
         comm = self.comm
+        peer = 1 - self.rank
         is_root = self.rank == 0
         at_root = out if is_root else None
         from_root = x if is_root else None
@@ -41,6 +42,9 @@ class Engine:
             "all_to_all": lambda: comm.Alltoall(x, out),
             "barrier": comm.Barrier,
             "send_recv": self._ping_pong(x, out),
+            "sendrecv": lambda: comm.Sendrecv(x, peer, recvbuf=out, source=peer),
+            "window": self._window(x, out),
+            "posted": self._posted(x, out),
         }
 
     def _ping_pong(self, x: Array, out: Array) -> Call:
@@ -55,6 +59,36 @@ class Engine:
             comm.Send(x, 0)
 
         return ping if self.rank == 0 else pong
+
+    def _window(self, x: Array, out: Array) -> Call:
+        """Return as many sends in flight as ``x`` fits into ``out``, and one message back."""
+        comm = self.comm
+
+        def give() -> None:
+            MPI.Request.Waitall([comm.Isend(x, 1) for _ in range(len(out) // len(x))])
+            comm.Recv(out[: len(x)], 1)
+
+        def get() -> None:
+            MPI.Request.Waitall([comm.Irecv(row, 0) for row in out.reshape(-1, len(x))])
+            comm.Send(x, 0)
+
+        return give if self.rank == 0 else get
+
+    def _posted(self, x: Array, out: Array) -> Call:
+        """Return as many sends as ``x`` fits into ``out``, once all receives are posted."""
+        comm = self.comm
+
+        def give() -> None:
+            comm.Recv(out[: len(x)], 1)
+            for _ in range(len(out) // len(x)):
+                comm.Send(x, 1)
+
+        def get() -> None:
+            receives = [comm.Irecv(row, 0) for row in out.reshape(-1, len(x))]
+            comm.Send(x, 0)
+            MPI.Request.Waitall(receives)
+
+        return give if self.rank == 0 else get
 
     def start_allreduce(self, x: Array, out: Array) -> Call:
         """Begin an allreduce and return what waits for its end."""
