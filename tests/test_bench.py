@@ -700,6 +700,7 @@ def test_hogs_run_while_a_part_is_measured_and_are_gone_at_its_end(
 ) -> None:
     hogs: list[subprocess.Popen[bytes]] = []
     alive: list[bool] = []
+    sessions: set[int] = set()
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
         hogs.append(subprocess.Popen(*arguments, **options))
@@ -707,6 +708,8 @@ def test_hogs_run_while_a_part_is_measured_and_are_gone_at_its_end(
 
     def look(title: str) -> None:
         alive.extend(hog.poll() is None for hog in hogs)
+        ranks = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+        sessions.update(os.getsid(pid) for pid in (*ranks, *(hog.pid for hog in hogs)))
         if error is not None:
             raise error
 
@@ -716,6 +719,9 @@ def test_hogs_run_while_a_part_is_measured_and_are_gone_at_its_end(
     with pytest.raises(error) if error else nullcontext():
         run_parts([part], LITTLE, look)
     assert alive == [True, True]
+    assert sessions == {
+        os.getsid(0)
+    }  # sessions, not processes, would get equal shares of the cores
     for hog in hogs:
         with pytest.raises(ProcessLookupError):
             os.kill(hog.pid, 0)

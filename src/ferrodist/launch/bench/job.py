@@ -59,7 +59,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # no session: Linux shares the cores out by session
             )
             self._processes.append(process)
         self._greet(listener)

@@ -163,7 +163,7 @@ def _run_hogs(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     hogs: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(number):
-            hogs.append(subprocess.Popen(command, start_new_session=True))
+            hogs.append(subprocess.Popen(command, process_group=0))
         yield hogs
     finally:
         for hog in hogs:
