@@ -226,11 +226,11 @@ def be_a_rank(
     pipe.send("joined")
     try:
         end = End(body(backend, pipe), None, time.monotonic())
-        backend.end()
+        backend._end()
     except BaseException as error:  # noqa: BLE001 -- the top of a rank: the test looks at it
         end = End(None, error, time.monotonic(), traceback.format_exc())
         with suppress(ferrodist.DistributedError):
-            backend.fail(error)
+            backend._fail(error)
     with suppress(OSError):
         pipe.send(end)
     os._exit(0)

@@ -41,14 +41,14 @@ def make_call(path: str, name: str, backend: Any, x: Any, **options: Any) -> Any
 
     call_path = backend._call_path
     if path == "fast":
-        backend.perform = decline
+        backend._perform = decline
     elif path == "general":
         backend._call_path = None
     try:
         return getattr(ferrodist, name)(x, backend, **options)
     finally:
         backend._call_path = call_path
-        vars(backend).pop("perform", None)
+        vars(backend).pop("_perform", None)
 
 
 # -- kinds of arrays -------------------------------------------------------------------------------

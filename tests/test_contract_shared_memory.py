@@ -112,7 +112,7 @@ def go(way: str, name: str, backend: Any, *args: Any, **options: Any) -> Any:
     more = {"timeout": {"timeout": 30}, "async": {"async_op": True}}.get(way, {})
     call_path = backend._call_path
     if way == "fast":
-        backend.perform = declined
+        backend._perform = declined
     elif way == "general":
         backend._call_path = None
     try:
@@ -120,7 +120,7 @@ def go(way: str, name: str, backend: Any, *args: Any, **options: Any) -> Any:
         return result.wait(30) if way == "async" else result
     finally:
         backend._call_path = call_path
-        vars(backend).pop("perform", None)
+        vars(backend).pop("_perform", None)
 
 
 class Declined(Exception):

@@ -136,7 +136,7 @@ def errors_by_rank_with_fail(num_ranks: int, body: Any) -> list[BaseException | 
         try:
             body(backend)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the test looks at it
-            backend.fail(error)
+            backend._fail(error)
             return error
         return None
 

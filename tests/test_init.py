@@ -230,13 +230,13 @@ class StandIn(SimulatedBackend):
     def join(cls, job, *, config=None):
         return cls.create_group(1, config=config)[0]
 
-    def end(self, *how):
+    def _end(self, *how):
         print("end", flush=True)
-        super().end(*how)
+        super()._end(*how)
 
-    def fail(self, error):
+    def _fail(self, error):
         print("fail", repr(error), flush=True)
-        super().fail(error)
+        super()._fail(error)
 
 registry._BUILT_IN["shared_memory"] = "__main__:StandIn"
 backend = ferrodist.init()
@@ -284,11 +284,15 @@ def test_the_error_of_a_work_nobody_asked_for_is_one_line_at_the_end():
         """
         import logging
         logging.basicConfig()
-        def body(talk):
-            raise OSError("lost")
+        from ferrodist.backends.running_call import Prepared
         from ferrodist.call import Call, Kind
         from ferrodist.deadline import Deadline
-        backend.start(Call(Kind.BARRIER), body, Deadline(5), lambda result: result)
+        class Lost(Prepared):
+            def run(self, running):
+                raise OSError("lost")
+            def finish(self):
+                pass
+        backend._start(Lost(Call(Kind.BARRIER), Deadline(5)))
         """
     )
     assert code == 0
@@ -301,7 +305,7 @@ def test_a_call_in_flight_does_not_hold_up_the_end_for_long():
         """
         def end(*how):
             threading.Event().wait()
-        backend.end = end
+        backend._end = end
         """
     )
     assert (code, output, errors) == (0, "", "")

@@ -183,7 +183,7 @@ def meet_impostors(start_tcp_job: Any, cases: list[tuple[Nonsense, Any]]) -> lis
             try:
                 backend = TcpBackend.join(place, config=Config(timeout=5, join_timeout=5))
                 has_joined = True
-                stack.callback(backend.fail, ValueError("enough"))
+                stack.callback(backend._fail, ValueError("enough"))
                 found = [None, None]
                 for number, call in enumerate((make_call, ferrodist.barrier)):
                     with contextlib.suppress(BaseException):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Backend: what a user holds and passes to collectives, and what all providers have in common.
 
-A public function opens ``backend.call(call, deadline)`` and runs one or more whole collectives in
+A public function opens ``backend._call(call, deadline)`` and runs one or more whole collectives in
 it: they are one call with one sequence number. Calls of one group run one at a time, in the order
 they were made, on whatever thread.
 """
@@ -25,6 +25,7 @@ import numpy as np
 
 from ferrodist.arrays import Form, array_over, form_like, parse_form
 from ferrodist.backends import verdict
+from ferrodist.backends.call_methods import CallMethods
 from ferrodist.backends.progress import Progress, ProgressThread
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
 from ferrodist.backends.turns import Turns
@@ -69,10 +70,11 @@ class Statistics(NamedTuple):
         return latest if self.lateness[latest] > 0 else None
 
 
-class Backend(abc.ABC):
-    """A group of ranks seen from one of them: does whole collectives, knows no user arrays.
+class Backend(CallMethods, abc.ABC):
+    """A group of ranks seen from one of them.
 
-    ``rank`` is this rank's number in the group, ``world_size`` how many there are. Use it as a
+    ``rank`` is this rank's number in the group, ``world_size`` how many there are. Every collective
+    is a method: ``backend.allreduce(x)`` is ``ferrodist.allreduce(x, backend)``. Use it as a
     context manager, or call ``close()`` when this rank makes no further calls.
     """
 
@@ -87,8 +89,8 @@ class Backend(abc.ABC):
     _fast_start_recv: Callable[..., Any] | None = None
 
     def __init__(self, rank: int, world_size: int, config: Config) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self._rank = rank
+        self._world_size = world_size
         self.config = config
         self._reproducible = config.reproducible
         self._timeout = config.timeout
@@ -100,7 +102,21 @@ class Backend(abc.ABC):
         self.is_forked = False
         _OPEN.add(self)
 
-    # -- what providers write -------------------------------------------------------------------
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return self._world_size
+
+    def __dir__(self) -> list[str]:
+        """List what users call: whatever stands here without an underscore, and nothing below."""
+        return sorted(name for name in vars(Backend) if not name.startswith("_"))
+
+    # -- what subclasses write ------------------------------------------------------------------
 
     @property
     def local_rank(self) -> int:
@@ -145,29 +161,29 @@ class Backend(abc.ABC):
     def _is_settled(self, running: RunningCall) -> bool:
         """Tell whether the other ranks know how a call ends, or this rank has left."""
 
-    def _poll(self, running: RunningCall) -> None:  # noqa: B027 -- only native waits ask for it
+    def _poll(self, running: RunningCall) -> None:
         """Do what a wait that lasts does besides waiting."""
 
     @abc.abstractmethod
-    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def _send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message; return when ``source`` may change."""
 
     @abc.abstractmethod
-    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+    def _start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
         """Send a message; the Work is done when ``source`` may change."""
 
     @abc.abstractmethod
-    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def _recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Receive the next message with this tag into ``target``."""
 
     @abc.abstractmethod
-    def start_recv(
+    def _start_recv(
         self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
     ) -> Work[T]:
         """Receive in the background; ``finish`` makes the result of the Work."""
 
     @abc.abstractmethod
-    def sendrecv(
+    def _sendrecv(
         self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
     ) -> None:
         """Send and receive at once; a ring of these never deadlocks."""
@@ -185,7 +201,7 @@ class Backend(abc.ABC):
         """Count what happened so far."""
 
     @abc.abstractmethod
-    def check_algorithm(
+    def _check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
     ) -> str | None:
         """Refuse an algorithm that is unknown or, with ``reproducible``, out of order; name it."""
@@ -202,7 +218,7 @@ class Backend(abc.ABC):
     def _leave(self, departure: Departure) -> None:
         """Tell the others that this rank makes no further calls."""
 
-    def simplest(self) -> Backend:
+    def _simplest(self) -> Backend:
         """Return the simplest backend for where the ranks are; this one is left for it."""
         return self
 
@@ -228,7 +244,7 @@ class Backend(abc.ABC):
         self._reproducible = bool(value)
         self._note_change()
 
-    def _note_change(self) -> None:  # noqa: B027 -- most providers keep no copies
+    def _note_change(self) -> None:
         """Hear that timeout, reproducible or is_closed changed."""
 
     def empty(self, shape: Any, dtype: Any, kind: str = "numpy") -> Any:
@@ -252,7 +268,7 @@ class Backend(abc.ABC):
         return self._new_array(form_like(x))
 
     def _new_array(self, form: Form) -> Any:
-        self.check_usable()
+        self._check_usable()
         nbytes = math.prod(form.shape) * form.dtype.itemsize
         if nbytes > sys.maxsize:
             raise MemoryError(f"an array of {nbytes >> 20} MiB is beyond all address space")
@@ -262,21 +278,21 @@ class Backend(abc.ABC):
         """Give flat memory for an array."""
         return np.empty(nbytes, np.uint8)
 
-    def call(self, call: Call, deadline: Deadline) -> RunningCall:
+    def _call(self, call: Call, deadline: Deadline) -> RunningCall:
         """Open a call: a context manager that runs it after those made before it."""
-        self.check_usable()
+        self._check_usable()
         return RunningCall(self, call, deadline)
 
-    def perform(self, prepared: Prepared[T]) -> T:
+    def _perform(self, prepared: Prepared[T]) -> T:
         """Run a call and return its result."""
-        with self.call(prepared.call, prepared.deadline) as running:
+        with self._call(prepared.call, prepared.deadline) as running:
             prepared.run(running)
         return prepared.finish()
 
-    def start(self, prepared: Prepared[T]) -> Work[T]:
+    def _start(self, prepared: Prepared[T]) -> Work[T]:
         """Queue a call and return its handle at once."""
         with self._lock:  # so that nothing is queued behind the end of the thread
-            self.check_usable()
+            self._check_usable()
             if self._progress is None:
                 self._progress = Progress(f"ferrodist-progress-{self.rank}")
                 weakref.finalize(self, self._progress.stop).atexit = False
@@ -309,11 +325,11 @@ class Backend(abc.ABC):
             is_asked = work.is_asked
             work.set_exception(error)
             if not is_asked:
-                self.note_unasked(work, error)
+                self._note_unasked(work, error)
         else:
             work.set_result(result)
 
-    def note_unasked(self, work: Work[Any], error: BaseException) -> None:
+    def _note_unasked(self, work: Work[Any], error: BaseException) -> None:
         """Log the error of a Work that nobody has asked, and keep it for close()."""
         if isinstance(error, BackendClosed):
             return  # of calls that its own rank cut short by leaving nobody needs to hear
@@ -321,7 +337,7 @@ class Backend(abc.ABC):
             self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
         logger.error("rank %d: %s failed: %s", self.rank, work.describe, error)
 
-    def check_rank(self, rank: Any, what: str) -> int:
+    def _check_rank(self, rank: Any, what: str) -> int:
         """Refuse what is not a rank of this group."""
         try:
             number = -1 if isinstance(rank, bool) else operator.index(rank)
@@ -336,7 +352,7 @@ class Backend(abc.ABC):
             )
         return number
 
-    def check_members(self, ranks: Any) -> tuple[int, ...]:
+    def _check_members(self, ranks: Any) -> tuple[int, ...]:
         """Refuse what is not a list of ranks that this one is in."""
         if not isinstance(ranks, Iterable):
             text = f"split({ranks!r}): expected a list of ranks"
@@ -346,7 +362,7 @@ class Backend(abc.ABC):
             raise InvalidWorldSize(
                 "split([]): a group needs at least one rank", this_rank=self.rank
             )
-        members = tuple(self.check_rank(rank, "split: member") for rank in members)
+        members = tuple(self._check_rank(rank, "split: member") for rank in members)
         if len(set(members)) != len(members):
             twice = next(rank for rank in members if members.count(rank) > 1)
             raise InvalidRank(f"split({list(members)}): rank {twice} is named twice", rank=twice)
@@ -359,10 +375,10 @@ class Backend(abc.ABC):
             )
         return members
 
-    def check_usable(self) -> None:
+    def _check_usable(self) -> None:
         """Raise unless this rank may still make calls, from this thread."""
         if self.is_forked:
-            self.check_process()
+            self._check_process()
         if self._is_closed:
             raise BackendClosed(f"rank {self.rank} has closed this backend", this_rank=self.rank)
         if isinstance(threading.current_thread(), ProgressThread):
@@ -372,7 +388,7 @@ class Backend(abc.ABC):
                 this_rank=self.rank,
             )
 
-    def check_process(self) -> None:
+    def _check_process(self) -> None:
         """Raise in a forked child: the ranks it would talk to are in the parent."""
         if self.is_forked:
             raise BackendClosed(
@@ -394,11 +410,11 @@ class Backend(abc.ABC):
         site = caller_site()
         self._finish_and_leave(lambda after: verdict.closed(after, site))
 
-    def end(self, how: str = "its program ended") -> None:
+    def _end(self, how: str = "its program ended") -> None:
         """Leave as ``close`` does, because this rank's program came to its end."""
         self._finish_and_leave(lambda after: verdict.ended(after, how))
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; the others are told its words."""
         if not self.is_forked:
             self._shut()
@@ -456,7 +472,7 @@ class Backend(abc.ABC):
         if error is None:
             self.close()
         else:
-            self.fail(error)
+            self._fail(error)
 
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""

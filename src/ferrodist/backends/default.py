@@ -72,7 +72,7 @@ def current_backend() -> Backend | None:
 
 def _check_same(made: Backend, name: str | None, timeout: Timeout) -> Backend:
     """Return the backend there is, unless something else is asked for."""
-    made.check_process()
+    made._check_process()
     if made.is_closed:
         raise InvalidArgument(
             "the backend that init() made was closed; a process joins its job once",
@@ -102,7 +102,7 @@ def _join(name: str | None, config: Config) -> Backend:
         _print_by_lines()
     if join is None:
         join = _joining("hybrid" if job.several_hosts else "shared_memory")
-        return join(job, config=config).simplest()  # for all may turn out to be on one host
+        return join(job, config=config)._simplest()  # for all may turn out to be on one host
     return join(job, config=config)
 
 

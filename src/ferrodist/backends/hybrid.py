@@ -73,7 +73,7 @@ class HybridBackend(TcpBackend):
         try:
             made._inside = SharedMemoryBackend.join(made._job_inside(job), config=config)
         except BaseException as error:
-            made.fail(error)
+            made._fail(error)
             raise
         return made
 
@@ -96,7 +96,7 @@ class HybridBackend(TcpBackend):
         assert self._inside is not None
         return self._inside
 
-    def simplest(self) -> Backend:
+    def _simplest(self) -> Backend:
         """Return the group of this host if that is all ranks, and leave the connections."""
         if len(self.host_map.hosts) > 1:
             return self

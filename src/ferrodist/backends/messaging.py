@@ -80,17 +80,17 @@ class MessagingBackend(Backend):
 
     _messenger: Sender
 
-    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def _send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message; beyond 64 KB wait until the receiver has it."""
-        self.check_usable()
+        self._check_usable()
         with self._aborting_on_interrupt("send"):
             self._messenger.send(source, peer, tag, deadline)
 
-    def sendrecv(
+    def _sendrecv(
         self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
     ) -> None:
         """Post the outgoing message, receive, and only then wait for the receiver."""
-        self.check_usable()
+        self._check_usable()
         with self._aborting_on_interrupt("sendrecv"):
             self._messenger.sendrecv(source, to, target, peer, tag, deadline)
 
@@ -115,23 +115,23 @@ class ThreadMessagingBackend(MessagingBackend):
         super().__init__(rank, world_size, config)
         self._messages: list[threading.Thread] = []  # those in flight
 
-    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+    def _start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
         """Send now, wait for the receiver in the background."""
-        self.check_usable()
+        self._check_usable()
         what, settle = self._messenger.post(source, peer, tag, deadline)
         return self._in_background(what, settle)
 
-    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def _recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Receive the next message with this tag into ``target``."""
-        self.check_usable()
+        self._check_usable()
         with self._aborting_on_interrupt("recv"):
             self._messenger.line_up(target, peer, tag, deadline)[1]()
 
-    def start_recv(
+    def _start_recv(
         self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
     ) -> Work[T]:
         """Take a place in the line of receivers now, receive in the background."""
-        self.check_usable()
+        self._check_usable()
         what, receive = self._messenger.line_up(target, peer, tag, deadline)
 
         def receive_and_finish() -> T:

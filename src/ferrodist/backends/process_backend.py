@@ -135,23 +135,23 @@ class ProcessBackend(MessagingBackend):
 
     # -- messages -------------------------------------------------------------------------------
 
-    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def _recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
         """Receive the next message with this tag into ``target``."""
-        self.check_usable()
+        self._check_usable()
         with self._aborting_on_interrupt("recv"):
             self._messenger.recv(target, peer, tag, deadline)
 
-    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+    def _start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
         """Post a send; the Work is done when ``source`` may change."""
-        self.check_usable()
+        self._check_usable()
         work: Work[None] = self._messenger.start_send(source, peer, tag, deadline)
         return work
 
-    def start_recv(
+    def _start_recv(
         self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
     ) -> Work[T]:
         """Post a receive; ``finish`` makes the result of the Work."""
-        self.check_usable()
+        self._check_usable()
         return self._messenger.start_recv(target, peer, tag, deadline, finish)
 
     def _fast_start_send(self, x: Any, dst: Any, tag: Any) -> Any:
@@ -342,7 +342,7 @@ class ProcessBackend(MessagingBackend):
 
     # -- algorithms -----------------------------------------------------------------------------
 
-    def check_algorithm(
+    def _check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
     ) -> str | None:
         """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
@@ -414,12 +414,12 @@ class ProcessBackend(MessagingBackend):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up, and every group split off it."""
-        self.check_process()
+        self._check_process()
         self.give(verdict.abort(self.rank, reason))
 
-    def check_usable(self) -> None:
+    def _check_usable(self) -> None:
         """Raise unless this rank may still make calls, from this thread."""
-        super().check_usable()
+        super()._check_usable()
         if self.group.has_left:  # with the group that this one was split off
             raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
 
@@ -434,11 +434,11 @@ class ProcessBackend(MessagingBackend):
     def _holds_lock(self) -> bool:
         return False
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; others and launcher are told."""
         if not self.is_forked and self._parent is None:
             self._deaths.say(error)
-        super().fail(error)
+        super()._fail(error)
 
     def _leave(self, departure: Departure) -> None:
         for child in list(self._children):
@@ -454,8 +454,8 @@ class ProcessBackend(MessagingBackend):
         Only the members call it, all with the same list; their ranks in the new group follow its
         order. Waits for all of them and names those missing.
         """
-        self.check_usable()
-        members = self.check_members(ranks)
+        self._check_usable()
+        members = self._check_members(ranks)
         deadline = Deadline(self.timeout if timeout is DEFAULT else check_timeout(timeout))
         self.refuse_if_aborted()
         nth = self._splits[members] = self._splits.get(members, 0) + 1
@@ -525,7 +525,7 @@ class ProcessBackend(MessagingBackend):
 
     def statistics(self) -> Statistics:
         """Count what this process has exchanged, and who came late to this group's calls."""
-        self.check_process()
+        self._check_process()
         missing = self.group.missing() if not self._turns.is_idle else []
         return Statistics(
             rank=self.rank,

@@ -72,7 +72,7 @@ class MessageCall:
 
     def unasked(self, work: RequestWork[Any], error: BaseException) -> None:
         """Log an error that nobody has asked for, and keep it for close()."""
-        self.backend.note_unasked(work, error)
+        self.backend._note_unasked(work, error)
 
     def failure(
         self,

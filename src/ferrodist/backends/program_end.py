@@ -61,7 +61,7 @@ class ProgramEnd:
         goes_on = goes_on or not _is_in_main_thread()  # a thread's error does not end the program
         if not goes_on and not self._has_failed:
             self._has_failed = True
-            self._backend.fail(error)
+            self._backend._fail(error)
 
     def _end(self) -> None:
         """Leave the group, quietly and soon: calls in flight get a moment, no more."""
@@ -78,7 +78,7 @@ class ProgramEnd:
     def _end_quietly(self) -> None:
         how = f"its program ended after {self._exit}" if self._exit else "its program ended"
         try:
-            self._backend.end(how)
+            self._backend._end(how)
         except Exception as error:  # noqa: BLE001 -- of a Work nobody asked: logged before
             rank = self._backend.rank
             logger.debug("rank %d: at the end of the program: %s", rank, error)

@@ -2,7 +2,7 @@
 """RunningCall: one call while it runs, on any backend; and what a call is made of.
 
 A public function prepares everything first, and then runs one or more whole collectives inside
-``with backend.call(call, deadline) as running``. However many, they are one call with one ticket:
+``with backend._call(call, deadline) as running``. However many, they are one call with one ticket:
 one sequence number, one fingerprint, one deadline.
 """
 

@@ -143,8 +143,8 @@ class SimulatedBackend(ThreadMessagingBackend):
         Only the members call it, all with the same list; their ranks in the new group follow its
         order. Waits for all of them and names those missing.
         """
-        self.check_usable()
-        members = self.check_members(ranks)
+        self._check_usable()
+        members = self._check_members(ranks)
         deadline = Deadline(self.timeout if timeout is DEFAULT else check_timeout(timeout))
         with self._aborting_on_interrupt("split"):
             control = self._join(members, deadline)
@@ -241,7 +241,7 @@ class SimulatedBackend(ThreadMessagingBackend):
             has_left = self._control.desks[self.rank].departure is not None
             return has_left or self._control.verdict_of(running.sequence) is not None
 
-    def check_algorithm(
+    def _check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
     ) -> str | None:
         """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
@@ -249,7 +249,7 @@ class SimulatedBackend(ThreadMessagingBackend):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up, and every group split off it."""
-        self.check_process()
+        self._check_process()
         with self._control.switch.lock:
             self._control.abort(self.rank, reason)
 
@@ -265,7 +265,7 @@ class SimulatedBackend(ThreadMessagingBackend):
 
     def statistics(self) -> Statistics:
         """Count what this rank's world has exchanged and who came late to this group's calls."""
-        self.check_process()
+        self._check_process()
         switch, desks = self._world.switch, self._control.desks
         with switch.lock:
             return Statistics(
@@ -278,9 +278,9 @@ class SimulatedBackend(ThreadMessagingBackend):
                 lateness=tuple(desk.lateness for desk in desks),
             )
 
-    def give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Abort the group from outside, with no rank to blame."""
-        self.check_process()
+        self._check_process()
         with self._world.switch.lock:
             desks = enumerate(self._control.desks)
             seen = "; ".join(f"rank {rank} {desk.last_seen()}" for rank, desk in desks)

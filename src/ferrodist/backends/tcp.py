@@ -86,7 +86,7 @@ class TcpBackend(ProcessBackend):
         try:
             check_settings(made)
         except BaseException as error:
-            made.fail(error)
+            made._fail(error)
             raise
         return made
 

@@ -16,6 +16,7 @@ from ferrodist.collectives.dense import (
     reduce_scatter,
 )
 from ferrodist.collectives.messages import recv, send, sendrecv
+from ferrodist.collectives.methods import attach
 from ferrodist.collectives.objects import (
     all_gather_object,
     broadcast_object,
@@ -44,3 +45,6 @@ __all__ = [
     "gather_object",
     "scatter_object",
 ]
+
+for _name in __all__:
+    attach(globals()[_name])

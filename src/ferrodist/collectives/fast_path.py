@@ -80,7 +80,7 @@ class _CallInFlight:
 
     def unasked(self, work: RequestWork[Any], error: BaseException) -> None:
         """Log an error that nobody has asked for, and keep it for close()."""
-        self.backend.note_unasked(work, error)
+        self.backend._note_unasked(work, error)
 
 
 def _on_error(

@@ -77,7 +77,7 @@ def send(
     peer = _check_peer(backend, dst, "send")
     deadline = open_deadline(backend, timeout)
     source = take(x, "send: x").buffer
-    start = backend.start_send if async_op else backend.send
+    start = backend._start_send if async_op else backend._send
     return start(source, peer, _check_tag(tag), deadline)
 
 
@@ -135,8 +135,8 @@ def recv(
     result = _room_like(like, out)
     tag = _check_tag(tag)
     if async_op:
-        return backend.start_recv(result.buffer, peer, tag, deadline, result.finish)
-    backend.recv(result.buffer, peer, tag, deadline)
+        return backend._start_recv(result.buffer, peer, tag, deadline, result.finish)
+    backend._recv(result.buffer, peer, tag, deadline)
     return result.finish()
 
 
@@ -173,13 +173,13 @@ def sendrecv(
     deadline = open_deadline(backend, timeout)
     source = take(x, "sendrecv: x").buffer
     result = _room_like(like, out)
-    backend.sendrecv(source, to, result.buffer, peer, _check_tag(tag), deadline)
+    backend._sendrecv(source, to, result.buffer, peer, _check_tag(tag), deadline)
     answer: T = result.finish()
     return answer
 
 
 def _check_peer(backend: Backend, peer: int, what: str) -> int:
-    peer = backend.check_rank(peer, f"{what}: peer")
+    peer = backend._check_rank(peer, f"{what}: peer")
     if peer == backend.rank:
         raise SelfSend(f"{what}: rank {peer} is this rank itself", rank=peer, this_rank=peer)
     return peer

@@ -55,7 +55,7 @@ class Request:
         self.backend = open_backend(backend, kind.label)
         self.root = None
         if kind.is_rooted:
-            self.root = self.backend.check_rank(root, f"{kind.label}: root")
+            self.root = self.backend._check_rank(root, f"{kind.label}: root")
         self.deadline = open_deadline(self.backend, timeout)
         self.op = None if op is None else ReduceOp.parse(op)
         self.reproducible = (
@@ -65,7 +65,7 @@ class Request:
         self.args = CollectiveArgs(
             self.op, self.root or 0, algorithm=algorithm, in_order=self.reproducible
         )
-        self.algorithm_name = self.backend.check_algorithm(
+        self.algorithm_name = self.backend._check_algorithm(
             kind, algorithm, self.root or 0, self.reproducible
         )
         self.is_async = is_async
@@ -97,7 +97,7 @@ class Request:
 
     def execute(self, prepared: Prepared[Any]) -> Any:
         """Hand the call to the backend: return its result, or its Work if it is asynchronous."""
-        return (self.backend.start if self.is_async else self.backend.perform)(prepared)
+        return (self.backend._start if self.is_async else self.backend._perform)(prepared)
 
     def check_op(self, taken: Taken, where: str) -> None:
         """Refuse a reduction that has no meaning for the dtype, and numbers that could wrap."""
@@ -126,7 +126,7 @@ def open_backend(backend: Backend | None, what: str) -> Backend:
         raise InvalidArgument(
             f"{what}: backend must be a Backend, got {type(backend).__name__}", got=backend
         )
-    backend.check_usable()
+    backend._check_usable()
     return backend
 
 

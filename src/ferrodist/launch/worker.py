@@ -42,7 +42,7 @@ def _perform(call: bytes) -> Report:
         fn, args = pickle.loads(call)
         backend = ferrodist.init()
         report = report_result(fn(backend, *args), backend.rank)
-        backend.end()
+        backend._end()
     except SystemExit:
         raise  # the process ends as it asks for, without a result
     except BaseException as error:  # noqa: BLE001 -- the top of a rank: the caller of run raises it
@@ -50,7 +50,7 @@ def _perform(call: bytes) -> Report:
         joined = current_backend()
         if joined is not None:
             with suppress(Exception):  # what comes second must not hide what came first
-                joined.fail(error)
+                joined._fail(error)
     return report
 
 

@@ -154,7 +154,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Copy the parameters and buffers of ``root`` into those of all ranks, in place."""
-        self.backend.check_rank(root, "DDP.broadcast_parameters: root")
+        self.backend._check_rank(root, "DDP.broadcast_parameters: root")
         tensors = self._tensors()
         replicas.check_structure(tensors, self.backend)
         replicas.broadcast(list(tensors.values()), self.backend, root)

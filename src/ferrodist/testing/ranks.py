@@ -44,10 +44,10 @@ class _Rank(threading.Thread, Generic[T]):
         """Run the function; an error leaves the group with the error's words."""
         try:
             self.result = self._fn(self.backend)
-            self.backend.end()
+            self.backend._end()
         except BaseException as error:  # noqa: BLE001 -- the top of a thread: the caller raises it
             self.error, self.when = error, time.monotonic()
-            self.backend.fail(error)
+            self.backend._fail(error)
         finally:
             self._ended.put(self.backend.rank)
 
@@ -119,7 +119,7 @@ def _next_ended(ended: queue.SimpleQueue[int]) -> int | None:
 
 def _wake(ranks: list[_Rank[Any]], reason: str) -> list[_Rank[Any]]:
     """Wake what is blocked in ferrodist; return the ranks that are stuck somewhere else."""
-    ranks[0].backend.give_up(reason)
+    ranks[0].backend._give_up(reason)
     started = [rank for rank in ranks if rank.ident is not None]
     end = time.monotonic() + 1.0
     for rank in started:
