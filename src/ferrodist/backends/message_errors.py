@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrodist.backends.verdict import Departure
+from ferrodist.backends.verdict import Departure, died
 from ferrodist.call import Leaf
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveTimeout, ProtocolError, RankLost, SizeMismatch
+
+GONE = died("is gone, and has not said why")
+"""How a rank left of which nothing is known but that it cannot be reached."""
 
 
 def timed_out(

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""ProviderBackend: what users see of a provider; keeps the contract on nothing but its messages.
+
+Before every collective each rank sends every other one a word about its call. So nobody goes on
+before all have come, ranks that differ or are missing are known by name, and a rank that finds a
+difference later can tell all.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+from ferrodist import _native
+from ferrodist.backends import message_errors, verdict
+from ferrodist.backends.base import Statistics
+from ferrodist.backends.messaging import ThreadMessagingBackend
+from ferrodist.backends.planner import Planner, walk_plan
+from ferrodist.backends.process_texts import (
+    CallDescriptor,
+    MismatchReport,
+    pack_descriptor,
+    unpack_descriptor,
+)
+from ferrodist.backends.provider import Provider
+from ferrodist.backends.provider_link import DATA_TAG, ENTRY_TAG, SPLIT_TAG, ProviderLink, Waiting
+from ferrodist.backends.provider_messenger import ProviderMessenger
+from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
+from ferrodist.backends.verdict import Departure, Verdict
+from ferrodist.buffer import Buffer
+from ferrodist.call import Kind
+from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    BackendClosed,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    DistributedError,
+    RankLost,
+)
+from ferrodist.schedules.cost import LinkModel
+
+_ENTRY = struct.Struct("<QQQ")  # sequence number, fingerprint, whether this rank reports a mismatch
+_LENGTH = struct.Struct("<Q")
+_QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
+
+
+class ProviderBackend(ThreadMessagingBackend):
+    """One rank of a group whose messages a Provider moves."""
+
+    def __init__(
+        self, provider: Provider, config: Config | None = None, *, _link: ProviderLink | None = None
+    ) -> None:
+        config = Config.from_environment() if config is None else config
+        super().__init__(provider.rank, provider.world_size, config)
+        self._provider = provider
+        self._link = _link or ProviderLink(provider, tuple(range(provider.world_size)), None)
+        self._messenger = ProviderMessenger(self._link)
+        model = LinkModel(*config.tcp_link)
+        self._planner = Planner(self.rank, self.world_size, config, model)
+        self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._settled = 0  # the last call that ended in a difference all ranks know of
+        self._lateness = [0.0] * self.world_size
+        self._splits: dict[tuple[int, ...], int] = {}
+        self._parent: ProviderBackend | None = None
+        self._children: weakref.WeakSet[ProviderBackend] = weakref.WeakSet()
+        # A backend that is dropped without close() leaves its group all the same.
+        weakref.finalize(self, self._link.drop).atexit = False
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those on its host."""
+        return self._provider.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks are on this host."""
+        return self._provider.local_world_size
+
+    # -- a call ---------------------------------------------------------------------------------
+
+    def _begin_call(self, running: RunningCall) -> None:
+        if self._link.has_left:
+            raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
+        self._link.poll()
+        found = self._link.error_of(running.sequence)
+        if found is not None:
+            raise found.later(self.rank)
+
+    def _run_collective(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+    ) -> None:
+        """Compare the calls of all ranks, then let the provider do it, or its messages."""
+        with self._naming_failures(running):
+            if self._enter(running, is_reporting=False):
+                raise self._settle_mismatch(running, None)
+            done = NotImplemented
+            if args.algorithm is None:
+                deadline = running.deadline
+                done = self._provider.collective(kind, input, output, args, deadline)
+            if done is NotImplemented:
+                self._run_by_messages(running, kind, input, output, args)
+
+    def _run_by_messages(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+    ) -> None:
+        def exchange(
+            to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
+        ) -> memoryview | None:
+            waiting: Waiting = []
+            arrived = None
+            if expected_nbytes is not None:
+                arrived = memoryview(bytearray(expected_nbytes))
+                waiting.append((peer, self._link.irecv(arrived, peer, DATA_TAG)))
+            if payload is not None:
+                waiting.append((to, self._link.isend(payload, to, DATA_TAG)))
+            self._wait(running, waiting)
+            return arrived
+
+        plan = self._planner.plan(kind, input, output, args)
+        walk_plan(plan, input, output, args.in_place, self.config, exchange)
+
+    def _enter(self, running: RunningCall, *, is_reporting: bool) -> bool:
+        """Wait until all ranks have come; tell whether their calls differ."""
+        entry = _ENTRY.pack(running.sequence, running.fingerprint, is_reporting)
+        found = self._tell_all(running, entry, [len(entry)] * self.world_size)
+        running.watch = True  # from now on nobody can say that this rank has not come
+        return is_reporting or any(other != entry for other in found)
+
+    def _tell_all(self, running: RunningCall, mine: bytes, nbytes: Sequence[int]) -> list[bytes]:
+        """Send all ranks the same bytes and return those of all, in the order of ranks."""
+        found = [bytearray(mine if rank == self.rank else n) for rank, n in enumerate(nbytes)]
+        link, came = self._link, time.monotonic()
+        coming: Waiting = [(peer, link.irecv(found[peer], peer, ENTRY_TAG)) for peer in self._peers]
+        going: Waiting = [(peer, link.isend(mine, peer, ENTRY_TAG)) for peer in self._peers]
+        for late in coming:
+            if late[1].test():
+                continue
+            self._wait(running, coming)
+            self._lateness[late[0]] += time.monotonic() - came
+            break
+        self._wait(running, going)
+        return [bytes(one) for one in found]
+
+    def _wait(self, running: RunningCall, waiting: Waiting) -> None:
+        self._link.wait(waiting, lambda peers: self._check(running, peers), running.deadline)
+
+    def _check(self, running: RunningCall, peers: list[int]) -> None:
+        """Raise if a call cannot succeed that waits for these peers."""
+        link, sequence, call = self._link, running.sequence, running.call
+        found = link.error_of(sequence)
+        if found is not None:
+            raise self._error_from(running, found)
+        if link.has_left:
+            text = f"{call.kind.label} #{sequence}: rank {self.rank} left while it ran"
+            raise BackendClosed(text, this_rank=self.rank)
+        for peer in peers:
+            if (departure := link.left(peer)) is not None:
+                raise self._give(running, verdict.loss(call, sequence, peer, departure))
+        if running.deadline.remaining() <= 0:
+            raise self._give(running, self._expiry(running, peers))
+
+    def _error_from(self, running: RunningCall, found: Verdict) -> DistributedError:
+        """Make this rank's error; one that came too late gets what later calls get."""
+        is_missed = self.rank in (found.facts.get("missing") or ())
+        is_late = is_missed and running.watch is None
+        return found.later(self.rank) if is_late else found.now(self.rank)
+
+    def _give(self, running: RunningCall, found: Verdict) -> DistributedError:
+        """End the group on all ranks; return what this one raises."""
+        return self._error_from(running, self._link.set_error(found))
+
+    def _expiry(self, running: RunningCall, peers: Sequence[int]) -> Verdict:
+        last = [f"nothing has come from {verdict.names_of_ranks(peers)}"]
+        return verdict.timeout(running.call, running.sequence, peers, running.deadline, last)
+
+    @contextmanager
+    def _naming_failures(self, running: RunningCall) -> Iterator[None]:
+        """Make errors of all ranks of those that a provider raises."""
+        try:
+            yield
+        except DistributedError:
+            raise
+        except (ConnectionError, TimeoutError) as error:
+            found = self._failure_of(running, error)
+            if found is None:
+                raise
+            raise found from error
+
+    def _failure_of(
+        self, running: RunningCall, error: ConnectionError | TimeoutError
+    ) -> DistributedError | None:
+        self._link.poll()
+        self._check(running, [])  # it may be due to what another rank has told
+        rank = error.args[0] if error.args and type(error.args[0]) is int else None
+        if isinstance(error, TimeoutError):
+            return self._give(
+                running, self._expiry(running, self._peers if rank is None else [rank])
+            )
+        if rank is None:
+            return None
+        departure = self._link.left(rank) or message_errors.GONE
+        return self._give(running, verdict.loss(running.call, running.sequence, rank, departure))
+
+    def _end_call(self, running: RunningCall) -> None:
+        """Nothing is kept of a call."""
+
+    def _report_mismatch(
+        self, running: RunningCall, error: type[CollectiveMismatch], text: str
+    ) -> CollectiveMismatch:
+        """Tell the others, who wait for this rank before the next collective of the call."""
+        self._enter(running, is_reporting=True)
+        return self._settle_mismatch(running, (error, text))
+
+    def _settle_mismatch(
+        self, running: RunningCall, report: MismatchReport | None
+    ) -> CollectiveMismatch:
+        """Exchange descriptors, and make of them the error that all ranks make."""
+        mine = pack_descriptor(CallDescriptor(running.call, report))
+        lengths = self._tell_all(running, _LENGTH.pack(len(mine)), [_LENGTH.size] * self.world_size)
+        nbytes = [_LENGTH.unpack(one)[0] for one in lengths]
+        found = [unpack_descriptor(one) for one in self._tell_all(running, mine, nbytes)]
+        calls = [one.call for one in found]
+        first = next((one.report for one in found if one.report is not None), None)
+        given = (
+            verdict.mismatch(running.sequence, calls)
+            if first is None
+            else verdict.reported_mismatch(running.sequence, calls, *first)
+        )
+        self._settled = running.sequence
+        made = given._replace(text=given.text + self._link.group_name).now(self.rank)
+        assert isinstance(made, CollectiveMismatch)
+        return made
+
+    def _look_while_queued(self, running: RunningCall) -> float:
+        """Let the call that holds this one up run out of time when this one does."""
+        self._link.poll()
+        if running.deadline.remaining() <= 0 and self._link.final is None:
+            peer = self._link.waiting_for
+            missing = [self.rank] if peer is None else [peer]
+            why = [f"an earlier call of rank {self.rank} is still running"]
+            sequence = self._turns.last_ended + 1
+            due = verdict.timeout(running.call, sequence, missing, running.deadline, why)
+            raise self._link.set_error(due).now(self.rank)
+        self._link.refuse_if_final()
+        return min(running.deadline.remaining(), _QUEUE_LOOK)
+
+    def _is_settled(self, running: RunningCall) -> bool:
+        is_known = self._settled == running.sequence or self._link.has_left
+        return is_known or self._link.error_of(running.sequence) is not None
+
+    def _check_algorithm(
+        self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
+    ) -> str | None:
+        return self._planner.check(kind, algorithm, root, reproducible)
+
+    def _holds_lock(self) -> bool:
+        return threading.get_ident() in self._link.busy
+
+    # -- groups, statistics, leaving ------------------------------------------------------------
+
+    def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
+        """Make a group of some ranks of this one.
+
+        Only the members call it, all with the same list; their ranks in the new group follow its
+        order. Waits for all of them and names those missing.
+        """
+        self._check_usable()
+        members = self._check_members(ranks)
+        deadline = Deadline(self.timeout if timeout is DEFAULT else check_timeout(timeout))
+        with self._aborting_on_interrupt("split"):
+            self._link.poll()
+            self._link.refuse_if_aborted()
+            self._meet(members, deadline)
+            provider = self._provider.split(members)
+        world_ranks = tuple(self._link.members[member] for member in members)
+        link = ProviderLink(provider, world_ranks, self._link)
+        made = type(self)(provider, self.config, _link=link)
+        made.timeout, made.reproducible = self.timeout, self.reproducible
+        made._parent = self  # a parent that is dropped would take its groups along
+        self._children.add(made)
+        return made
+
+    def _meet(self, members: tuple[int, ...], deadline: Deadline) -> None:
+        """Wait until all members have called split with the same list."""
+        nth = self._splits[members] = self._splits.get(members, 0) + 1
+        tag = SPLIT_TAG | (_native.fingerprint([nth, *members]) & (SPLIT_TAG - 1))
+        others = [member for member in members if member != self.rank]
+        waiting: Waiting = [(peer, self._link.isend(b"", peer, tag)) for peer in others]
+        waiting += [(peer, self._link.irecv(bytearray(), peer, tag)) for peer in others]
+        self._link.wait(
+            waiting, lambda absent: self._check_split(members, absent, deadline), deadline
+        )
+
+    def _check_split(self, members: Sequence[int], absent: list[int], deadline: Deadline) -> None:
+        what, facts = f"split({list(members)})", {"this_rank": self.rank}
+        self._link.refuse_if_aborted()
+        for peer in absent:
+            if (departure := self._link.left(peer)) is not None:
+                text = f"{what}: rank {peer} {departure.how}"
+                raise RankLost(text, rank=peer, how=departure.how, **facts)
+        if deadline.remaining() <= 0:
+            text = (
+                f"{what}: {verdict.names_of_ranks(absent)} did not call it within {deadline}; "
+                "every member must, with the same list. the limit is timeout=, backend.timeout or "
+                "FERRODIST_TIMEOUT"
+            )
+            raise CollectiveTimeout(text, missing=absent, rank=absent[0], **facts)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Give the group up, and every group split off it."""
+        self._check_process()
+        found = verdict.abort(self.rank, reason)
+        if self._holds_lock():  # called by a signal handler or finalizer in the middle of a call
+            threading.Thread(target=self._link.set_error, args=[found], daemon=True).start()
+        else:
+            self._link.set_error(found)
+
+    def statistics(self) -> Statistics:
+        """Count what this rank has exchanged in this group, and whom it waited for."""
+        self._check_process()
+        return Statistics(
+            rank=self.rank,
+            world_size=self.world_size,
+            collectives=self._turns.last_ended,
+            sent_nbytes=self._link.sent_nbytes,
+            received_nbytes=self._link.received_nbytes,
+            waiting_for=self._link.waiting_for,
+            lateness=tuple(self._lateness),
+        )
+
+    def _announce_closing(self) -> None:
+        """Say nothing: leaving is what the others hear of."""
+
+    def _leave(self, departure: Departure) -> None:
+        for child in list(self._children):
+            child._leave(departure)
+        self._link.leave(departure)

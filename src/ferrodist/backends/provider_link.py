@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""ProviderLink: a provider, and what all waits on it have in common.
+
+Ranks tell each other by control messages why a group is at its end, and how they left. Whoever
+waits reads them, so that a provider need only move messages.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ferrodist.backends import message_errors, verdict
+from ferrodist.backends.process_texts import (
+    pack_departure,
+    pack_verdict,
+    unpack_departure,
+    unpack_verdict,
+)
+from ferrodist.backends.provider import Provider, Request
+from ferrodist.backends.verdict import Departure, Verdict
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, GroupAborted, RankLost
+
+CONTROL_TAG = 1 << 32
+ENTRY_TAG = CONTROL_TAG + 1  # what ranks compare before a collective
+DATA_TAG = CONTROL_TAG + 2  # collectives that are made of messages
+SPLIT_TAG = 1 << 62  # with a hash of the members in its lower bits
+
+_ERROR, _LEFT = b"E", b"L"
+_FIRST_NAP = 2e-5  # seconds between two looks at a request that cannot wait; doubled every time
+_LAST_NAP = 1e-3
+_POLL = 0.02  # seconds between two looks at control messages while a request waits by itself
+
+Waiting = list[tuple[int, Request]]  # each with the peer it is about
+
+
+class ProviderLink:
+    """What one rank holds of a group; ``members`` are the world ranks behind the group's ranks."""
+
+    def __init__(
+        self, provider: Provider, members: tuple[int, ...], parent: ProviderLink | None
+    ) -> None:
+        self.provider = provider
+        self.rank = provider.rank
+        self.members = members
+        self.has_left = False
+        self.waiting_for: int | None = None
+        self.sent_nbytes = self.received_nbytes = 0
+        self.busy: set[int] = set()  # threads that may hold locks of the provider
+        self._parent = parent
+        self._errors: list[Verdict] = []
+        self._abort = b""  # why the group was aborted, for the groups split off it
+        self._left: dict[int, Departure] = {}
+        self._lock = threading.RLock()  # reentrant, as everything a finalizer may touch
+        self._peers = [rank for rank in range(provider.world_size) if rank != self.rank]
+
+    @property
+    def group_name(self) -> str:
+        """Whose ranks an error speaks of, where they are not those of the world."""
+        if self._parent is None:
+            return ""
+        return f" (in the group of world ranks {list(self.members)})"
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def isend(self, data: bytes | memoryview, peer: int, tag: int) -> Request:
+        """Send bytes."""
+        self.sent_nbytes += len(data)
+        with self._busy():
+            return self.provider.isend(memoryview(data), peer, tag)
+
+    def irecv(self, memory: bytearray | memoryview, peer: int, tag: int) -> Request:
+        """Receive into memory."""
+        self.received_nbytes += len(memory)
+        with self._busy():
+            return self.provider.irecv(memoryview(memory), peer, tag)
+
+    def wait(
+        self, waiting: Waiting, check: Callable[[list[int]], None], deadline: Deadline
+    ) -> None:
+        """Wait until all requests are done; ``check`` raises when waiting for these peers is over.
+
+        Then those not done are cancelled; if all had just got done, all is well.
+        """
+        try:
+            with self._busy():
+                self._wait(waiting, check, deadline)
+        except DistributedError:
+            cancelled = [request.cancel() for _, request in waiting]
+            if any(cancelled):
+                raise
+        except BaseException:
+            for _, request in waiting:
+                request.cancel()
+            raise
+        finally:
+            self.waiting_for = None
+
+    def _wait(
+        self, waiting: Waiting, check: Callable[[list[int]], None], deadline: Deadline
+    ) -> None:
+        nap = _FIRST_NAP
+        while waiting := _undone(waiting):
+            self.waiting_for = waiting[0][0]
+            self.poll()  # may tell that a rank has left: what it sent before is there by now
+            if not (waiting := _undone(waiting)):
+                return
+            check([peer for peer, _ in waiting])
+            _sleep(waiting[0][1], nap, deadline)
+            nap = min(2 * nap, _LAST_NAP)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Mark this thread as one that may hold locks of the provider."""
+        me = threading.get_ident()
+        if me in self.busy:
+            yield
+            return
+        self.busy.add(me)
+        try:
+            yield
+        finally:
+            self.busy.discard(me)
+
+    # -- what ranks tell each other -------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Read the control messages that have come."""
+        if self._parent is not None:
+            self._parent.poll()
+        with self._busy(), self._lock:
+            if self.has_left:
+                return
+            for peer in self._peers:
+                while (nbytes := self.provider.iprobe(peer, CONTROL_TAG)) is not None:
+                    self._hear(peer, nbytes)
+            if self._parent is not None and self._parent._abort and not self._abort:
+                self._note_abort(self._parent._abort)
+
+    def _hear(self, peer: int, nbytes: int) -> None:
+        memory = bytearray(nbytes)
+        request = self.provider.irecv(memoryview(memory), peer, CONTROL_TAG)
+        while not request.test():
+            time.sleep(_FIRST_NAP)  # it has come: iprobe said so
+        body = bytes(memory[1:])
+        if memory[:1] == _LEFT:
+            self._left.setdefault(peer, unpack_departure(body))
+            return
+        found = unpack_verdict(body, self.members)
+        if found.error is GroupAborted:
+            self._note_abort(body)
+        else:
+            self._note(found)
+
+    def _note_abort(self, body: bytes) -> None:
+        self._abort = self._abort or body
+        self._note(unpack_verdict(body, self.members))
+
+    def _note(self, found: Verdict) -> None:
+        if all(error.sequence > found.sequence for error in self._errors):
+            self._errors.append(found)
+
+    def set_error(self, found: Verdict) -> Verdict:
+        """End the group on all ranks, unless it is; return the error that stands."""
+        with self._busy(), self._lock:
+            self.poll()
+            standing = self.error_of(found.sequence)
+            if standing is not None:
+                return standing
+            found = found._replace(text=found.text + self.group_name)
+            body = pack_verdict(found, self.members)
+            self._note(found)
+            if found.error is GroupAborted:
+                self._abort = body
+            if not self.has_left:
+                self._tell(_ERROR + body)
+                self.provider.abort(found.text)
+        return found
+
+    def _tell(self, words: bytes) -> None:
+        for peer in self._peers:
+            try:
+                self.provider.isend(memoryview(words), peer, CONTROL_TAG)
+            except ConnectionError:
+                continue
+
+    def error_of(self, sequence: int) -> Verdict | None:
+        """Return what a rank inside ``sequence`` has to raise, if anything."""
+        return next((error for error in self._errors if error.sequence <= sequence), None)
+
+    @property
+    def final(self) -> Verdict | None:
+        """The error that ended the group: it answers every later call."""
+        return self._errors[0] if self._errors else None
+
+    def refuse_if_final(self) -> None:
+        """Raise if the group is at its end."""
+        if self._errors:
+            raise self._errors[0].later(self.rank)
+
+    def refuse_if_aborted(self) -> None:
+        """Raise if the group is at its end, unless by a loss: those left may still talk."""
+        aborted = next((error for error in self._errors if error.error is not RankLost), None)
+        if aborted is not None:
+            raise aborted.later(self.rank)
+
+    def left(self, peer: int) -> Departure | None:
+        """Tell how a rank left; None while it is there, or nobody knows."""
+        if peer not in self._left and self.provider.status(peer) == "lost":
+            self.poll()  # its last words may have come meanwhile
+            self._left.setdefault(peer, message_errors.GONE)
+        return self._left.get(peer)
+
+    def drop(self) -> None:
+        """Leave because the backend was dropped; from a thread of its own.
+
+        A finalizer runs wherever memory runs low, also where the provider holds its locks.
+        """
+        dropped = verdict.died("dropped its backend without close()")
+        threading.Thread(target=self.leave, args=[dropped], daemon=True).start()
+
+    def leave(self, departure: Departure) -> None:
+        """Tell the others that this rank makes no further calls."""
+        with self._lock:
+            if not self.has_left:
+                self.has_left = True
+                self._tell(_LEFT + pack_departure(departure))
+                self.provider.close()
+
+
+def _undone(waiting: Sequence[tuple[int, Request]]) -> Waiting:
+    return [(peer, request) for peer, request in waiting if not request.test()]
+
+
+def _sleep(request: Request, nap: float, deadline: Deadline) -> None:
+    wait, left = getattr(request, "wait", None), max(0.0, deadline.remaining())
+    if wait is None:
+        time.sleep(min(nap, left))
+    else:
+        wait(min(_POLL, left))
