@@ -428,7 +428,7 @@ void add_messages(nb::class_<G>& group) {
                          double deadline, std::uint64_t token) {
             return isend<G>(self, peer, tag, header, payload, deadline, token);
         }, "peer"_a, "tag"_a, "header"_a, "payload"_a, "deadline"_a, "token"_a,
-             "Post a send; with a token it fails by itself at its deadline, and is told to next_completions().")
+             "Post a send; with a token it fails by itself, and next_completions() is told.")
         .def("irecv", [](nb::handle self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle target,
                          double deadline, std::uint64_t token) {
             return irecv<G>(self, peer, tag, header, target, deadline, token);
@@ -453,9 +453,9 @@ void add_messages(nb::class_<G>& group) {
         .def_prop_ro("fast_sendrecv", [](nb::handle self) { return bind_fast<G, &fast_sendrecv<G>, 7>(self); },
                      "The fast path of sendrecv: (backend, x, dst, like, src, out, tag).")
         .def_prop_ro("fast_isend", [](nb::handle self) { return bind_fast<G, &fast_isend<G>, 5>(self); },
-                     "The fast path of an async send: (backend, x, dst, tag, token) -> request, None if it is done.")
+                     "The fast path of an async send: (backend, x, dst, tag, token).")
         .def_prop_ro("fast_irecv", [](nb::handle self) { return bind_fast<G, &fast_irecv<G>, 6>(self); },
-                     "The fast path of an async recv: (backend, like, src, out, tag, token) -> request, array.");
+                     "The fast path of an async recv: (backend, like, src, out, tag, token).");
 }
 
 template void add_messages<SharedGroup>(nb::class_<SharedGroup>& group);
