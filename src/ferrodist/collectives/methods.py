@@ -10,17 +10,14 @@ from typing import Any
 
 from ferrodist.backends.base import Backend
 
+_ABSENT: Any = object()
+
 
 def attach(function: Callable[..., Any]) -> None:
     """Give ``Backend`` a method of this function's name, signature and docstring."""
     signature = inspect.signature(function)
     place = list(signature.parameters).index("backend")
-
-    def method(self: Backend, *args: Any, **options: Any) -> Any:
-        if len(args) < place:  # what stands before ``backend`` is named, or missing
-            return function(*args, backend=self, **options)
-        return function(*args[:place], self, *args[place:], **options)
-
+    method = _after_one(function) if place == 1 else _after(function, place)
     update_wrapper(method, function)
     method.__qualname__ = f"Backend.{function.__name__}"
     del method.__dict__["__wrapped__"]  # it has another signature
@@ -28,3 +25,23 @@ def attach(function: Callable[..., Any]) -> None:
     rest = [p for p in signature.parameters.values() if p.name != "backend"]
     method.__dict__["__signature__"] = signature.replace(parameters=[own, *rest])
     setattr(Backend, function.__name__, method)
+
+
+def _after_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Put the backend second; no argument is packed or cut out on the way, as calls are short."""
+
+    def method(self: Backend, x: Any = _ABSENT, /, *args: Any, **options: Any) -> Any:
+        if x is _ABSENT:  # it is named, or missing
+            return function(*args, backend=self, **options)
+        return function(x, self, *args, **options)
+
+    return method
+
+
+def _after(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def method(self: Backend, *args: Any, **options: Any) -> Any:
+        if len(args) < place:  # what stands before ``backend`` is named, or missing
+            return function(*args, backend=self, **options)
+        return function(*args[:place], self, *args[place:], **options)
+
+    return method
