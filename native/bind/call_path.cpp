@@ -378,7 +378,7 @@ private:
     int num_looks_ = 0;
 };
 
-constexpr std::int64_t look_ns = 50'000'000;
+constexpr std::int64_t look_ns = 50'000'000, longest_moment_ns = 1'000'000'000;
 enum { arg_site = num_arguments, arg_token, num_start_arguments };
 
 template <class Group>
@@ -463,7 +463,17 @@ public:
                 watch.error().is_valid() ? watch.error() : nb::none()};
     }
 
-    bool is_complete() override { return group_.progress.is_complete(*this); }
+    // A call whose ticket has ended is complete a moment later: whoever saw that, by a later call, finds it so.
+    bool is_complete() override {
+        if (group_.progress.is_complete(*this)) {
+            return true;
+        }
+        if (group_.tickets.ended() < ticket_) {
+            return false;
+        }
+        const nb::gil_scoped_release unlocked;
+        return group_.progress.wait(*this, longest_moment_ns);
+    }
     void hear(std::uint64_t token) override { group_.progress.hear(*this, token); }
     std::uint64_t sequence() const override { return ticket_; }
     std::pair<int, int> status() override { return {static_cast<int>(ending_.outcome), ending_.culprit}; }

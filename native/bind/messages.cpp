@@ -280,6 +280,7 @@ public:
                                    status_.culprit, error.ptr(), to_bytes(found_).ptr(), cycle.ptr(), expected, dst,
                                    src, static_cast<int>(tag));
     }
+    void take_gil_back() { watch_.take_back(); }
     Messages& messages() { return messages_; }
 
 private:
@@ -351,6 +352,7 @@ PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t
         return call.give(std::move(result));
     }
     if (!is_received && call.has_misfit()) {
+        call.take_gil_back();
         FastCall<G> rest(self, args[0], "sendrecv");
         rest.wait(send, true);
     }
@@ -462,6 +464,8 @@ template void add_messages<SharedGroup>(nb::class_<SharedGroup>& group);
 template void add_messages<TcpGroup>(nb::class_<TcpGroup>& group);
 
 void add_requests(nb::module_& module) {
+    module.def("wake_completions", [] { core::Completions::of_process().add(0); },
+               "Let next_completions() return, with a token of nobody.");
     nb::class_<HeldRequest>(module, "Request", "A send or receive, from when it is posted until it is complete.")
         .def("test", &HeldRequest::test, "Make progress without waiting, and tell whether it is complete.")
         .def("wait", &HeldRequest::wait, "deadline"_a, "holds_caller"_a, "look"_a,

@@ -91,7 +91,7 @@ class CallRequest:
         """The number of the call."""
 
     @property
-    def error(self) -> BaseException:
+    def error(self) -> BaseException | None:
         """The error of a call that has failed."""
 
     @property
@@ -195,6 +195,9 @@ class Request:
     @property
     def found(self) -> bytes:
         """The header of a message that did not fit."""
+
+def wake_completions() -> None:
+    """Let next_completions() return, with a token of nobody."""
 
 def next_completions(timeout: float) -> list[int]:
     """Wait for completed requests that somebody wants to hear of; return their tokens."""

@@ -35,7 +35,13 @@ from ferrodist.backends.process_texts import (
     unpack_departure,
     unpack_verdict,
 )
-from ferrodist.backends.request_work import DoneWork, RequestWork, in_flight, new_token
+from ferrodist.backends.request_work import (
+    DoneWork,
+    RequestWork,
+    end_callbacks_thread,
+    in_flight,
+    new_token,
+)
 from ferrodist.backends.running_call import Algorithm, RunningCall
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure, Verdict
@@ -122,6 +128,7 @@ class ProcessBackend(MessagingBackend):
         self._children: weakref.WeakSet[ProcessBackend] = weakref.WeakSet()
         self._splits: dict[tuple[int, ...], int] = {}
         self._note_change()
+        weakref.finalize(self, end_callbacks_thread).atexit = False
         weakref.finalize(self, group.stop_progress)  # before the interpreter ends
         weakref.finalize(self, group.leave, b"").atexit = False
 
@@ -202,8 +209,8 @@ class ProcessBackend(MessagingBackend):
 
     def _await_works(self) -> None:
         super()._await_works()
-        mine = self._messenger.backend
-        for work in in_flight(lambda call: getattr(call, "backend", None) is mine):
+        mine = (self, self._messenger.backend)  # collectives know the one, messages the other
+        for work in in_flight(lambda call: any(getattr(call, "backend", None) is b for b in mine)):
             work.wait_for_end()
 
     # -- what subclasses write ------------------------------------------------------------------
@@ -444,6 +451,7 @@ class ProcessBackend(MessagingBackend):
         for child in list(self._children):
             child._leave(departure)
         self.group.stop_progress()
+        end_callbacks_thread()
         self.group.leave(pack_departure(departure))
 
     # -- groups ---------------------------------------------------------------------------------

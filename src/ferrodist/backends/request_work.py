@@ -29,8 +29,9 @@ T = TypeVar("T")
 _STATE = frozenset(
     ("_condition", "_state", "_result", "_exception", "_waiters", "_done_callbacks")
 )  # what Future.__init__ makes
-_FEW_WORKS = 64  # kept before those are dropped that are done and nobody waited for
 _LONGEST_SLEEP = 3600.0  # seconds
+_MOST_DROPPED = 1000  # works in one go
+_END = 0  # the token that ends the callbacks thread
 
 
 class RequestCall(Protocol):
@@ -129,6 +130,7 @@ class RequestWork(Work[T]):
                 self._outcome = self._make_outcome()
                 self._finish = None
                 _registry.works.pop(self._token, None)
+                _registry.drop_oldest()
                 error = self._outcome[1]
                 if error is not None and not self.is_asked:
                     self._call.unasked(self, error)
@@ -200,7 +202,6 @@ class _Registry:
         self.works: dict[int, RequestWork[Any]] = {}
         self._thread: threading.Thread | None = None
         self._tokens = itertools.count(1)
-        self._most_works = _FEW_WORKS
 
     def new_token(self) -> int:
         """Give a number that no other request has."""
@@ -211,19 +212,21 @@ class _Registry:
         self.works[token] = work
         if self._thread is None:
             self._start()
-        if len(self.works) > self._most_works:
-            self._prune()
-            self._most_works = 2 * len(self.works) + _FEW_WORKS
+        self.drop_oldest()
 
     def in_flight(self, call_of: Callable[[RequestCall], bool]) -> list[RequestWork[Any]]:
         """List the works whose calls are of some kind."""
         return [work for work in list(self.works.values()) if call_of(work._call)]
 
-    def _prune(self) -> None:
-        for token, work in list(self.works.items()):
-            is_done = work._request.is_complete and not work._request.status[0]
-            if is_done and "_done_callbacks" not in work.__dict__:
-                self.works.pop(token, None)
+    def drop_oldest(self) -> None:
+        """Let go of works that are done and that nobody has waited for."""
+        for token in list(itertools.islice(self.works, _MOST_DROPPED)):
+            work = self.works.get(token)
+            if work is None or "_done_callbacks" in work.__dict__:
+                continue
+            if not work._request.is_complete or work._request.status[0]:
+                break
+            self.works.pop(token, None)
 
     def _start(self) -> None:
         with self.lock:
@@ -236,13 +239,27 @@ class _Registry:
     def _run(self) -> None:
         while True:
             for token in _native.next_completions(_LONGEST_SLEEP):
+                if token == _END:
+                    return
                 work = self.works.get(token)
                 if work is not None:
                     work.on_complete()
                 del work
 
+    def end_thread(self) -> None:
+        """End the thread if nothing is in flight: the next call in flight starts another."""
+        with self.lock:
+            self.drop_oldest()
+            thread = self._thread
+            if self.works or thread is None or thread is threading.current_thread():
+                return
+            self._thread = None
+            _native.wake_completions()
+        thread.join()
+
 
 _registry = _Registry()
+end_callbacks_thread = _registry.end_thread
 new_token = _registry.new_token
 in_flight = _registry.in_flight
 

@@ -22,6 +22,7 @@ from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, Site, caller_site
 from ferrodist.collectives.request import leaf_of
 from ferrodist.deadline import Deadline
+from ferrodist.errors import BackendClosed
 from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class _CallInFlight:
 
     def explain(self, outcome: int, rank: int, found: bytes) -> BaseException:
         """Return the error that was made when the call failed."""
-        return self._request.error
+        return self._request.error or BackendClosed(
+            f"{self.name}: rank {self.backend.rank} left the group before it was done"
+        )
 
     def interrupted(self, error: BaseException) -> None:
         """Leave the call going: only the wait for it has ended."""
