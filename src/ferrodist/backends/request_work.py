@@ -30,7 +30,6 @@ _STATE = frozenset(
     ("_condition", "_state", "_result", "_exception", "_waiters", "_done_callbacks")
 )  # what Future.__init__ makes
 _LONGEST_SLEEP = 3600.0  # seconds
-_MOST_DROPPED = 1000  # works in one go
 _END = 0  # the token that ends the callbacks thread
 
 
@@ -220,12 +219,13 @@ class _Registry:
 
     def drop_oldest(self) -> None:
         """Let go of works that are done and that nobody has waited for."""
-        for token in list(itertools.islice(self.works, _MOST_DROPPED)):
+        while (token := next(iter(self.works), None)) is not None:
             work = self.works.get(token)
-            if work is None or "_done_callbacks" in work.__dict__:
-                continue
-            if not work._request.is_complete or work._request.status[0]:
-                break
+            if work is not None:
+                request = work._request
+                is_dropped = request.is_complete and not request.status[0]
+                if not is_dropped or "_done_callbacks" in work.__dict__:
+                    return
             self.works.pop(token, None)
 
     def _start(self) -> None:
