@@ -1,7 +1,7 @@
 """The fast path against the general one: every kind of array, call and dtype.
 
 A result must have the type, dtype, shape and bits that the general path gives it, and what is
-refused must be refused in the same words, on shared memory and on TCP.
+refused must be refused in the same words, on shared memory, TCP and hybrid.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from ferrodist import DistributedError, ReduceOp
 from ferrodist.testing import distinct_values
 from ferrodist.testing.contract.dtypes import DTYPES, legal_ops, numpy_dtype
 from ferrodist.testing.contract.libraries import can_hold, to_library
-from jobs import Job
-from tcp_jobs import start_tcp_job  # noqa: F401 -- a fixture
 
+pytest_plugins = ["process_jobs"]
 pytestmark = pytest.mark.timeout(110)
 
 CALLS = ("allreduce", "broadcast", "reduce", "all_gather", "gather", "reduce_scatter", "all_to_all")
@@ -172,13 +171,6 @@ def compare_paths(backend: Any, kind: str) -> tuple[int, list[Any]]:
             if described(found) != described(usual):
                 wrong.append((name, dtype, shape, options, described(found), described(usual)))
     return number, wrong
-
-
-@pytest.fixture(params=["shared_memory", "tcp"])
-def start(request: pytest.FixtureRequest) -> Callable[..., Job]:
-    name = {"shared_memory": "start_job", "tcp": "start_tcp_job"}[request.param]
-    start: Callable[..., Job] = request.getfixturevalue(name)
-    return start
 
 
 @pytest.mark.parametrize("kind", KINDS)

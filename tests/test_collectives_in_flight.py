@@ -1,4 +1,4 @@
-"""Collectives in flight: native progress, seen through the Work, on shared memory and TCP."""
+"""Collectives in flight: native progress, seen through the Work."""
 
 from __future__ import annotations
 
@@ -6,23 +6,14 @@ import asyncio
 import concurrent.futures
 import os
 import signal
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import ferrodist
-from jobs import Job
-from tcp_jobs import start_tcp_job  # noqa: F401 -- a fixture
 
+pytest_plugins = ["process_jobs"]
 pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture(params=["shared_memory", "tcp"])
-def start(request: pytest.FixtureRequest) -> Callable[..., Job]:
-    name = {"shared_memory": "start_job", "tcp": "start_tcp_job"}[request.param]
-    start: Callable[..., Job] = request.getfixturevalue(name)
-    return start
 
 
 def test_groups_in_opposite_order_do_not_wait_for_each_other(start):

@@ -50,10 +50,10 @@ def test_hosts_are_in_order_if_the_ranks_of_each_follow_each_other(names, are_in
 
 def test_the_lowest_rank_speaks_for_its_host_unless_the_root_is_on_it():
     for one in maps_of("abbacb"):
-        assert one.speakers() == [0, 1, 4]
-        assert one.speakers(0) == [0, 1, 4]
-        assert one.speakers(3) == [3, 1, 4]
-        assert one.speakers(5) == [0, 5, 4]
+        assert one.node_leaders() == [0, 1, 4]
+        assert one.node_leaders(0) == [0, 1, 4]
+        assert one.node_leaders(3) == [3, 1, 4]
+        assert one.node_leaders(5) == [0, 5, 4]
         assert [one.host_of(rank) for rank in range(6)] == [0, 1, 1, 0, 2, 1]
 
 
@@ -71,7 +71,7 @@ def test_every_rank_is_on_one_host_and_has_one_speaker(seed):
         assert sorted(sum(one.hosts, ())) == list(range(len(names)))
         assert rank in one.local
         assert one.local[one.local_rank] == rank
-        assert one.speakers()[one.here] == min(one.local)
-        assert root in one.speakers(root)
-        for host, speaker in enumerate(one.speakers(root)):
-            assert one.host_of(speaker) == host
+        assert one.node_leaders()[one.here] == min(one.local)
+        assert root in one.node_leaders(root)
+        for host, leader in enumerate(one.node_leaders(root)):
+            assert one.host_of(leader) == host

@@ -14,7 +14,6 @@ import pytest
 
 import ferrodist
 from ferrodist import CollectiveMismatch, SizeMismatch
-from ferrodist.backends.status import StatusCode
 from test_shared_memory_differences import differences
 
 pytest_plugins = ["hybrid_jobs"]
@@ -175,38 +174,6 @@ def test_every_objection_reaches_every_rank_with_one_text_and_the_group_goes_on(
         results = job.results()
     assert len(results[0]) > 50
     assert all(texts == results[0] for texts in results)
-
-
-def test_an_objection_reaches_ranks_of_a_host_that_are_at_different_stages(start_hybrid_job):
-    """Ranks 2 and 4 are on one host; 2 is through with the first collective of the call, 4 is not.
-
-    Rank 0 has told the sizes to all but rank 4 when rank 3 finds that its out is wrong.
-    """
-
-    def body(backend, pipe):
-        usual = backend._exchange
-
-        def exchange(running, to, payload, peer, arrived):
-            if backend.rank == 0 and to == 4 and payload is not None:
-                backend._exchange = usual
-                pipe.send("held")
-                pipe.recv()
-            status = usual(running, to, payload, peer, arrived)
-            if backend.rank == 4 and status[0] == StatusCode.MISMATCH:
-                pipe.send("differs")
-            return status
-
-        backend._exchange = exchange
-        backend.timeout = 4
-        with pytest.raises(CollectiveMismatch, match="rank 3: out has shape"):
-            wrong_out(backend, backend.rank == 3, 2)
-        assert_in_step(backend)
-
-    with start_hybrid_job("00121", body, FERRODIST_WALKER="python") as job:
-        assert job[0].hear() == "held"
-        assert job[4].hear() == "differs"
-        job[0].tell()
-        assert job.errors() == [None] * 5
 
 
 # -- splits ----------------------------------------------------------------------------------------

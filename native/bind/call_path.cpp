@@ -26,43 +26,36 @@ PyObject* decline() { Py_RETURN_NOTIMPLEMENTED; }
 
 // -- what differs between groups -----------------------------------------------------------------
 
-int world_of(const SharedGroup& group) { return group.group->size(); }
-int world_of(const TcpGroup& group) { return group.group->size(); }
 shm::Spins* spins_of(const SharedGroup& group) { return group.group->spins(); }
 shm::Spins* spins_of(const TcpGroup& group) { return group.group->mesh().spins(); }
+shm::Spins* spins_of(const HybridGroup& group) { return spins_of(group.tcp); }
 
 // Below this a call in shared memory takes a microsecond or two: to let go of the GIL would cost more than it
 // gives.
 constexpr std::size_t smallest_without_gil = 32 * 1024;
 bool lets_go_of_gil(const SharedGroup&, const Collective& one) { return one.nbytes >= smallest_without_gil; }
 bool lets_go_of_gil(const TcpGroup&, const Collective&) { return true; }
+bool lets_go_of_gil(const HybridGroup&, const Collective&) { return true; }
 
-// What a collective needs besides its buffers: over TCP a plan, which Python makes when it is first needed.
+// What a collective needs besides its buffers: over TCP a plan, in two levels a program.
 struct NoPlan {};
 NoPlan plan_for(SharedGroup&, const Collective&, Arguments) { return {}; }
 
 TcpGroup::KeptPlan plan_for(TcpGroup& group, const Collective& one, Arguments args) {
-    const TcpGroup::PlanKey key{static_cast<int>(one.kind), static_cast<int>(one.dtype), static_cast<int>(one.op),
-                                one.root, one.nbytes, group.reproducible};
-    if (const auto found = group.plans.find(key); found != group.plans.end()) {
-        return found->second;
-    }
-    if (group.plans.size() >= TcpGroup::most_plans) {
-        group.plans.clear();
-    }
-    const nb::object made = nb::steal(PyObject_CallFunction(
-        hooks().make_plan, "OiiiiK", args[arg_backend], static_cast<int>(one.kind), static_cast<int>(one.dtype),
-        static_cast<int>(one.op), one.root, static_cast<unsigned long long>(one.nbytes)));
-    if (!made.is_valid()) {
-        throw nb::python_error();
-    }
-    const TcpGroup::KeptPlan kept{nb::cast<std::shared_ptr<net::Plan>>(made[0]), nb::cast<bool>(made[1])};
-    group.plans[key] = kept;
-    return kept;
+    return group.plans.find(one, group.reproducible, args[arg_backend], [](const nb::object& made) {
+        return TcpGroup::KeptPlan{nb::cast<std::shared_ptr<net::Plan>>(made[0]), nb::cast<bool>(made[1])};
+    });
+}
+
+HybridGroup::KeptPlan plan_for(HybridGroup& group, const Collective& one, Arguments args) {
+    return group.plans.find(one, group.reproducible, args[arg_backend], [](const nb::object& made) {
+        return HybridGroup::KeptPlan(nb::cast<std::shared_ptr<hybrid::Program>>(made));
+    });
 }
 
 bool can_alias(const NoPlan&) { return true; }
 bool can_alias(const TcpGroup::KeptPlan& plan) { return plan.is_alias_safe; }
+bool can_alias(const HybridGroup::KeptPlan&) { return true; }  // it was made for that
 
 shm::Ending run(SharedGroup& group, const Collective& one, const NoPlan&, const shm::Patience& patience) {
     const bool is_cut = one.kind == Kind::reduce_scatter || one.kind == Kind::all_to_all;
@@ -72,7 +65,7 @@ shm::Ending run(SharedGroup& group, const Collective& one, const NoPlan&, const 
                          one.root,
                          one.source,
                          one.target,
-                         is_cut ? one.nbytes / static_cast<std::size_t>(world_of(group)) : one.nbytes,
+                         is_cut ? one.nbytes / static_cast<std::size_t>(group.group->size()) : one.nbytes,
                          nullptr,
                          one.in_place,
                          one.fingerprint + static_cast<std::uint64_t>(one.index)};
@@ -83,6 +76,13 @@ shm::Ending run(TcpGroup& group, const Collective& one, const TcpGroup::KeptPlan
     patience.begin();
     return net::walk(*group.group, *plan.plan,
                      {one.source, one.target, one.in_place, patience.sequence, one.fingerprint}, patience);
+}
+
+shm::Ending run(HybridGroup& group, const Collective& one, const HybridGroup::KeptPlan& plan,
+                const shm::Patience& patience) {
+    const hybrid::Task task{one.source,        one.target,      static_cast<std::uint32_t>(one.kind),
+                            patience.sequence, one.fingerprint, one.index};
+    return hybrid::execute(group.levels, *plan, task, patience);
 }
 
 // -- one call ------------------------------------------------------------------------------------
@@ -584,6 +584,7 @@ nb::object bind_call_path(nb::handle group) {
 }
 template nb::object bind_call_path<SharedGroup>(nb::handle group);
 template nb::object bind_call_path<TcpGroup>(nb::handle group);
+template nb::object bind_call_path<HybridGroup>(nb::handle group);
 
 template <class Group>
 nb::object bind_start_path(nb::handle group) {
@@ -591,6 +592,7 @@ nb::object bind_start_path(nb::handle group) {
 }
 template nb::object bind_start_path<SharedGroup>(nb::handle group);
 template nb::object bind_start_path<TcpGroup>(nb::handle group);
+template nb::object bind_start_path<HybridGroup>(nb::handle group);
 
 void add_calls_in_flight(nb::module_& module) {
     using namespace nb::literals;
@@ -615,6 +617,8 @@ bool can_call(const SharedGroup& group) {
 bool can_call(const TcpGroup& group) {
     return group.is_open && !is_progress_thread() && !group.group->mesh().is_of_ancestor() && !group.group->has_left();
 }
+
+bool can_call(const HybridGroup& group) { return can_call(group.tcp) && can_call(group.shared); }
 
 // -- hooks ---------------------------------------------------------------------------------------
 

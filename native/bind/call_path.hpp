@@ -12,6 +12,7 @@
 #include "bind/collective_call.hpp"
 #include "bind/gil_watch.hpp"
 #include "bind/hooks.hpp"
+#include "bind/hybrid_group.hpp"
 #include "bind/progress.hpp"
 #include "bind/shared_group.hpp"
 #include "bind/tcp_group.hpp"
@@ -47,6 +48,7 @@ void add_calls_in_flight(nanobind::module_& module);
 // Whether calls may be made from this thread of this process, as far as native code knows.
 bool can_call(const SharedGroup& group);
 bool can_call(const TcpGroup& group);
+bool can_call(const HybridGroup& group);
 
 using FastFunction = PyObject* (*)(PyObject* self, PyObject* const* args, Py_ssize_t num_args);
 

@@ -14,7 +14,8 @@ struct Hooks {
     // (backend, status, failed rank, error, sequence, kind, dtype, shape, op, root, collectives begun, part of
     // a scatter that does not fit, x, out, site): tells all ranks, raises, ends the call
     PyObject* on_error = nullptr;
-    // (backend, kind, dtype, op, root, nbytes) -> Plan: how a call is executed that was not made before
+    // (backend, kind, dtype, op, root, nbytes, in place): how a collective is executed that was not made before. In
+    // two levels a Program; over TCP a Plan, and whether the result may lie where the input does.
     PyObject* make_plan = nullptr;
 };
 

@@ -19,5 +19,6 @@ NB_MODULE(_native, module) {
     ferrodist::bind::add_calls_in_flight(module);
     ferrodist::bind::add_shm(module);
     ferrodist::bind::add_net(module);
+    ferrodist::bind::add_hybrid(module);
     ferrodist::bind::add_frames(module);
 }

@@ -292,11 +292,6 @@ void add_group(nb::module_& module) {
             return static_cast<int>(ending.outcome);
         }, "kind"_a, "sequence"_a, "fingerprint"_a,
              "Enter a call whose first part is done elsewhere; return an outcome.")
-        .def("look_round", [](TcpGroup& self) {
-            Unlocked unlocked;
-            const Ending ending = self.group->look_round();
-            return std::pair(static_cast<int>(ending.outcome), ending.culprit);
-        }, "Look for what stands in the way of the current call: outcome and culprit.")
         .def("exit", [](TcpGroup& self) {
             Unlocked unlocked;
             const net::Lock guard = self.group->mesh().lock();

@@ -9,6 +9,7 @@ namespace ferrodist::bind {
 void add_hash(nanobind::module_& module);
 void add_fold(nanobind::module_& module);
 void add_frames(nanobind::module_& module);
+void add_hybrid(nanobind::module_& module);
 void add_net(nanobind::module_& module);
 void add_shm(nanobind::module_& module);
 

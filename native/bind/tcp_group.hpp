@@ -5,10 +5,9 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <tuple>
 
+#include "bind/plan_cache.hpp"
 #include "bind/progress.hpp"
 #include "bind/tickets.hpp"
 #include "net/group.hpp"
@@ -19,9 +18,6 @@ namespace ferrodist::bind {
 struct TcpGroup {
     explicit TcpGroup(std::shared_ptr<net::Group> native) : group(std::move(native)) {}
 
-    // kind, dtype, op, root, bytes of one rank's array, reproducible
-    using PlanKey = std::tuple<int, int, int, int, std::uint64_t, bool>;
-    static constexpr std::size_t most_plans = 256;
     struct KeptPlan {
         std::shared_ptr<net::Plan> plan;
         bool is_alias_safe;
@@ -29,13 +25,12 @@ struct TcpGroup {
 
     std::shared_ptr<net::Group> group;
     Tickets tickets;
-    std::map<PlanKey, KeptPlan> plans;  // of calls on one plain array
-    bool is_open = true;                // takes calls
-    bool reproducible = false;          // part of the fingerprint
+    PlanCache<KeptPlan> plans;
+    bool is_open = true;        // takes calls
+    bool reproducible = false;  // part of the fingerprint
     std::int64_t timeout_ns = 0;
     std::size_t fuse_nbytes = 0;  // up to which arrays of a tree travel together
     Progress progress;  // ends before the group does
 };
-
 
 }  // namespace ferrodist::bind

@@ -510,9 +510,6 @@ class TcpGroup:
     def enter(self, kind: int, sequence: int, fingerprint: int) -> int:
         """Enter a call whose first part is done elsewhere; return an outcome."""
 
-    def look_round(self) -> tuple[int, int]:
-        """Look for what stands in the way of the current call: outcome and culprit."""
-
     def exit(self) -> None:
         """Leave a call whose last part was done elsewhere."""
 
@@ -638,6 +635,92 @@ class TcpGroup:
     @property
     def has_left(self) -> bool:
         """Whether this rank has left."""
+
+class Program:
+    """One rank's part of a collective in two levels; a span is (space, begin, nbytes)."""
+
+    def __init__(self) -> None: ...
+    def add_intra_node(
+        self,
+        kind: int,
+        dtype: int,
+        op: int,
+        root: int,
+        source: tuple[int, int, int],
+        target: tuple[int, int, int],
+        nbytes: int,
+        in_place: bool,
+    ) -> None:
+        """Add a collective of the ranks of this host."""
+
+    def add_inter_node(
+        self,
+        plan: Plan,
+        source: tuple[int, int, int],
+        target: tuple[int, int, int],
+        in_place: bool,
+    ) -> None:
+        """Add a collective of ranks on different hosts."""
+
+    def add_copy(self, source: tuple[int, int, int], target: tuple[int, int, int]) -> None:
+        """Add a copy of as many bytes as the target has."""
+
+    def add_to_float32(
+        self, half: int, source: tuple[int, int, int], target: tuple[int, int, int]
+    ) -> None:
+        """Add a conversion of 16-bit floats."""
+
+    def add_from_float32(
+        self, half: int, source: tuple[int, int, int], target: tuple[int, int, int]
+    ) -> None:
+        """Add the rounding to 16-bit floats."""
+
+    def add_divide(self, dtype: int, target: tuple[int, int, int], divisor: int) -> None:
+        """Add the division of a mean."""
+
+class HybridGroup:
+    """Ranks that share memory inside hosts and use TCP between them."""
+
+    def __init__(
+        self,
+        inter_node: TcpGroup,
+        intra_node: SharedGroup,
+        local: Sequence[int],
+        mismatch_fingerprint: int,
+    ) -> None: ...
+    @property
+    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
+        """The fast path of a call: (backend, kind, x, out, op, root)."""
+
+    @property
+    def start_path(self) -> Callable[..., Any]:
+        """The same in flight: (backend, kind, x, out, op, root, site, token)."""
+
+    def execute(
+        self,
+        program: Program,
+        source: ReadableBuffer | None,
+        target: WriteableBuffer | None,
+        call_kind: int,
+        sequence: int,
+        fingerprint: int,
+        index: int,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> Ending:
+        """Execute a program; return outcome, culprit and the error that ended a wait."""
+
+    def tell_mismatch(
+        self,
+        call_kind: int,
+        sequence: int,
+        fingerprint: int,
+        deadline: float,
+        in_background: bool,
+        look: Callable[[], None],
+    ) -> Ending:
+        """Tell the ranks of this host of a mismatch that was found elsewhere."""
 
 class TcpSplit:
     """Some ranks of a group on their way to be a group."""

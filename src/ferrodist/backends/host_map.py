@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""HostMap: which ranks of a group are on which host, and who speaks for each."""
+"""HostMap: which ranks of a group are on which host, and who leads each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HostMap:
         """Whether the ranks of each host follow each other, so that its blocks lie together."""
         return all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in self.hosts)
 
-    def speakers(self, root: int | None = None) -> list[int]:
+    def node_leaders(self, root: int | None = None) -> list[int]:
         """List one rank per host: the root for its own, the lowest for the others."""
         return [root if root is not None and root in ranks else ranks[0] for ranks in self.hosts]
 

@@ -5,10 +5,7 @@ All ranks are connected by TCP: verdicts, messages and what cannot be done in tw
 The ranks of one host also share memory, and do their part of a collective in it, so that between
 hosts only one contribution per host travels.
 
-Every collective of a call begins with one round of the ranks of a host, which compares what they
-have called, and goes on between hosts only when that was the same. A rank that meets a difference
-between hosts still comes to the next round of its own host, with a fingerprint that nobody else
-has: so the rounds stay in step, and all of the host hear of it.
+Every collective is a program (``two_levels.py``) that native code executes.
 """
 
 from __future__ import annotations
@@ -25,20 +22,23 @@ from ferrodist.backends import two_levels
 from ferrodist.backends.base import Backend
 from ferrodist.backends.host_map import HostMap
 from ferrodist.backends.neighbours import NeighbourDeaths
-from ferrodist.backends.planner import Planner
+from ferrodist.backends.planner import MOST_PLANS, Planner
 from ferrodist.backends.process_texts import unpack_departure
-from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, RunningCall
+from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.backends.shared_memory import MISMATCH_FOUND, SharedMemoryBackend
-from ferrodist.backends.status import NativeStatus, Status, StatusCode
+from ferrodist.backends.status import StatusCode
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.verdict import Departure
-from ferrodist.buffer import Buffer
+from ferrodist.backends.walk_plan import lengths_of
+from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch
+from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.mesh import Neighbour
+from ferrodist.schedules import Lengths
 
 
 class HybridBackend(TcpBackend):
@@ -47,7 +47,8 @@ class HybridBackend(TcpBackend):
     Made by ``ferrodist.init()`` under a launcher whose ranks are on several hosts, or by ``split``.
     """
 
-    _has_fast_path = False  # calls take the general path, through both levels
+    _has_fast_path = False  # until the ranks of this host have met
+    _two_levels: _native.HybridGroup
 
     def __init__(
         self,
@@ -61,9 +62,10 @@ class HybridBackend(TcpBackend):
     ) -> None:
         super().__init__(mesh, group, members, rank, config, neighbours, deaths)
         self.host_map = HostMap.of([neighbours[member].host for member in members], rank)
-        self._inside: SharedMemoryBackend | None = None  # until the ranks of this host have met
+        self._inside: SharedMemoryBackend | None = None
         group.leaves_deaths = True  # who shares memory with a rank knows what it has done
         self._planners: dict[tuple[int, ...], Planner] = {}
+        self._programs: dict[tuple[Any, ...], _native.Program] = {}
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> Self:
@@ -71,7 +73,7 @@ class HybridBackend(TcpBackend):
         config = Config.from_environment() if config is None else config
         made = super().join(job, config=config)
         try:
-            made._inside = SharedMemoryBackend.join(made._job_inside(job), config=config)
+            made._share_memory(SharedMemoryBackend.join(made._job_inside(job), config=config))
         except BaseException as error:
             made._fail(error)
             raise
@@ -108,7 +110,15 @@ class HybridBackend(TcpBackend):
         """Let the members on this host share memory, as the group of the same identity."""
         here = [parent.members.index(self.members[rank]) for rank in self.host_map.local]
         local = tuple(parent.host_map.local.index(rank) for rank in here)
-        self._inside = parent.inside._split_off(local, identity, deadline)
+        self._share_memory(parent.inside._split_off(local, identity, deadline))
+
+    def _share_memory(self, inside: SharedMemoryBackend) -> None:
+        """Take the group of this host for collectives in two levels."""
+        self._inside = inside
+        local = list(self.host_map.local)
+        self._two_levels = _native.HybridGroup(self.group, inside.group, local, MISMATCH_FOUND)
+        self._call_path = self._two_levels.call_path
+        self._start_path = self._two_levels.start_path
 
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Take memory that the ranks of this host reach in place."""
@@ -146,94 +156,98 @@ class HybridBackend(TcpBackend):
         args: CollectiveArgs,
     ) -> None:
         """Do one whole collective, in two levels where that is allowed and pays."""
-        if args.algorithm is None and args.counts is None:
-            steps = two_levels.find(self, kind, input or output, args)
-            if steps is not None:
-                steps(two_levels.Collective(self, running, input, output, args))
-                return
-        self.intra_node(running, Kind.BARRIER)
-        super()._run_collective(running, kind, input, output, args)
+        lengths = lengths_of(kind, self.rank, self.world_size, input, output, args.counts)
+        sample = input or output
+        status = self._two_levels.execute(
+            self._program(
+                kind,
+                sample.dtype if sample else DType.UINT8,
+                lengths,
+                args,
+                input.count if input else None,
+                output.count if output else None,
+            ),
+            input.memory if input else None,
+            output.memory if output else None,
+            running.call.kind,
+            running.sequence,
+            running.fingerprint,
+            running.num_collectives - 1,
+            running.deadline.end,
+            running.in_background,
+            running.poll,
+        )
+        self._check(running, status)
 
-    def intra_node(
-        self,
-        running: RunningCall,
-        kind: Kind,
-        input: Buffer | None = None,
-        output: Buffer | None = None,
-        args: CollectiveArgs = NO_ARGS,
-    ) -> None:
-        """Do a collective of the ranks of this host; its root is a number among them."""
-        running.num_rounds += 1
-        self._check_intra_node(running, self._try_intra_node(running, kind, input, output, args))
+    def plan_of(
+        self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int, in_place: bool
+    ) -> _native.Program:
+        """Write the program of a call on one array of ``nbytes``; in scatter that is one part."""
+        described = self._describe(kind, dtype, op, root, nbytes, in_place)
+        count, is_root = described[2].count, self.rank == root
+        part = count // self.world_size
+        num_input = {
+            Kind.BROADCAST: count if is_root else None,
+            Kind.ALL_GATHER: part,
+            Kind.GATHER: part,
+            Kind.SCATTER: count if is_root else None,
+            Kind.BARRIER: None,
+        }.get(kind, count)
+        num_output = {
+            Kind.REDUCE: count if is_root else None,
+            Kind.GATHER: count if is_root else None,
+            Kind.SCATTER: part,
+            Kind.REDUCE_SCATTER: part,
+            Kind.BARRIER: None,
+        }.get(kind, count)
+        return self._program(*described, num_input, num_output)
 
-    def inter_node(
+    def _program(
         self,
-        running: RunningCall,
-        ranks: Sequence[int],
         kind: Kind,
-        input: Buffer | None = None,
-        output: Buffer | None = None,
-        args: CollectiveArgs = NO_ARGS,
-    ) -> None:
-        """Do a collective of ranks on different hosts; its root is a place in their list."""
+        dtype: DType,
+        lengths: Lengths,
+        args: CollectiveArgs,
+        num_input: int | None,
+        num_output: int | None,
+    ) -> _native.Program:
+        """Write how a collective on arrays of so many elements is done; kept for the next one."""
+        is_uneven = args.counts is not None  # which the lengths tell, too
+        key = (kind, dtype, lengths, args._replace(counts=None), is_uneven, num_input, num_output)
+        found = self._programs.get(key)
+        if found is None:
+            if len(self._programs) >= MOST_PLANS:
+                self._programs.clear()
+            found = two_levels.build(self, kind, dtype, lengths, args, num_input, num_output)
+            self._programs[key] = found
+        return found
+
+    def planner_of(self, ranks: Sequence[int]) -> Planner:
+        """Return what plans the collectives of some ranks."""
+        if len(ranks) == self.world_size:
+            return self.planner
         key = tuple(ranks)
         if key not in self._planners:
             rank, size, model = key.index(self.rank), len(key), self.link_model
-            self._planners[key] = Planner(rank, size, self.config, model, folds_in_order=False)
-        plan = self._planners[key].plan(kind, input, output, args)
-        self._execute(running, plan, input, output, args.in_place, ranks)
-
-    def _check_executed(self, running: RunningCall, status: NativeStatus) -> None:
-        """Where ranks differ, the others of this host hear it in their next round."""
-        if status[0] == StatusCode.MISMATCH:
-            self._stop_intra_node(running)
-        self._check(running, status)
-
-    def _try_intra_node(
-        self,
-        running: RunningCall,
-        kind: Kind,
-        input: Buffer | None = None,
-        output: Buffer | None = None,
-        args: CollectiveArgs = NO_ARGS,
-        *,
-        fingerprint: int | None = None,
-    ) -> NativeStatus:
-        code = self.group.enter(running.call.kind, running.sequence, running.fingerprint)
-        if code == StatusCode.GIVEN_UP:
-            return Status(code)
-
-        def poll() -> None:
-            self._poll_intra_node(running)
-
-        number = running.num_rounds
-        return self.inside.run_native(
-            running, number, kind, input, output, args, fingerprint=fingerprint, poll=poll
-        )
-
-    def _check_intra_node(self, running: RunningCall, status: NativeStatus) -> None:
-        code, local_rank, error = status
-        rank = self.host_map.local[local_rank] if local_rank >= 0 else local_rank
-        self._check(running, (code, rank, error))
-
-    def _poll_intra_node(self, running: RunningCall) -> None:
-        """Poll in a round of this host; only here what befell other hosts is heard."""
-        self._poll(running)
-        self._check(running, (*self.group.look_round(), None))
-
-    # -- when ranks differ ----------------------------------------------------------------------
-
-    def _stop_intra_node(self, running: RunningCall) -> None:
-        """Come to the next round of this host with a difference, for there is one elsewhere."""
-        status = self._try_intra_node(running, Kind.BARRIER, fingerprint=MISMATCH_FOUND)
-        if status[0] != StatusCode.MISMATCH:  # done: all of the host report one
-            self._check_intra_node(running, status)
+            self._planners[key] = Planner(
+                rank, size, self.config, model, folds_in_order=False, peers=key
+            )
+        return self._planners[key]
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
     ) -> CollectiveMismatch:
-        """Stop the others of this host in their next round; all ranks get the same verdict."""
-        self._stop_intra_node(running)
+        """Stop the others of this host in their next collective; all ranks get the same error."""
+        status = self._two_levels.tell_mismatch(
+            running.call.kind,
+            running.sequence,
+            running.fingerprint,
+            running.deadline.end,
+            running.in_background,
+            running.poll,
+        )
+        if status[0] != StatusCode.MISMATCH:
+            self._check(running, status)
         return super()._report_mismatch(running, error, text)
 
     def _end_call(self, running: RunningCall) -> None:

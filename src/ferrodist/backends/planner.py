@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,14 +27,14 @@ from ferrodist.schedules import (
 )
 
 _SCHEDULED_AS = {Kind.ALL_GATHER_UNEVEN: Kind.ALL_GATHER, Kind.ALL_TO_ALL_UNEVEN: Kind.ALL_TO_ALL}
-_MOST_PLANS = 256
+MOST_PLANS = 256
 
 
 class Planner:
     """Plans the walks of one rank.
 
     ``folds_in_order`` says whether reductions fold in rank order unless the caller names an
-    algorithm that does not.
+    algorithm that does not. ``peers`` are the ranks of the group that take part, unless all do.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Planner:
         model: LinkModel,
         *,
         folds_in_order: bool = True,
+        peers: Sequence[int] = (),
     ) -> None:
         self._folds_in_order = folds_in_order
         self._rank = rank
         self._world = world
         self._config = config
         self._model = model
+        self._peers = peers
         self._plans: dict[tuple[Any, ...], WalkPlan] = {}
 
     def check(self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool) -> str | None:
@@ -102,12 +105,13 @@ class Planner:
         key = (kind, op, root, dtype, lengths, algorithm, in_order)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             schedule = self._pick(kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order)
             table = compile_table(schedule, self._world, self._rank, root)
             found = traits(schedule, self._world, root)
-            plan = make_plan(table, found, op, dtype, lengths, self._config.segment_nbytes)
+            segment_nbytes = self._config.segment_nbytes
+            plan = make_plan(table, found, op, dtype, lengths, segment_nbytes, self._peers)
             self._plans[key] = plan
         return plan
 

@@ -86,7 +86,6 @@ class RunningCall:
         "fingerprint",
         "in_background",
         "num_collectives",
-        "num_rounds",
         "sequence",
         "watch",
     )
@@ -108,7 +107,6 @@ class RunningCall:
         self.fingerprint = call.fingerprint()
         self.in_background = in_background
         self.num_collectives = num_collectives  # of this call so far
-        self.num_rounds = 0  # intra-node rounds of this call so far, where there are two levels
         self.watch: Any = None  # what the backend keeps for the waits of this call
 
     def __enter__(self) -> Self:

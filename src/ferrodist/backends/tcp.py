@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from ferrodist import _native
 from ferrodist.backends import verdict
@@ -35,7 +34,6 @@ from ferrodist.rendezvous.mesh import Neighbour, join_mesh
 from ferrodist.schedules import Lengths, LinkModel
 
 _LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and folded
-_MOST_PLANS = 256
 _NO_MEMORY = "no memory"  # how native code begins to say so
 
 
@@ -62,9 +60,7 @@ class TcpBackend(ProcessBackend):
     ) -> None:
         super().__init__(mesh, group, members, rank, config, deaths)
         self.neighbours = neighbours
-        self._native_plans: dict[int, tuple[WalkPlan, _native.Plan]] = {}
-        has_fast_path = self._has_fast_path and config.walker == "native"
-        if has_fast_path:
+        if self._has_fast_path and config.walker == "native":
             self._call_path, self._start_path = group.call_path, group.start_path
 
     @classmethod
@@ -106,28 +102,24 @@ class TcpBackend(ProcessBackend):
         hosts = [self.neighbours[member].host for member in self.members]
         return [rank for rank, host in enumerate(hosts) if host == here]
 
-    def _native_plan(self, plan: WalkPlan, peers: Sequence[int] = ()) -> _native.Plan:
-        """Return a plan as native code takes it; kept, for it will come again."""
-        found = self._native_plans.get(id(plan))
-        if found is None:
-            if len(self._native_plans) >= _MOST_PLANS:
-                self._native_plans.clear()
-            found = self._native_plans[id(plan)] = plan, _make_native(plan, peers)
-        return found[1]
-
     def plan_of(
-        self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int
-    ) -> tuple[_native.Plan, bool]:
+        self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int, in_place: bool
+    ) -> Any:
         """Plan a call on one array of ``nbytes``; also tell whether out may be x.
 
         In scatter the array is one part.
         """
+        plan = self.planner.plan_lengths(*self._describe(kind, dtype, op, root, nbytes, in_place))
+        return plan.native, plan.alias_safe
+
+    def _describe(
+        self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int, in_place: bool
+    ) -> tuple[Kind, DType, Lengths, CollectiveArgs]:
         is_part = kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER)
         count = nbytes // dtype.itemsize * (self.world_size if is_part else 1)
         its_op = op if kind.is_reduction else None
-        args = CollectiveArgs(its_op, root, in_order=self.reproducible)
-        plan = self.planner.plan_lengths(kind, dtype, Lengths(count), args)
-        return self._native_plan(plan), plan.alias_safe
+        args = CollectiveArgs(its_op, root, in_order=self.reproducible, in_place=in_place)
+        return kind, dtype, Lengths(count), args
 
     def _new_planner(self) -> Planner:
         model = self.link_model
@@ -180,29 +172,13 @@ class TcpBackend(ProcessBackend):
         args: CollectiveArgs,
     ) -> None:
         """Do one whole collective: pick the schedule, execute it over every segment."""
-        plan = self.planner.plan(kind, input, output, args)
-        self._execute(running, plan, input, output, args.in_place)
-
-    def _execute(
-        self,
-        running: RunningCall,
-        plan: WalkPlan,
-        input: Buffer | None,
-        output: Buffer | None,
-        in_place: bool,
-        peers: Sequence[int] = (),
-    ) -> None:
-        """Execute a plan; ``peers`` are the group's ranks behind those of the plan."""
+        plan, in_place = self.planner.plan(kind, input, output, args), args.in_place
         if in_place and not plan.alias_safe and input is not None:
             in_place, input = False, input.copy()
         execute = self._execute_in_python
         if self.config.walker != "python":
             execute = self._execute_in_native_code
-        self._check_executed(running, execute(running, plan, input, output, in_place, peers))
-
-    def _check_executed(self, running: RunningCall, status: NativeStatus) -> None:
-        """Raise what became of the execution of a plan, unless it is done."""
-        self._check(running, status)
+        self._check(running, execute(running, plan, input, output, in_place))
 
     def _execute_in_native_code(
         self,
@@ -211,10 +187,9 @@ class TcpBackend(ProcessBackend):
         input: Buffer | None,
         output: Buffer | None,
         in_place: bool,
-        peers: Sequence[int],
     ) -> NativeStatus:
         return self.group.walk(
-            self._native_plan(plan, peers),
+            plan.native,
             input.memory if input else None,
             output.memory if output else None,
             in_place,
@@ -232,16 +207,14 @@ class TcpBackend(ProcessBackend):
         input: Buffer | None,
         output: Buffer | None,
         in_place: bool,
-        peers: Sequence[int],
     ) -> NativeStatus:
         """Execute a plan with the reference walker, piece by piece."""
-        ranks = peers or range(self.world_size)
 
         def exchange(
             to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
         ) -> memoryview | None:
             arrived = None if expected_nbytes is None else memoryview(bytearray(expected_nbytes))
-            status = self._exchange(running, ranks[to], payload, ranks[peer], arrived)
+            status = self._exchange(running, to, payload, peer, arrived)
             if status[0]:
                 raise _ExecutionEnded(status)
             return arrived
@@ -310,25 +283,6 @@ class _ExecutionEnded(Exception):
     def __init__(self, status: NativeStatus) -> None:
         super().__init__(status)
         self.status = status
-
-
-def _make_native(plan: WalkPlan, peers: Sequence[int] = ()) -> _native.Plan:
-    """Hand a plan to native code; ``peers`` are the group's ranks behind those of the plan."""
-    ranges = array("Q")
-    for layout in plan.layouts:
-        for span in layout.ranges:
-            ranges.extend(span)
-    return _native.Plan(
-        plan.table.to_ints(),
-        ranges,
-        array("Q", [layout.scratch_nbytes for layout in plan.layouts]),
-        plan.dtype,
-        plan.op,
-        plan.divisor,
-        plan.is_wide,
-        plan.divides_at_end,
-        list(peers),
-    )
 
 
 def _close_watches(neighbours: Sequence[Neighbour]) -> None:

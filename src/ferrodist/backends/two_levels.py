@@ -1,48 +1,94 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Collectives in two levels: what the ranks of a host do together, and what one per host does.
 
-A *speaker* is the rank that speaks for its host. Where all hosts have the same number of ranks,
-large allreduces are cut among them instead: ranks of the same number on their hosts, a *rail*, do
-their part between hosts side by side. What is not here goes between all ranks directly: the calls
-whose parts differ for every pair, and those that have to fold in the order of ranks.
+A program is made once for like calls and executed in native code (``native/hybrid``). A *node
+leader* takes part for its host. Where all hosts have the same number of ranks, large allreduces are
+cut among them instead: ranks of the same number on their hosts, a *rail*, do their part between
+hosts side by side. The rest goes between all ranks directly: calls whose parts differ for every
+pair, and those that have to reduce in rank order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist import _native
-from ferrodist.backends.running_call import CollectiveArgs, Counts, RunningCall
-from ferrodist.buffer import Buffer, DType
+from ferrodist.backends.host_map import HostMap
+from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs
+from ferrodist.buffer import DType
 from ferrodist.call import Kind
 from ferrodist.reduce_op import ReduceOp
-from ferrodist.schedules import LINKS, LinkModel, choose, predict
+from ferrodist.schedules import LINKS, Lengths, LinkModel, choose, predict
 
 if TYPE_CHECKING:
     from ferrodist.backends.hybrid import HybridBackend
 
+_RAILS_NBYTES = 1 << 16  # from here on a part each costs less than what is saved
 
-class Collective(NamedTuple):
-    """One collective of a call: its buffers, and the two levels that it is made of."""
 
-    backend: HybridBackend
-    running: RunningCall
-    input: Buffer | None
-    output: Buffer | None
-    args: CollectiveArgs
+class Space(IntEnum):
+    """Whose memory an array of a program lies in; the numbers of native code."""
+
+    NONE = 0
+    INPUT = 1
+    OUTPUT = 2
+    SCRATCH = 3
+
+
+class Array(NamedTuple):
+    """Some elements of the caller's arrays, or of memory that is needed besides them."""
+
+    space: Space
+    dtype: DType
+    begin: int  # in bytes
+    num_elements: int
+
+    def part(self, begin: int, end: int) -> Array:
+        """Return some of the elements."""
+        return self._replace(
+            begin=self.begin + begin * self.dtype.itemsize, num_elements=end - begin
+        )
 
     @property
-    def input_array(self) -> Buffer:
+    def span(self) -> tuple[int, int, int]:
+        """The bytes, as native code takes them."""
+        return self.space, self.begin, self.num_elements * self.dtype.itemsize
+
+
+_NO_SPAN = (Space.NONE, 0, 0)
+
+
+class Builder:
+    """Writes the program of one collective."""
+
+    def __init__(
+        self,
+        backend: HybridBackend,
+        args: CollectiveArgs,
+        input: Array | None,
+        output: Array | None,
+    ) -> None:
+        self.program = _native.Program()
+        self.backend = backend
+        self.hosts = backend.host_map
+        self.args = args
+        self._input = input
+        self._output = output
+        self._scratch_nbytes = 0
+
+    @property
+    def input(self) -> Array:
         """The input, in kinds where every rank has one."""
-        assert self.input is not None
-        return self.input
+        assert self._input is not None
+        return self._input
 
     @property
-    def output_array(self) -> Buffer:
+    def output(self) -> Array:
         """The result, in kinds where every rank has one."""
-        assert self.output is not None
-        return self.output
+        assert self._output is not None
+        return self._output
 
     @property
     def op(self) -> ReduceOp:
@@ -50,59 +96,118 @@ class Collective(NamedTuple):
         assert self.args.op is not None
         return self.args.op
 
+    @property
+    def partial_op(self) -> ReduceOp:
+        """How partial results are reduced: a mean is divided at the end."""
+        return ReduceOp.SUM if self.op is ReduceOp.MEAN else self.op
+
+    # -- instructions ---------------------------------------------------------------------------
+
+    def scratch(self, dtype: DType, count: int) -> Array:
+        """Take memory besides the caller's arrays."""
+        begin = -(-self._scratch_nbytes // 64) * 64
+        self._scratch_nbytes = begin + count * dtype.itemsize
+        return Array(Space.SCRATCH, dtype, begin, count)
+
+    def reuse_scratch(self) -> None:
+        """Let what follows have all scratch memory again."""
+        self._scratch_nbytes = 0
+
     def intra_node(
         self,
         kind: Kind,
-        input: Buffer | None = None,
-        output: Buffer | None = None,
+        source: Array | None = None,
+        target: Array | None = None,
         *,
-        op: ReduceOp | None = None,
+        op: ReduceOp = ReduceOp.SUM,
         root: int = 0,
         in_place: bool = False,
     ) -> None:
-        """Do a collective of the ranks of this host; ``root`` is a number among them."""
-        args = CollectiveArgs(op, root, in_place=in_place)
-        self.backend.intra_node(self.running, kind, input, output, args)
+        """Do a collective of the ranks of this host; ``root`` is a rank among them."""
+        is_cut = kind in (Kind.SCATTER, Kind.REDUCE_SCATTER)
+        sized = target if is_cut else source or target
+        self.program.add_intra_node(
+            kind,
+            DType.UINT8 if sized is None else sized.dtype,
+            op,
+            root,
+            _NO_SPAN if source is None else source.span,
+            _NO_SPAN if target is None else target.span,
+            0 if sized is None else sized.num_elements * sized.dtype.itemsize,
+            in_place,
+        )
 
     def inter_node(
         self,
         ranks: Sequence[int],
         kind: Kind,
-        input: Buffer | None = None,
-        output: Buffer | None = None,
-        *,
-        op: ReduceOp | None = None,
-        root: int = 0,
-        counts: Counts | None = None,
-        in_place: bool = False,
+        lengths: Lengths,
+        source: Array | None = None,
+        target: Array | None = None,
+        args: CollectiveArgs = NO_ARGS,
     ) -> None:
-        """Do a collective of ranks on different hosts; ``root`` is a place in their list."""
-        args = CollectiveArgs(op, root, counts, in_place=in_place)
-        self.backend.inter_node(self.running, ranks, kind, input, output, args)
+        """Do a collective of ranks on different hosts; its root is a place in their list."""
+        sample = source or target
+        dtype = DType.UINT8 if sample is None else sample.dtype
+        plan = self.backend.planner_of(ranks).plan_lengths(kind, dtype, lengths, args)
+        in_place = args.in_place
+        if in_place and not plan.alias_safe and source is not None:
+            in_place, copy = False, self.scratch(source.dtype, source.num_elements)
+            self.program.add_copy(source.span, copy.span)
+            source = copy
+        self.program.add_inter_node(
+            plan.native,
+            _NO_SPAN if source is None else source.span,
+            _NO_SPAN if target is None else target.span,
+            in_place,
+        )
+
+    def divide(self, result: Array) -> None:
+        """Make a mean of a sum."""
+        if self.op is ReduceOp.MEAN:
+            self.program.add_divide(result.dtype, result.span, self.backend.world_size)
+
+    def broadcast_from(self, local_root: int, target: Array) -> None:
+        """Give what a rank of this host has to all of it."""
+        is_mine = self.hosts.local_rank == local_root
+        source = target if is_mine else None
+        self.intra_node(Kind.BROADCAST, source, target, root=local_root, in_place=is_mine)
 
 
-Steps = Callable[[Collective], None]
+def build(
+    backend: HybridBackend,
+    kind: Kind,
+    dtype: DType,
+    lengths: Lengths,
+    args: CollectiveArgs,
+    num_input: int | None,
+    num_output: int | None,
+) -> _native.Program:
+    """Write the program of a collective on arrays of so many elements; None where there is none."""
+    input = None if num_input is None else Array(Space.INPUT, dtype, 0, num_input)
+    output = None if num_output is None else Array(Space.OUTPUT, dtype, 0, num_output)
+    to = Builder(backend, args, input, output)
+    write = _WRITERS.get(kind)
+    if (
+        write is not None
+        and _is_allowed(backend, kind, dtype, args)
+        and _pays(backend, kind, lengths.count * dtype.itemsize, dtype.is_half)
+    ):
+        write(to)
+    else:
+        to.intra_node(Kind.BARRIER)
+        to.inter_node(range(backend.world_size), kind, lengths, input, output, args)
+    return to.program
 
-_RAILS_NBYTES = 1 << 16  # from here on a part each costs less than what is saved
 
-
-def find(
-    backend: HybridBackend, kind: Kind, sample: Buffer | None, args: CollectiveArgs
-) -> Steps | None:
-    """Return how to do a collective in two levels; None if it is not done so, or does not pay."""
-    steps = _STEPS.get(kind)
-    hosts = backend.host_map
-    if steps is None or (args.in_order and kind.is_reduction):
-        return None
-    if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) and not hosts.are_in_order:
-        return None
-    dtype = sample.dtype if sample is not None else DType.UINT8
-    if kind is Kind.REDUCE_SCATTER and dtype.is_half:
-        return None  # its unfinished sums would be rounded
-    nbytes = 0 if sample is None else sample.count * dtype.itemsize
-    if kind is Kind.ALL_GATHER:
-        nbytes *= backend.world_size
-    return steps if _pays(backend, kind, nbytes, dtype.is_half) else None
+def _is_allowed(backend: HybridBackend, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
+    if args.algorithm is not None or args.counts is not None:
+        return False
+    if args.in_order and kind.is_reduction:
+        return False
+    if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) and not backend.host_map.are_in_order:
+        return False
+    return kind is not Kind.REDUCE_SCATTER or not dtype.is_half  # partial sums would be rounded
 
 
 def _pays(backend: HybridBackend, kind: Kind, nbytes: int, half: bool) -> bool:
@@ -112,239 +217,184 @@ def _pays(backend: HybridBackend, kind: Kind, nbytes: int, half: bool) -> bool:
         return False
     most, link, inside = max(map(len, hosts.hosts)), backend.link_model, LINKS["shared_memory"]
 
-    def between(size: int, model: LinkModel) -> float:
+    def inter_node(size: int, model: LinkModel) -> float:
         schedule = choose(kind, size, nbytes, half=half, in_order=False, model=model)
         return predict(schedule, size, nbytes, model)
 
     # All ranks of a host have one wire between them.
-    directly = between(backend.world_size, link._replace(per_byte=link.per_byte * most))
+    directly = inter_node(backend.world_size, link._replace(per_byte=link.per_byte * most))
     is_cut = kind is Kind.ALLREDUCE and hosts.are_equal and nbytes >= _RAILS_NBYTES
     copied = nbytes / most if is_cut else nbytes
     rounds = 2 * (inside.latency + 2 * inside.per_byte * copied)
-    return between(len(hosts.hosts), link) + rounds < directly
+    return inter_node(len(hosts.hosts), link) + rounds < directly
 
 
 # -- allreduce and reduce -------------------------------------------------------------------------
 
 
-def _allreduce(collective: Collective) -> None:
-    source, target, op = collective.input_array, collective.output_array, collective.op
-    hosts, config = collective.backend.host_map, collective.backend.config
-    num_local = len(hosts.local)
-    for begin, end in _segments(source.count, source.dtype, config.segment_nbytes):
-        step = _Step(collective, source, target, begin, end, collective.args.in_place)
-        whole = 0
-        if hosts.are_equal and (end - begin) * source.dtype.itemsize >= _RAILS_NBYTES:
-            whole = (end - begin) // num_local * num_local
-            _by_rails(step, whole, op)
-        if whole < end - begin or begin == end:  # nothing to fold is compared all the same
-            _by_speakers(step, whole, end - begin, op)
-        step.finish()
-
-
 class _Step:
-    """One segment of a reduction; 16-bit floats are held as float32, and rounded at its end."""
+    """One segment of a reduction; 16-bit floats are accumulated as float32, rounded at its end."""
 
-    def __init__(
-        self,
-        collective: Collective,
-        source: Buffer,
-        target: Buffer | None,
-        begin: int,
-        end: int,
-        in_place: bool,
-    ) -> None:
-        self.collective = collective
-        self.is_wide = source.dtype.is_half
-        self.in_place = in_place and not self.is_wide
-        self.source = _part(source, begin, end)
-        self._target = None if target is None else _part(target, begin, end)
-        self.target = self._target
-        if self.is_wide:
-            wide = Buffer.empty(DType.FLOAT32, (end - begin,))
-            _native.widen(source.dtype, wide.memory, self.source.memory)
-            self.source = wide
+    def __init__(self, to: Builder, source: Array, target: Array | None) -> None:
+        self._to = to
+        self._half = source.dtype if source.dtype.is_half else None
+        self.in_place = to.args.in_place and self._half is None
+        self._target = target
+        self.source, self.target = source, target
+        if self._half is not None:
+            to.reuse_scratch()
+            self.source = to.scratch(DType.FLOAT32, source.num_elements)
+            to.program.add_to_float32(self._half, source.span, self.source.span)
             if target is not None:
-                self.target = Buffer.empty(DType.FLOAT32, (end - begin,))
+                self.target = to.scratch(DType.FLOAT32, source.num_elements)
 
     def finish(self) -> None:
-        """Round what is wide into the caller's array."""
-        if self.is_wide and self._target is not None and self.target is not None:
-            _native.narrow(self._target.dtype, self._target.memory, self.target.memory)
+        """Round float32 results into the caller's array."""
+        if self._half is not None and self._target is not None and self.target is not None:
+            program = self._to.program
+            program.add_from_float32(self._half, self.target.span, self._target.span)
 
 
-def _by_rails(step: _Step, count: int, op: ReduceOp) -> None:
-    collective, hosts = step.collective, step.collective.backend.host_map
+def _allreduce(to: Builder) -> None:
+    hosts, num_local = to.hosts, len(to.hosts.local)
+    for begin, end in _segments(to.input, to.backend.config.segment_nbytes):
+        step = _Step(to, to.input.part(begin, end), to.output.part(begin, end))
+        whole = 0
+        if hosts.are_equal and (end - begin) * to.input.dtype.itemsize >= _RAILS_NBYTES:
+            whole = (end - begin) // num_local * num_local
+            _by_rails(to, step, whole)
+        if whole < end - begin or begin == end:  # nothing to reduce is compared all the same
+            _by_node_leaders(to, step, whole, end - begin)
+        step.finish()
+
+
+def _by_rails(to: Builder, step: _Step, count: int) -> None:
+    hosts, op = to.hosts, to.partial_op
     assert step.target is not None
-    source = _part(step.source, 0, count)
-    target = _part(step.target, 0, count)
+    source, target = step.source.part(0, count), step.target.part(0, count)
     size = count // len(hosts.local)
-    mine = _part(target, hosts.local_rank * size, (hosts.local_rank + 1) * size)
-    collective.intra_node(
-        Kind.REDUCE_SCATTER, source, mine, op=_unfinished(op), in_place=step.in_place
-    )
-    rail = hosts.rail()
-    collective.inter_node(rail, Kind.ALLREDUCE, mine, mine, op=_unfinished(op), in_place=True)
-    _divide(mine, op, collective.backend.world_size)
-    collective.intra_node(Kind.ALL_GATHER, mine, target, in_place=True)
+    mine = target.part(hosts.local_rank * size, (hosts.local_rank + 1) * size)
+    to.intra_node(Kind.REDUCE_SCATTER, source, mine, op=op, in_place=step.in_place)
+    args = CollectiveArgs(op, in_place=True)
+    to.inter_node(hosts.rail(), Kind.ALLREDUCE, Lengths(size), mine, mine, args)
+    to.divide(mine)
+    to.intra_node(Kind.ALL_GATHER, mine, target, in_place=True)
 
 
-def _by_speakers(step: _Step, begin: int, end: int, op: ReduceOp) -> None:
-    collective, hosts = step.collective, step.collective.backend.host_map
+def _by_node_leaders(to: Builder, step: _Step, begin: int, end: int) -> None:
     assert step.target is not None
-    source = _part(step.source, begin, end)
-    target = _part(step.target, begin, end)
-    is_speaker = hosts.local_rank == 0
-    collective.intra_node(
+    source, target = step.source.part(begin, end), step.target.part(begin, end)
+    is_leader = to.hosts.local_rank == 0
+    to.intra_node(
         Kind.REDUCE,
         source,
-        target if is_speaker else None,
-        op=_unfinished(op),
-        in_place=step.in_place and is_speaker,
+        target if is_leader else None,
+        op=to.partial_op,
+        in_place=step.in_place and is_leader,
     )
-    if is_speaker:
-        speakers = hosts.speakers()
-        collective.inter_node(
-            speakers, Kind.ALLREDUCE, target, target, op=_unfinished(op), in_place=True
-        )
-        _divide(target, op, collective.backend.world_size)
-    _hand_out(collective, target, 0)
+    if is_leader:
+        leaders, args = to.hosts.node_leaders(), CollectiveArgs(to.partial_op, in_place=True)
+        to.inter_node(leaders, Kind.ALLREDUCE, Lengths(end - begin), target, target, args)
+        to.divide(target)
+    to.broadcast_from(0, target)
 
 
-def _hand_out(collective: Collective, target: Buffer, speaker: int) -> None:
-    """Give what a rank of this host has to all of it."""
-    is_mine = collective.backend.host_map.local_rank == speaker
-    source = target if is_mine else None
-    collective.intra_node(Kind.BROADCAST, source, target, root=speaker, in_place=is_mine)
-
-
-def _reduce(collective: Collective) -> None:
-    source, target, op = collective.input_array, collective.output, collective.op
-    root = collective.args.root
-    backend, hosts = collective.backend, collective.backend.host_map
-    speakers, home = hosts.speakers(root), hosts.host_of(root)
-    speaker = hosts.local.index(speakers[hosts.here])
-    is_speaker = hosts.local_rank == speaker
-    for begin, end in _segments(source.count, source.dtype, backend.config.segment_nbytes):
-        step = _Step(collective, source, target, begin, end, collective.args.in_place)
+def _reduce(to: Builder) -> None:
+    hosts, root = to.hosts, to.args.root
+    leaders, home = hosts.node_leaders(root), hosts.host_of(root)
+    leader = hosts.local.index(leaders[hosts.here])
+    is_leader, is_root = hosts.local_rank == leader, to.backend.rank == root
+    for begin, end in _segments(to.input, to.backend.config.segment_nbytes):
+        to.reuse_scratch()
+        target = to.output.part(begin, end) if is_root else None
+        step = _Step(to, to.input.part(begin, end), target)
         result = step.target
-        if is_speaker and result is None:
-            result = Buffer.empty(step.source.dtype, (end - begin,))
-        collective.intra_node(
+        if is_leader and result is None:
+            result = to.scratch(step.source.dtype, end - begin)
+        to.intra_node(
             Kind.REDUCE,
             step.source,
-            result if is_speaker else None,
-            op=_unfinished(op),
-            root=speaker,
-            in_place=step.in_place and is_speaker,
+            result if is_leader else None,
+            op=to.partial_op,
+            root=leader,
+            in_place=step.in_place and is_root,
         )
-        if is_speaker:
-            is_root = backend.rank == root
+        if is_leader:
             final = result if is_root else None
-            collective.inter_node(
-                speakers,
-                Kind.REDUCE,
-                result,
-                final,
-                op=_unfinished(op),
-                root=home,
-                in_place=is_root,
-            )
+            args = CollectiveArgs(to.partial_op, home, in_place=is_root)
+            to.inter_node(leaders, Kind.REDUCE, Lengths(end - begin), result, final, args)
             if final is not None:
-                _divide(final, op, backend.world_size)
+                to.divide(final)
         step.finish()
-    collective.intra_node(Kind.BARRIER)
+    to.intra_node(Kind.BARRIER)
 
 
-def _unfinished(op: ReduceOp) -> ReduceOp:
-    """Return how unfinished results are folded: a mean is divided at the end."""
-    return ReduceOp.SUM if op is ReduceOp.MEAN else op
-
-
-def _divide(result: Buffer, op: ReduceOp, divisor: int) -> None:
-    if op is ReduceOp.MEAN:
-        _native.fold(result.dtype, ReduceOp.MEAN, result.memory, [result.memory], divisor)
-
-
-def _segments(count: int, dtype: DType, nbytes: int) -> Iterator[tuple[int, int]]:
+def _segments(array: Array, nbytes: int) -> Iterator[tuple[int, int]]:
     """Cut an array so that what is held besides it is bounded; at least one part, maybe empty."""
-    size = max(1, nbytes // dtype.itemsize)
-    for begin in range(0, max(count, 1), size):
-        yield begin, min(begin + size, count)
+    size = max(1, nbytes // array.dtype.itemsize)
+    for begin in range(0, max(array.num_elements, 1), size):
+        yield begin, min(begin + size, array.num_elements)
 
 
 # -- the others -----------------------------------------------------------------------------------
 
 
-def _broadcast(collective: Collective) -> None:
-    target, root = collective.output_array, collective.args.root
-    hosts = collective.backend.host_map
-    speakers = hosts.speakers(root)
-    collective.intra_node(Kind.BARRIER)
-    if collective.backend.rank in speakers:
-        home = hosts.host_of(root)
-        collective.inter_node(
-            speakers,
-            Kind.BROADCAST,
-            collective.input,
-            target,
-            root=home,
-            in_place=collective.args.in_place,
-        )
-    _hand_out(collective, target, hosts.local.index(speakers[hosts.here]))
+def _broadcast(to: Builder) -> None:
+    hosts, root, target = to.hosts, to.args.root, to.output
+    leaders = hosts.node_leaders(root)
+    to.intra_node(Kind.BARRIER)
+    if to.backend.rank in leaders:
+        args = CollectiveArgs(root=hosts.host_of(root), in_place=to.args.in_place)
+        source = to.input if to.backend.rank == root else None
+        to.inter_node(leaders, Kind.BROADCAST, Lengths(target.num_elements), source, target, args)
+    to.broadcast_from(hosts.local.index(leaders[hosts.here]), target)
 
 
-def _all_gather(collective: Collective) -> None:
-    source, target = collective.input_array, collective.output_array
-    hosts, size = collective.backend.host_map, source.count
-    is_speaker = hosts.local_rank == 0
-    here = _part(target, hosts.local[0] * size, (hosts.local[-1] + 1) * size)
-    collective.intra_node(
+def _all_gather(to: Builder) -> None:
+    hosts, size, target = to.hosts, to.input.num_elements, to.output
+    is_leader = hosts.local_rank == 0
+    here = target.part(hosts.local[0] * size, (hosts.local[-1] + 1) * size)
+    to.intra_node(
         Kind.GATHER,
-        source,
-        here if is_speaker else None,
-        in_place=collective.args.in_place and is_speaker,
+        to.input,
+        here if is_leader else None,
+        in_place=to.args.in_place and is_leader,
     )
-    if is_speaker:
-        counts = [len(ranks) * size for ranks in hosts.hosts]
-        speakers = hosts.speakers()
-        collective.inter_node(speakers, Kind.ALL_GATHER, here, target, counts=counts, in_place=True)
-    _hand_out(collective, target, 0)
-
-
-def _reduce_scatter(collective: Collective) -> None:
-    source, target, op = collective.input_array, collective.output_array, collective.op
-    hosts, size, dtype = collective.backend.host_map, target.count, source.dtype
-    is_speaker = hosts.local_rank == 0
-    whole = Buffer.empty(dtype, (source.count,)) if is_speaker else None
-    here = Buffer.empty(dtype, (len(hosts.local) * size,)) if is_speaker else None
-    collective.intra_node(Kind.REDUCE, source, whole, op=_unfinished(op))
-    if here is not None:
-        counts = [len(ranks) * size for ranks in hosts.hosts]
-        speakers = hosts.speakers()
-        collective.inter_node(
-            speakers, Kind.REDUCE_SCATTER, whole, here, op=_unfinished(op), counts=counts
+    if is_leader:
+        args = CollectiveArgs(in_place=True)
+        to.inter_node(
+            hosts.node_leaders(), Kind.ALL_GATHER, _by_host(hosts, size), here, target, args
         )
-        _divide(here, op, collective.backend.world_size)
-    collective.intra_node(Kind.SCATTER, here, target)
+    to.broadcast_from(0, target)
 
 
-def _barrier(collective: Collective) -> None:
-    hosts = collective.backend.host_map
-    collective.intra_node(Kind.BARRIER)
-    if hosts.local_rank == 0:
-        collective.inter_node(hosts.speakers(), Kind.BARRIER)
-    collective.intra_node(Kind.BARRIER)
+def _reduce_scatter(to: Builder) -> None:
+    hosts, size, dtype = to.hosts, to.output.num_elements, to.input.dtype
+    is_leader = hosts.local_rank == 0
+    whole = to.scratch(dtype, to.input.num_elements) if is_leader else None
+    here = to.scratch(dtype, len(hosts.local) * size) if is_leader else None
+    to.intra_node(Kind.REDUCE, to.input, whole, op=to.partial_op)
+    if here is not None:
+        lengths, args = _by_host(hosts, size), CollectiveArgs(to.partial_op)
+        to.inter_node(hosts.node_leaders(), Kind.REDUCE_SCATTER, lengths, whole, here, args)
+        to.divide(here)
+    to.intra_node(Kind.SCATTER, here, to.output)
 
 
-def _part(buffer: Buffer, begin: int, end: int) -> Buffer:
-    """Show some elements of an array."""
-    size = buffer.dtype.itemsize
-    memory = buffer.memory[begin * size : end * size]
-    return Buffer(memory, buffer.dtype, (end - begin,), buffer.owner)
+def _barrier(to: Builder) -> None:
+    to.intra_node(Kind.BARRIER)
+    if to.hosts.local_rank == 0:
+        to.inter_node(to.hosts.node_leaders(), Kind.BARRIER, Lengths(0))
+    to.intra_node(Kind.BARRIER)
 
 
-_STEPS: dict[Kind, Steps] = {
+def _by_host(hosts: HostMap, size: int) -> Lengths:
+    """Say how many elements each host has, if every rank has ``size``."""
+    blocks = tuple(len(ranks) * size for ranks in hosts.hosts)
+    return Lengths(sum(blocks), blocks)
+
+
+_WRITERS = {
     Kind.ALLREDUCE: _allreduce,
     Kind.REDUCE: _reduce,
     Kind.BROADCAST: _broadcast,

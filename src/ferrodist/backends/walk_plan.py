@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+from ferrodist import _native
 from ferrodist.backends.running_call import Counts
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
@@ -12,8 +16,12 @@ from ferrodist.reduce_op import ReduceOp
 from ferrodist.schedules import Layout, Lengths, Table, Traits, layouts
 
 
-class WalkPlan(NamedTuple):
-    """The steps of one rank, where its cells lie, and how to fold."""
+@dataclass(frozen=True, eq=False)
+class WalkPlan:
+    """The steps of one rank, where its cells lie, and how to reduce.
+
+    ``peers`` are the ranks of the group behind those of the table, unless they are the same.
+    """
 
     table: Table
     dtype: DType
@@ -23,6 +31,26 @@ class WalkPlan(NamedTuple):
     is_wide: bool
     divides_at_end: bool
     alias_safe: bool
+    peers: Sequence[int]
+
+    @cached_property
+    def native(self) -> _native.Plan:
+        """The same as native code takes it."""
+        ranges = array("Q")
+        for layout in self.layouts:
+            for span in layout.ranges:
+                ranges.extend(span)
+        return _native.Plan(
+            self.table.to_ints(),
+            ranges,
+            array("Q", [layout.scratch_nbytes for layout in self.layouts]),
+            self.dtype,
+            self.op,
+            self.divisor,
+            self.is_wide,
+            self.divides_at_end,
+            list(self.peers),
+        )
 
 
 def make_plan(
@@ -32,6 +60,7 @@ def make_plan(
     dtype: DType,
     lengths: Lengths,
     segment_nbytes: int,
+    peers: Sequence[int] = (),
 ) -> WalkPlan:
     """Decide how a table is walked over arrays of these lengths."""
     is_mean, is_wide = op is ReduceOp.MEAN, dtype.is_half and traits.partials
@@ -46,6 +75,7 @@ def make_plan(
         is_wide=is_wide,
         divides_at_end=is_mean and traits.partials and not is_wide,
         alias_safe=traits.alias_safe,
+        peers=peers,
     )
 
 

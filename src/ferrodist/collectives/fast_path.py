@@ -136,9 +136,9 @@ def _leaves_of(x: Any) -> tuple[Leaf, ...]:
 
 
 def _make_plan(
-    backend: TcpBackend, kind: int, dtype: int, op: int, root: int, nbytes: int
-) -> tuple[_native.Plan, bool]:
-    return backend.plan_of(Kind(kind), DType(dtype), ReduceOp(op), root, nbytes)
+    backend: TcpBackend, kind: int, dtype: int, op: int, root: int, nbytes: int, in_place: int
+) -> Any:
+    return backend.plan_of(Kind(kind), DType(dtype), ReduceOp(op), root, nbytes, bool(in_place))
 
 
 _native.set_hooks(
