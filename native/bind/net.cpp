@@ -272,10 +272,11 @@ void add_group(nb::module_& module) {
              "is_wide"_a, "divides_at_end"_a, "peers"_a);
     nb::class_<TcpGroup> group(module, "TcpGroup", "Ranks that do collectives over TCP.");
     add_messages(group);
-    add_tickets(group);
     add_settings(group);
     add_endings(group);
     group
+        .def_prop_ro("tickets", [](TcpGroup& self) -> Tickets& { return self.tickets; },
+                     nb::rv_policy::reference_internal, "The order of its calls.")
         .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<TcpGroup>(self); },
                      "The fast path of a call: (backend, kind, x, out, op, root).")
         .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<TcpGroup>(self); },

@@ -212,12 +212,13 @@ void add_world(nb::module_& module) {
 void add_group(nb::module_& module) {
     nb::class_<SharedGroup> shared_group(module, "SharedGroup", "Ranks that do collectives in shared memory.");
     add_messages(shared_group);
-    add_tickets(shared_group);
     shared_group
         .def("run", &run_collective, "kind"_a, "dtype"_a, "op"_a, "root"_a, "source"_a.none(), "target"_a.none(),
              "count"_a, "counts"_a.none(), "in_place"_a, "sequence"_a, "fingerprint"_a, "deadline"_a,
              "in_background"_a, "look"_a,
              "Do one whole collective; return outcome, culprit and the error that ended a wait.")
+        .def_prop_ro("tickets", [](SharedGroup& self) -> Tickets& { return self.tickets; },
+                     nb::rv_policy::reference_internal, "The order of its calls.")
         .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<SharedGroup>(self); },
                      "The fast path of a call: (backend, kind, x, out, op, root).")
         .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<SharedGroup>(self); },
@@ -278,6 +279,7 @@ void add_shm(nb::module_& module) {
     });
     module.def("container_cpus", [] { return std::min<std::size_t>(shm::container_cpus(), 1 << 20); },
                "Return the cores' worth of time the container grants; a large number without a limit.");
+    add_tickets(module);
     add_requests(module);
     add_world(module);
     add_group(module);

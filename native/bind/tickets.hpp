@@ -71,27 +71,23 @@ private:
     int num_waiters_ = 0;
 };
 
-// Waits without the GIL until it is the turn of a call; `look` may raise, or says how many seconds to sleep.
-inline void wait_for_ticket(Tickets& tickets, std::uint64_t number, const nanobind::callable& look) {
-    while (tickets.ended() + 1 < number) {
-        const double seconds = nanobind::cast<double>(look());
-        const nanobind::gil_scoped_release unlocked;
-        tickets.wait(number, std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
-    }
-}
-
-template <class Group>
-void add_tickets(nanobind::class_<Group>& group) {
+// The tickets of a group; call once per module.
+inline void add_tickets(nanobind::module_& module) {
     using namespace nanobind::literals;
-    group.def("take_ticket", [](Group& self) { return self.tickets.take(); }, "Draw the next number.")
-        .def("wait_for_ticket", [](Group& self, std::uint64_t number, const nanobind::callable& look) {
-            wait_for_ticket(self.tickets, number, look);
+    nanobind::class_<Tickets>(module, "Tickets", "Numbers calls from 1; each runs when all before it have ended.")
+        .def(nanobind::init<>())
+        .def("take", &Tickets::take, "Draw the next number.")
+        .def("wait", [](Tickets& self, std::uint64_t number, const nanobind::callable& look) {
+            while (self.ended() + 1 < number) {
+                const double seconds = nanobind::cast<double>(look());
+                const nanobind::gil_scoped_release unlocked;
+                self.wait(number, std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
+            }
         }, "number"_a, "look"_a, "Wait until all calls before have ended; look() may raise, or says how long to sleep.")
-        .def("end_ticket", [](Group& self, std::uint64_t number) { self.tickets.end(number); }, "number"_a,
-             "End a call, also one that never ran.")
-        .def_prop_ro("last_ticket", [](const Group& self) { return self.tickets.last(); }, "The last number drawn.")
-        .def_prop_ro("ended_tickets", [](const Group& self) { return self.tickets.ended(); },
-                     "The number of the last call that ended with all before it.");
+        .def("end", &Tickets::end, "number"_a, "End a call, also one that never ran.")
+        .def_prop_ro("is_idle", [](const Tickets& self) { return self.ended() == self.last(); },
+                     "Whether no call runs, or waits to.")
+        .def_prop_ro("last_ended", &Tickets::ended, "The number of the last call that ended with all before it.");
 }
 
 }  // namespace ferrodist::bind

@@ -106,6 +106,27 @@ class CallRequest:
     def found(self) -> bytes:
         """Nothing: only messages find something."""
 
+class Tickets:
+    """Numbers calls from 1; each runs when all before it have ended."""
+
+    def __init__(self) -> None: ...
+    def take(self) -> int:
+        """Draw the next number."""
+
+    def wait(self, number: int, look: Callable[[], float]) -> None:
+        """Wait until all calls before have ended; look() may raise, or says how long to sleep."""
+
+    def end(self, number: int) -> None:
+        """End a call, also one that never ran."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call runs, or waits to."""
+
+    @property
+    def last_ended(self) -> int:
+        """The number of the last call that ended with all before it."""
+
 class Arena:
     """Memory that this process shows to the other ranks of its host."""
 
@@ -290,22 +311,9 @@ class SharedGroup:
     def stop_progress(self) -> None:
         """End the thread that runs calls in flight; it begins none any more."""
 
-    def take_ticket(self) -> int:
-        """Draw the next number."""
-
-    def wait_for_ticket(self, number: int, look: Callable[[], float | None]) -> None:
-        """Wait until all calls before have ended; look() may raise, or says how long to sleep."""
-
-    def end_ticket(self, number: int) -> None:
-        """End a call, also one that never ran."""
-
     @property
-    def last_ticket(self) -> int:
-        """The last number drawn."""
-
-    @property
-    def ended_tickets(self) -> int:
-        """The number of the last call that ended with all before it."""
+    def tickets(self) -> Tickets:
+        """The order of its calls."""
 
     @property
     def is_open(self) -> bool:
@@ -558,22 +566,9 @@ class TcpGroup:
     ) -> tuple[int, int, BaseException | None, list[bytes]]:
         """Tell all ranks what this one has called; return an ending, and what all have."""
 
-    def take_ticket(self) -> int:
-        """Draw the next number."""
-
-    def wait_for_ticket(self, number: int, look: Callable[[], float | None]) -> None:
-        """Wait until all calls before have ended; look() may raise, or says how long to sleep."""
-
-    def end_ticket(self, number: int) -> None:
-        """End a call, also one that never ran."""
-
     @property
-    def last_ticket(self) -> int:
-        """The last number drawn."""
-
-    @property
-    def ended_tickets(self) -> int:
-        """The number of the last call that ended with all before it."""
+    def tickets(self) -> Tickets:
+        """The order of its calls."""
 
     @property
     def is_open(self) -> bool:

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from ferrodist import _native
 from ferrodist.arrays import Form, array_over, form_like, parse_form
 from ferrodist.backends import verdict
 from ferrodist.backends.call_methods import CallMethods
 from ferrodist.backends.progress import Progress, ProgressThread
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
-from ferrodist.backends.turns import Turns
 from ferrodist.backends.verdict import Departure
 from ferrodist.buffer import Buffer
 from ferrodist.call import Call, Kind, caller_site
@@ -94,7 +94,7 @@ class Backend(CallMethods, abc.ABC):
         self.config = config
         self._reproducible = config.reproducible
         self._timeout = config.timeout
-        self._turns = Turns()
+        self._tickets = _native.Tickets()
         self._progress: Progress | None = None
         self._unasked: list[Work[Any]] = []
         self._lock = threading.RLock()
@@ -296,7 +296,7 @@ class Backend(CallMethods, abc.ABC):
             if self._progress is None:
                 self._progress = Progress(f"ferrodist-progress-{self.rank}")
                 weakref.finalize(self, self._progress.stop).atexit = False
-            ticket = self._turns.take()
+            ticket = self._tickets.take()
             label = prepared.call.kind.label
             work: Work[T] = Work(f"{label} #{ticket}", self._progress.thread)
             self._progress.put(
@@ -442,7 +442,7 @@ class Backend(CallMethods, abc.ABC):
         except BaseException as error:
             self._leave(verdict.raised(error))
             raise
-        self._leave(departure_after(self._turns.last_ended))
+        self._leave(departure_after(self._tickets.last_ended))
 
     def _shut(self) -> bool:
         """Take no further calls; tell whether this was the first time."""

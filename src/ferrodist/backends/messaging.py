@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar, cast
 
+from ferrodist import _native
 from ferrodist.backends import verdict
 from ferrodist.backends.base import Backend
 from ferrodist.backends.progress import ProgressThread
-from ferrodist.backends.turns import Turns
 from ferrodist.buffer import Buffer
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
@@ -56,18 +56,18 @@ class Lanes:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._lanes: dict[tuple[int, int], Turns] = {}
+        self._lanes: dict[tuple[int, int], _native.Tickets] = {}
 
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def draw(self, peer: int, tag: int) -> tuple[Turns, int]:
+    def draw(self, peer: int, tag: int) -> tuple[_native.Tickets, int]:
         """Take a place in line."""
         with self._lock:
-            lane = self._lanes.setdefault((peer, tag), Turns())
+            lane = self._lanes.setdefault((peer, tag), _native.Tickets())
             return lane, lane.take()
 
-    def leave(self, lane: Turns, number: int, peer: int, tag: int) -> None:
+    def leave(self, lane: _native.Tickets, number: int, peer: int, tag: int) -> None:
         """Give a place up, when its turn is over or never came."""
         with self._lock:
             lane.end(number)

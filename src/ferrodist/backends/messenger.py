@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ferrodist import _native
 from ferrodist.backends import message_errors
 from ferrodist.backends.control import Control
 from ferrodist.backends.messaging import Lanes
-from ferrodist.backends.turns import Turns
 from ferrodist.backends.watches import MessageWatch, SendWatch
 from ferrodist.buffer import Buffer
 from ferrodist.call import Leaf
@@ -86,12 +86,18 @@ class Messenger:
         to = self._control.members[peer]
         return self._transport.post(to, self._control.group, tag, header, source.memory, watch)
 
-    def _draw(self, peer: int, tag: int) -> tuple[Turns, int]:
+    def _draw(self, peer: int, tag: int) -> tuple[_native.Tickets, int]:
         self._count_receive(1)
         return self._lanes.draw(peer, tag)
 
     def _receive(
-        self, lane: Turns, number: int, target: Buffer, peer: int, tag: int, watch: MessageWatch
+        self,
+        lane: _native.Tickets,
+        number: int,
+        target: Buffer,
+        peer: int,
+        tag: int,
+        watch: MessageWatch,
     ) -> None:
         source = self._control.members[peer]
         watch.is_receiving = True

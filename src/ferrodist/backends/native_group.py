@@ -107,24 +107,9 @@ class NativeGroup(Protocol):
     def stop_progress(self) -> None:
         """End the thread that runs calls in flight; it begins none any more."""
 
-    # -- tickets --------------------------------------------------------------------------------
-
     @property
-    def last_ticket(self) -> int:
-        """The last number drawn."""
-
-    @property
-    def ended_tickets(self) -> int:
-        """The number of the last call that ended with all before it."""
-
-    def take_ticket(self) -> int:
-        """Draw the next number."""
-
-    def wait_for_ticket(self, number: int, look: Callable[[], float | None]) -> None:
-        """Wait until all calls before have ended; look() may raise, or says how long to sleep."""
-
-    def end_ticket(self, number: int) -> None:
-        """End a call, also one that never ran."""
+    def tickets(self) -> _native.Tickets:
+        """The order of its calls."""
 
     # -- ranks and verdicts ---------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from ferrodist.backends.base import Statistics
 from ferrodist.backends.deaths import Deaths
 from ferrodist.backends.messaging import MessagingBackend
 from ferrodist.backends.native_group import NativeGroup, NativeSplit, NativeWorld
-from ferrodist.backends.native_turns import NativeTurns
 from ferrodist.backends.planner import Planner
 from ferrodist.backends.process_messenger import MessageCall, ProcessMessenger
 from ferrodist.backends.process_texts import (
@@ -96,7 +95,6 @@ class Wait:
 class ProcessBackend(MessagingBackend):
     """One rank of a group of processes; ``members`` are the ranks of the group in the world."""
 
-    _turns: NativeTurns
     _wait: Wait | None = None  # of a call on the fast path
     _messenger: ProcessMessenger
 
@@ -115,7 +113,7 @@ class ProcessBackend(MessagingBackend):
         self.settled = 0  # the last call that ended in a difference all ranks know of
         self._deaths = deaths
         super().__init__(rank, len(members), config)
-        self._turns = NativeTurns(group)
+        self._tickets = group.tickets
         self._messenger = ProcessMessenger(self)
         group.set_unexpected_limit(config.unexpected_nbytes)
         self._fast_send = group.fast_send
@@ -275,7 +273,7 @@ class ProcessBackend(MessagingBackend):
         """Let the call that holds this one up run out of time when this one does."""
         call, deadline = running.call, running.deadline
         if deadline.remaining() <= 0 and self.verdict_of(None) is None:
-            sequence = self._turns.last_ended + 1
+            sequence = self._tickets.last_ended + 1
             missing = [rank for rank in self.group.missing() if rank != self.rank]
             if missing:
                 due = self.expiry(call, sequence, deadline, missing)
@@ -534,11 +532,11 @@ class ProcessBackend(MessagingBackend):
     def statistics(self) -> Statistics:
         """Count what this process has exchanged, and who came late to this group's calls."""
         self._check_process()
-        missing = self.group.missing() if not self._turns.is_idle else []
+        missing = self.group.missing() if not self._tickets.is_idle else []
         return Statistics(
             rank=self.rank,
             world_size=self.world_size,
-            collectives=self._turns.last_ended,
+            collectives=self._tickets.last_ended,
             sent_nbytes=self.world.sent_nbytes,
             received_nbytes=self.world.received_nbytes,
             waiting_for=next((rank for rank in missing if rank != self.rank), None),

@@ -254,7 +254,7 @@ class ProviderBackend(ThreadMessagingBackend):
             peer = self._link.waiting_for
             missing = [self.rank] if peer is None else [peer]
             why = [f"an earlier call of rank {self.rank} is still running"]
-            sequence = self._turns.last_ended + 1
+            sequence = self._tickets.last_ended + 1
             due = verdict.timeout(running.call, sequence, missing, running.deadline, why)
             raise self._link.set_error(due).now(self.rank)
         self._link.refuse_if_final()
@@ -337,7 +337,7 @@ class ProviderBackend(ThreadMessagingBackend):
         return Statistics(
             rank=self.rank,
             world_size=self.world_size,
-            collectives=self._turns.last_ended,
+            collectives=self._tickets.last_ended,
             sent_nbytes=self._link.sent_nbytes,
             received_nbytes=self._link.received_nbytes,
             waiting_for=self._link.waiting_for,

@@ -110,7 +110,7 @@ class RunningCall:
         self.watch: Any = None  # what the backend keeps for the waits of this call
 
     def __enter__(self) -> Self:
-        tickets = self.backend._turns
+        tickets = self.backend._tickets
         if not self.sequence:
             self.sequence = tickets.take()
         try:
@@ -143,7 +143,7 @@ class RunningCall:
             if error is not None:
                 self.backend._abort_unless_settled(self, error)
         finally:
-            self.backend._turns.end(self.sequence)
+            self.backend._tickets.end(self.sequence)
 
     def collective(
         self,

@@ -233,7 +233,7 @@ class SimulatedBackend(ThreadMessagingBackend):
             self._control.expire(desk.sequence, desk.call, deadline)
             return
         why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
-        held_up = self._turns.last_ended + 1  # where the other ranks wait for this one
+        held_up = self._tickets.last_ended + 1  # where the other ranks wait for this one
         self._control.give(verdict.timeout(call, held_up, [self.rank], deadline, why))
 
     def _is_settled(self, running: RunningCall) -> bool:
@@ -271,7 +271,7 @@ class SimulatedBackend(ThreadMessagingBackend):
             return Statistics(
                 rank=self.rank,
                 world_size=self.world_size,
-                collectives=self._turns.last_ended,
+                collectives=self._tickets.last_ended,
                 sent_nbytes=switch.sent_nbytes[self._transport.rank],
                 received_nbytes=switch.received_nbytes[self._transport.rank],
                 waiting_for=desks[self.rank].waiting_for,
