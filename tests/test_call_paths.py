@@ -7,6 +7,7 @@ refused must be refused in the same words, on shared memory, TCP and hybrid.
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -416,3 +417,172 @@ def test_a_difference_between_trees_is_told_in_the_same_words_on_both_paths(star
     assert first == second
     assert len(first) == 1
     assert "['b']: float64[2]" in first.pop()
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+FAST_MESSAGES = ("_fast_send", "_fast_recv", "_fast_sendrecv", "_fast_isend", "_fast_irecv")
+GENERAL_MESSAGES = ("_send", "_recv", "_sendrecv", "_start_send", "_start_recv")
+
+
+@contextlib.contextmanager
+def messages_on(path: str, backend: Any) -> Iterator[None]:
+    """Let point-to-point calls take the path that is told and no other, or any."""
+
+    def decline(*args: Any) -> None:
+        raise Declined("the fast path did not take a message")
+
+    fields = vars(backend)
+    fast = {name: fields[name] for name in FAST_MESSAGES}
+    if path == "fast":
+        fields.update(dict.fromkeys(GENERAL_MESSAGES, decline))
+    elif path == "general":
+        fields.update(dict.fromkeys(FAST_MESSAGES))
+    try:
+        yield
+    finally:
+        fields.update(fast)
+        for name in GENERAL_MESSAGES:
+            fields.pop(name, None)
+
+
+def exchange(path: str, backend: Any, x: Any) -> list[Any]:
+    """Exchange arrays with the other rank of two, by all calls there are."""
+    peer = 1 - backend.rank
+    with messages_on(path, backend):
+        found = [ferrodist.sendrecv(x, peer, x, peer, backend)]
+        receive = ferrodist.recv(x, peer, backend, tag=1, async_op=True)
+        send = ferrodist.send(x, peer, backend, tag=1, async_op=True)
+        found += [receive.wait(60), send.wait(60)]
+        if backend.rank == 0:
+            ferrodist.send(x, peer, backend, tag=2)
+        found.append(ferrodist.recv(x, peer, backend, tag=2))
+        if backend.rank == 1:
+            ferrodist.send(x, peer, backend, tag=2)
+    return [described(one) for one in found]
+
+
+def compare_messages(backend: Any, kind: str) -> tuple[int, list[Any]]:
+    make, number, wrong = KINDS[kind][0], 0, []
+    if kind.startswith(("torch", "jax", "dlpack")):  # whose types are registered when first seen
+        ferrodist.broadcast(make(np.ones(1, np.float32)), backend)
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        if not KINDS[kind][1](dtype, shape):
+            continue
+        x = make(distinct_values(backend.rank, shape, dtype, seed=number))
+        number += 1
+        usual = exchange("general", backend, x)
+        mixed = "fast" if (number + backend.rank) % 2 else "general"
+        for path in ("fast", mixed):
+            found = exchange(path, backend, x)
+            if found != usual:
+                wrong.append((dtype, shape, path, found, usual))
+        if kind == "numpy":
+            sent = described(distinct_values(1 - backend.rank, shape, dtype, seed=number - 1))
+            if usual != [sent, sent, described(None), sent]:
+                wrong.append((dtype, shape, usual, sent))
+    return number, wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_paths_give_the_same_messages(start, kind):
+    with start(2, lambda backend, pipe: compare_messages(backend, kind)) as job:
+        for number, wrong in job.results():
+            assert wrong == []
+            assert number >= 1
+
+
+def receive_into(backend: Any, library: str) -> list[Any]:
+    """Receive into the caller's arrays, blocking and in flight."""
+    peer, wrong = 1 - backend.rank, []
+    ferrodist.broadcast(to_library(np.ones(1), library), backend)
+    for dtype, path in itertools.product(DTYPES, ("fast", "general")):
+        mine, theirs = (
+            to_library(distinct_values(rank, (3, 2), dtype, seed=1), library)
+            for rank in (backend.rank, peer)
+        )
+        outs = [to_library(np.zeros((3, 2), numpy_dtype(dtype)), library) for _ in range(3)]
+        with messages_on(path, backend):
+            found = [ferrodist.sendrecv(mine, peer, mine, peer, backend, out=outs[0])]
+            work = ferrodist.recv(mine, peer, backend, out=outs[1], async_op=True)
+            ferrodist.send(mine, peer, backend)
+            ferrodist.send(mine, peer, backend)
+            found += [work.wait(60), ferrodist.recv(mine, peer, backend, out=outs[2])]
+        if any(got is not out for got, out in zip(found, outs, strict=True)):
+            wrong.append((dtype, path, "another object came back"))
+        if any(described(got) != described(theirs) for got in found):
+            wrong.append((dtype, path, found))
+        if library == "torch" and [out._version for out in outs] != [1, 1, 1]:
+            wrong.append((dtype, path, "autograd does not know that they were written"))
+    return wrong
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_both_paths_receive_into_out(start, library):
+    with start(2, lambda backend, pipe: receive_into(backend, library)) as job:
+        assert job.results() == [[], []]
+
+
+def refused_messages() -> dict[str, Callable[[Any], Any]]:
+    import torch
+
+    x, t = np.ones(3), torch.ones(3)
+    return {
+        "to itself": lambda b: ferrodist.send(t, b.rank, b),
+        "to nobody": lambda b: ferrodist.send(t, 2, b, async_op=True),
+        "tag": lambda b: ferrodist.recv(t, 0, b, tag=-1),
+        "large tag": lambda b: ferrodist.recv(t, 0, b, tag=1 << 31, async_op=True),
+        "no array": lambda b: ferrodist.send("text", 0, b),
+        "sparse": lambda b: ferrodist.send(t.to_sparse(), 0, b, async_op=True),
+        "meta": lambda b: ferrodist.recv(torch.ones(3, device="meta"), 0, b),
+        "int beyond int64": lambda b: ferrodist.sendrecv(1 << 64, 0, 0, 0, b),
+        "out of another dtype": lambda b: ferrodist.recv(t, 0, b, out=x),
+        "out of another shape": lambda b: ferrodist.recv(x, 0, b, out=np.ones(4), async_op=True),
+        "out strided": lambda b: ferrodist.recv(t, 0, b, out=torch.ones(6)[::2], async_op=True),
+        "out computed": lambda b: ferrodist.sendrecv(
+            t, 0, t, 0, b, out=torch.ones(3, requires_grad=True) * 2
+        ),
+    }
+
+
+def misfits(backend: Any) -> dict[str, list[str]]:
+    """Refuse calls, and receive messages that do not fit, on both paths."""
+    import torch
+
+    ferrodist.broadcast(torch.ones(1), backend)
+    found: dict[str, list[str]] = {}
+    like, recv = torch.ones(5), ferrodist.recv
+
+    def note(name: str, call: Callable[[Any], Any]) -> None:
+        try:
+            text = f"returned {call(backend)!r}"
+        except DistributedError as error:
+            text = f"{type(error).__name__}: {error}"
+        found.setdefault(name, []).append(text)
+
+    for path in ("general", "fast"):
+        for name, call in refused_messages().items() if backend.rank == 1 else ():
+            with messages_on("general" if path == "general" else "any", backend):
+                note(name, call)
+        if backend.rank == 0:
+            for _ in range(3):
+                ferrodist.send(torch.ones(4), 1, backend)
+        else:
+            with messages_on(path, backend):
+                note("misfit", lambda b: recv(like, 0, b))
+                note("misfit in flight", lambda b: recv(like, 0, b, async_op=True).result(60))
+                note("misfit of both", lambda b: ferrodist.sendrecv(like, 0, like, 0, b))
+        ferrodist.barrier(backend)
+    return found
+
+
+def test_messages_are_refused_in_the_same_words_on_both_paths(start):
+    with start(2, lambda backend, pipe: misfits(backend)) as job:
+        refused = job.results()[1]
+    assert len(refused) == len(refused_messages()) + 3
+    for name, (general, fast) in refused.items():
+        assert general == fast, name
+        assert not general.startswith("returned"), name
+        if "misfit" in name:
+            assert "rank 0 sent float32[4], this rank expected float32[5]" in general
+            assert "test_call_paths.py:" in general

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 
 import ferrodist
-from ferrodist import CollectiveTimeout, InvalidArgument, RankLost, SizeMismatch
+from ferrodist import CollectiveTimeout, InvalidArgument, RankLost, SizeMismatch, _native
 
 pytest_plugins = ["tcp_jobs"]
 pytestmark = pytest.mark.timeout(90)
@@ -232,6 +234,62 @@ def test_works_of_messages_are_futures(start):
     with start(2, body) as job:
         expected = ([10], 4, [10, 11, 12, 13], [10, 11, 12, 13], ["ferrodist-callbacks"])
         assert job.results() == [expected] * 2
+
+
+def test_a_callback_is_called_though_somebody_else_waits_for_the_work(start):
+    def body(backend, pipe):
+        peer, called = 1 - backend.rank, threading.Event()
+        work = ferrodist.recv(np.array([0]), peer, backend, async_op=True)
+        work.add_done_callback(lambda done: called.set())
+        ferrodist.send(np.array([3]), peer, backend)
+        return int(work.wait()[0]), called.wait(20), weakref.ref(work)() is work
+
+    with start(2, body) as job:
+        assert job.results() == [(3, True, True)] * 2
+
+
+def test_works_that_are_dropped_are_done_and_let_go(start):
+    """What is in flight holds its arrays, whoever has dropped them, and nothing does after that."""
+
+    def body(backend, pipe):
+        peer, count = 1 - backend.rank, 200
+        outs = [np.zeros(2) for _ in range(count)]
+        for out in outs:
+            ferrodist.recv(out, peer, backend, out=out, async_op=True)
+        ferrodist.barrier(backend)
+        for number in range(count):
+            ferrodist.send(np.full(2, number + 1.0), peer, backend, async_op=True)
+        last = ferrodist.recv(np.empty(2), peer, backend, tag=1, async_op=True)
+        ferrodist.send(np.zeros(2), peer, backend, tag=1)
+        last.wait(20)
+        values = [int(out[1]) for out in outs]
+        kept = weakref.ref(outs.pop(0))
+        assert _native.works_of(None) == []  # which lets go of those that are done
+        gc.collect()
+        return values == list(range(1, count + 1)), kept() is None
+
+    with start(2, body) as job:
+        assert job.results() == [(True, True)] * 2
+
+
+def test_two_threads_may_wait_for_one_work(start):
+    def body(backend, pipe):
+        peer, found = 1 - backend.rank, []
+        for _ in range(50):
+            work = ferrodist.recv(0.5, peer, backend, async_op=True)
+            threads = [
+                threading.Thread(target=lambda work=work: found.append(work.wait(20)))
+                for _ in range(3)
+            ]
+            for thread in threads:
+                thread.start()
+            ferrodist.send(1.5 + peer, peer, backend)
+            for thread in threads:
+                thread.join()
+        return set(found), len(found)
+
+    with start(2, body) as job:
+        assert job.results() == [({1.5}, 150), ({2.5}, 150)]
 
 
 def test_an_error_nobody_asked_for_is_logged_and_raised_by_close(start):

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,13 @@ def signature_of(record: Any, name: str) -> Signature:
     return names, num_defaults, docstring
 
 
+def plain_signature_of(function: Any) -> Signature:
+    """Read the signature of a method that is not nanobind's."""
+    parameters = inspect.signature(function).parameters
+    num_defaults = sum(one.default is not one.empty for one in parameters.values())
+    return list(parameters), num_defaults, function.__doc__
+
+
 def functions_of_module() -> dict[str, Signature]:
     found = {}
     for name, value in vars(_native).items():
@@ -138,6 +147,10 @@ def functions_of_module() -> dict[str, Signature]:
             records = getattr(function, "__nb_signature__", None)
             if records and (member == "__init__" or not member.startswith("__")):
                 found[f"{name}.{member}"] = signature_of(records[0], member)
+            elif isinstance(function, types.MethodDescriptorType):
+                found[f"{name}.{member}"] = plain_signature_of(function)
+            elif isinstance(function, types.GetSetDescriptorType) and name in function.__qualname__:
+                found[f"{name}.{member}"] = ["self"], 0, function.__doc__
     return found
 
 

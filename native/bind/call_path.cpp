@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "bind/call_path.hpp"
 
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <array>
@@ -11,7 +9,9 @@
 #include <chrono>
 #include <memory>
 
+#include "bind/site.hpp"
 #include "bind/tree.hpp"
+#include "bind/work.hpp"
 #include "core/completions.hpp"
 #include "net/walker.hpp"
 
@@ -379,24 +379,22 @@ private:
 };
 
 constexpr std::int64_t look_ns = 50'000'000, longest_moment_ns = 1'000'000'000;
-enum { arg_site = num_arguments, arg_token, num_start_arguments };
 
 template <class Group>
-class FlyingCall final : public CallRequest {
+class FlyingCall final : public CallInFlight, public WorkRequest {
 public:
     FlyingCall(PyObject* self, Arguments args)
-        : group_(*nb::inst_ptr<Group>(self)), self_(nb::borrow(self)),
-          background_(group_.progress, args[arg_backend], args[arg_site]) {
-        for (int i = 0; i < num_start_arguments; ++i) {
+        : group_(*nb::inst_ptr<Group>(self)), self_(nb::borrow(self)), site_(caller_site()),
+          background_(group_.progress, args[arg_backend], site_.ptr()) {
+        for (int i = 0; i < num_arguments; ++i) {
             kept_[i] = nb::borrow(args[i]);
             args_[i] = args[i];
         }
-        token = PyLong_AsUnsignedLongLong(args[arg_token]);
     }
 
     // Nobody drops a call in flight but the interpreter at its end.
     ~FlyingCall() override {
-        if (ticket_ == 0) {
+        if (ticket_ == 0 || group_.progress.is_complete(*this)) {
             return;
         }
         if (group_.progress.claim(*this)) {
@@ -409,21 +407,24 @@ public:
         }
     }
 
-    // Reads the arguments and draws the ticket; false: the call takes the general path.
-    bool start() {
+    // Reads the arguments; false: the call takes the general path.
+    bool read() {
         const Place place{group_.group->size(), group_.group->rank(), group_.reproducible};
         if (!call_.read(args_, place) || call_.kind == Kind::scatter) {
             return false;
         }
         one_ = call_.collective();
         plan_ = plan_for(group_, one_, args_);
-        if (one_.in_place && !can_alias(plan_)) {
-            return false;
-        }
+        return !one_.in_place || can_alias(plan_);
+    }
+
+    // Draws the ticket and gives it.
+    std::uint64_t start(std::uint64_t its_token) {
+        token = its_token;
         deadline_ns_ = group_.timeout_ns == 0 ? 0 : shm::now_ns() + group_.timeout_ns;
         ticket_ = group_.tickets.take();
         group_.progress.post(*this);
-        return true;
+        return ticket_;
     }
 
     void run() override {
@@ -443,13 +444,12 @@ public:
         complete();
     }
 
-    Answer wait(double deadline, nb::handle look) override {
-        if (deadline > 9e9 && group_.progress.claim(*this)) {
+    nb::object wait(std::int64_t end_ns) override {
+        if (end_ns == 0 && group_.progress.claim(*this)) {
             run_here();
-            return {static_cast<int>(ending_.outcome), ending_.culprit, nb::none()};
+            return {};
         }
-        GilWatch watch(look.ptr());
-        const std::int64_t end_ns = deadline_ns(deadline);
+        GilWatch watch;
         watch.let_go();
         bool is_complete = false, goes_on = true;
         while (!is_complete && goes_on && (end_ns == 0 || shm::now_ns() < end_ns)) {
@@ -458,42 +458,41 @@ public:
             goes_on = is_complete || watch.look();
         }
         watch.take_back();
-        const shm::Ending ending = is_complete ? ending_ : shm::Ending{shm::Outcome::late};
-        return {static_cast<int>(ending.outcome), ending.culprit,
-                watch.error().is_valid() ? watch.error() : nb::none()};
+        return watch.error();
     }
 
+    bool is_complete() override { return group_.progress.is_complete(*this); }
     // A call whose ticket has ended is complete a moment later: whoever saw that, by a later call, finds it so.
-    bool is_complete() override {
-        if (group_.progress.is_complete(*this)) {
-            return true;
-        }
-        if (group_.tickets.ended() < ticket_) {
-            return false;
+    bool test() override {
+        if (is_complete() || group_.tickets.ended() < ticket_) {
+            return is_complete();
         }
         const nb::gil_scoped_release unlocked;
         return group_.progress.wait(*this, longest_moment_ns);
     }
-    void hear(std::uint64_t token) override { group_.progress.hear(*this, token); }
-    std::uint64_t sequence() const override { return ticket_; }
-    std::pair<int, int> status() override { return {static_cast<int>(ending_.outcome), ending_.culprit}; }
-    nb::object error() override { return error_.is_valid() ? error_ : nb::none(); }
+    bool hear(std::uint64_t its_token) override { return group_.progress.hear(*this, its_token); }
+    bool has_failed() override { return ending_.failed(); }
+    void on_interrupt(nb::handle) override {}  // only the wait has ended, the call goes on
+    nb::object backend() override { return kept_[arg_backend]; }
+    PyObject* group() const override { return self_.ptr(); }
 
-    // Makes the result, once; the caller's arrays are not held any more.
-    nb::object result() override {
-        nb::object found = call_.has_output ? call_.out.finish(args_[arg_x]) : nb::none();
-        for (nb::object& kept : kept_) {
-            kept.reset();
+    nb::object error() override {
+        if (!error_.is_valid()) {
+            error_ = nb::steal(PyObject_CallFunction(hooks().left_error, "OiK", args_[arg_backend],
+                                                     static_cast<int>(call_.kind),
+                                                     static_cast<unsigned long long>(ticket_)));
         }
-        return found;
+        return error_.is_valid() ? error_ : throw nb::python_error();
     }
+    nb::object result() override { return call_.has_output ? call_.out.finish(args_[arg_x]) : nb::none(); }
+    shm::Kind kind() const { return call_.kind; }
 
 private:
     // Runs a call that nobody has begun on the thread of who waits for it, which has the GIL.
     void run_here() {
         nb::object error;
         {
-            GilWatch watch(hooks().on_wait, args_[arg_backend], args_[arg_site]);
+            GilWatch watch(hooks().on_wait, args_[arg_backend], site_.ptr());
             watch.let_go();
             bool goes_on = true;
             while (goes_on && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(look_ns))) {
@@ -524,14 +523,16 @@ private:
     void end(nb::object error) {
         if (!ending_.failed()) {
             group_.tickets.end(ticket_);
-            nb::steal(PyObject_CallOneArg(hooks().on_wait_end, args_[arg_backend]));
-            PyErr_Clear();
+            if (background_.has_looked) {
+                nb::steal(PyObject_CallOneArg(hooks().on_wait_end, args_[arg_backend]));
+                PyErr_Clear();
+            }
             return;
         }
         if (is_out_of_memory_) {
             error = nb::steal(PyObject_CallFunction(PyExc_MemoryError, "s", "no memory for what the call needs"));
         }
-        Py_XDECREF(raise_failure(args_, call_, ending_, error, ticket_, 1, nb::none(), kept_[arg_site]));
+        Py_XDECREF(raise_failure(args_, call_, ending_, error, ticket_, 1, nb::none(), site_));
         error_ = nb::steal(fetch_exception());
     }
 
@@ -544,8 +545,9 @@ private:
 
     Group& group_;
     nb::object self_;
-    nb::object kept_[num_start_arguments];
-    PyObject* args_[num_start_arguments];
+    nb::object site_;
+    nb::object kept_[num_arguments];
+    PyObject* args_[num_arguments];
     CollectiveCall call_;
     Collective one_{Kind::barrier};
     decltype(plan_for(std::declval<Group&>(), std::declval<const Collective&>(), Arguments{})) plan_;
@@ -557,19 +559,23 @@ private:
     nb::object error_;
 };
 
-// args: backend, kind, x, out, op, root, site, token
 template <class Group>
 PyObject* start_collective(PyObject* self, Arguments args, Py_ssize_t) {
     if (!can_call(*nb::inst_ptr<Group>(self))) {
         return decline();
     }
-    auto call = std::make_unique<FlyingCall<Group>>(self, args);
-    return call->start() ? nb::cast(static_cast<CallRequest*>(call.release()), nb::rv_policy::take_ownership).release().ptr()
-                         : decline();
+    auto made = std::make_unique<FlyingCall<Group>>(self, args);
+    FlyingCall<Group>& call = *made;
+    if (!call.read()) {
+        return decline();
+    }
+    NewWork work({.kind = static_cast<int>(call.kind())}, std::move(made));
+    work.set_number(call.start(work.token()));
+    return work.release();
 }
 
 template <class Group>
-PyMethodDef start_definition = {"start_path", as_function<&start_collective<Group>, num_start_arguments>(), METH_FASTCALL,
+PyMethodDef start_definition = {"start_path", as_function<&start_collective<Group>, num_arguments>(), METH_FASTCALL,
                                 "Start a whole call; NotImplemented sends it the general path."};
 
 template <class Group>
@@ -593,22 +599,6 @@ nb::object bind_start_path(nb::handle group) {
 template nb::object bind_start_path<SharedGroup>(nb::handle group);
 template nb::object bind_start_path<TcpGroup>(nb::handle group);
 template nb::object bind_start_path<HybridGroup>(nb::handle group);
-
-void add_calls_in_flight(nb::module_& module) {
-    using namespace nb::literals;
-    nb::class_<CallRequest>(module, "CallRequest", "A collective in flight.")
-        .def("test", &CallRequest::is_complete, "Tell whether it is complete.")
-        .def("wait", [](CallRequest& self, double deadline, bool, nb::handle look) { return self.wait(deadline, look); },
-             "deadline"_a, "holds_caller"_a, "look"_a,
-             "Wait, or run it here if nobody has; return outcome, culprit and the error of the wait.")
-        .def("hear", &CallRequest::hear, "token"_a, "Have next_completions() told of it, however it ends.")
-        .def("result", &CallRequest::result, "Make the result of a call that was done, once.")
-        .def_prop_ro("sequence", &CallRequest::sequence, "The number of the call.")
-        .def_prop_ro("error", &CallRequest::error, "The error of a call that has failed.")
-        .def_prop_ro("is_complete", &CallRequest::is_complete, "Whether it is done, or has failed.")
-        .def_prop_ro("status", &CallRequest::status, "Outcome and culprit, once it is complete.")
-        .def_prop_ro("found", [](CallRequest&) { return nb::bytes("", 0); }, "Nothing: only messages find something.");
-}
 
 bool can_call(const SharedGroup& group) {
     return group.is_open && !is_progress_thread() && !group.group->has_left() && !group.group->world().is_of_ancestor();
@@ -637,10 +627,24 @@ bool is_progress_thread() { return is_marked; }
 
 void add_hooks(nb::module_& module) {
     using namespace nb::literals;
-    module.def("set_hooks", [](nb::handle on_wait, nb::handle on_wait_end, nb::handle on_error, nb::handle make_plan) {
-        hooks() = {on_wait.inc_ref().ptr(), on_wait_end.inc_ref().ptr(), on_error.inc_ref().ptr(),
-                   make_plan.inc_ref().ptr()};
-    }, "on_wait"_a, "on_wait_end"_a, "on_error"_a, "make_plan"_a, "Set what native code calls while it runs a call.");
+    module.def("set_hooks", [](nb::handle on_wait, nb::handle on_wait_end, nb::handle on_error, nb::handle make_plan,
+                               nb::handle left_error) {
+        hooks().on_wait = on_wait.inc_ref().ptr();
+        hooks().on_wait_end = on_wait_end.inc_ref().ptr();
+        hooks().on_error = on_error.inc_ref().ptr();
+        hooks().make_plan = make_plan.inc_ref().ptr();
+        hooks().left_error = left_error.inc_ref().ptr();
+    }, "on_wait"_a, "on_wait_end"_a, "on_error"_a, "make_plan"_a, "left_error"_a,
+               "Set what native code calls while it runs a call.");
+    module.def("set_message_hooks", [](nb::handle message_error, nb::handle on_message_interrupt) {
+        hooks().message_error = message_error.inc_ref().ptr();
+        hooks().on_message_interrupt = on_message_interrupt.inc_ref().ptr();
+    }, "message_error"_a, "on_message_interrupt"_a, "Set what native code calls for point-to-point calls.");
+    module.def("set_work_hooks", [](nb::handle start_callbacks, nb::handle check_wait, nb::handle on_unasked_error) {
+        hooks().start_callbacks = start_callbacks.inc_ref().ptr();
+        hooks().check_wait = check_wait.inc_ref().ptr();
+        hooks().on_unasked_error = on_unasked_error.inc_ref().ptr();
+    }, "start_callbacks"_a, "check_wait"_a, "on_unasked_error"_a, "Set what native code calls for calls in flight.");
     module.def("mark_progress_thread", [] { is_marked = true; },
                "Say that the calling thread runs callbacks, which must not communicate.");
 }

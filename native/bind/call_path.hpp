@@ -8,7 +8,6 @@
 #include <exception>
 #include <new>
 
-#include "bind/answer.hpp"
 #include "bind/collective_call.hpp"
 #include "bind/gil_watch.hpp"
 #include "bind/hooks.hpp"
@@ -26,24 +25,9 @@ namespace ferrodist::bind {
 template <class Group>
 nanobind::object bind_call_path(nanobind::handle group);
 
-// The same for a call in flight: (backend, kind, x, out, op, root, site, token) -> a CallRequest.
+// The same for a call in flight: (backend, kind, x, out, op, root) -> a Work.
 template <class Group>
 nanobind::object bind_start_path(nanobind::handle group);
-
-// A call in flight as Python sees it.
-class CallRequest : public CallInFlight {
-public:
-    // Waits until a moment; without one, runs a call here that has not begun.
-    virtual Answer wait(double deadline, nanobind::handle look) = 0;
-    virtual bool is_complete() = 0;
-    virtual void hear(std::uint64_t token) = 0;
-    virtual std::uint64_t sequence() const = 0;
-    virtual std::pair<int, int> status() = 0;
-    virtual nanobind::object error() = 0;
-    virtual nanobind::object result() = 0;
-};
-
-void add_calls_in_flight(nanobind::module_& module);
 
 // Whether calls may be made from this thread of this process, as far as native code knows.
 bool can_call(const SharedGroup& group);

@@ -25,13 +25,13 @@ inline PyObject* fetch_exception() {
 
 class GilWatch final : public shm::Watch {
 public:
-    // `look` is asked now and then: a callable, or an object whose method is. Beside a thread
-    // that computes it is asked more rarely: the GIL may be hard to get, and signals come elsewhere.
-    explicit GilWatch(PyObject* look, const char* method = nullptr, bool in_background = false)
-        : look_(look), method_(method), in_background_(in_background) {}
-    // Asks a hook, with the backend and where the call was made; None if that is where this thread is.
-    GilWatch(PyObject* hook, PyObject* backend, PyObject* site)
-        : look_(hook), method_(nullptr), backend_(backend), site_(site), in_background_(false) {}
+    // Only hears of signals.
+    GilWatch() = default;
+    // Calls `look` now and then. Beside a thread that computes it does so more rarely: the GIL may be hard
+    // to get, and signals come elsewhere.
+    explicit GilWatch(PyObject* look, bool in_background = false) : look_(look), in_background_(in_background) {}
+    // Calls a hook, with the backend and where the call was made; None if that is where this thread is.
+    GilWatch(PyObject* hook, PyObject* backend, PyObject* site) : look_(hook), backend_(backend), site_(site) {}
     ~GilWatch() override { take_back(); }
     GilWatch(const GilWatch&) = delete;
     GilWatch& operator=(const GilWatch&) = delete;
@@ -81,19 +81,19 @@ public:
 
 private:
     bool ask() {
-        PyObject* answer = backend_ != nullptr  ? PyObject_CallFunctionObjArgs(look_, backend_, site_, nullptr)
-                           : method_ == nullptr ? PyObject_CallNoArgs(look_)
-                                                : PyObject_CallMethod(look_, method_, nullptr);
+        if (look_ == nullptr) {
+            return true;
+        }
+        PyObject* answer = backend_ != nullptr ? PyObject_CallFunctionObjArgs(look_, backend_, site_, nullptr)
+                                               : PyObject_CallNoArgs(look_);
         Py_XDECREF(answer);
         return answer != nullptr;
     }
 
     static constexpr int looks_in_background = 10;
 
-    PyObject* look_;
-    const char* method_;  // null: `look` is a callable
-    PyObject *backend_ = nullptr, *site_ = nullptr;
-    bool in_background_, has_looked_ = false;
+    PyObject *look_ = nullptr, *backend_ = nullptr, *site_ = nullptr;
+    bool in_background_ = false, has_looked_ = false;
     int num_looks_ = 0;
     PyThreadState* saved_ = nullptr;
     nanobind::object error_;

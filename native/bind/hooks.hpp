@@ -17,6 +17,18 @@ struct Hooks {
     // (backend, kind, dtype, op, root, nbytes, in place): how a collective is executed that was not made before. In
     // two levels a Program; over TCP a Plan, and whether the result may lie where the input does.
     PyObject* make_plan = nullptr;
+
+    // -- messages ----------------------------------------------------------------------------------------
+    // (backend, status, failed rank, error, header found, send cycle, header expected, dst, src, tag, timeout, site,
+    // name of a call that its caller waits in) -> the error; the site is None where this thread is
+    PyObject* message_error = nullptr;
+    PyObject* on_message_interrupt = nullptr;  // (backend, name, error): a signal ended a wait for a call in flight
+
+    // -- calls in flight -----------------------------------------------------------------------------------
+    PyObject* start_callbacks = nullptr;   // (): something is in flight, and nobody hears of what fails
+    PyObject* check_wait = nullptr;        // (timeout) -> seconds
+    PyObject* on_unasked_error = nullptr;  // (backend, work, error): nobody has asked for the error of a call
+    PyObject* left_error = nullptr;        // (backend, kind, sequence) -> the error of a call cut short by leaving
 };
 
 // Those of this process; set once, kept for good.

@@ -60,7 +60,7 @@ Answer execute(HybridGroup& self, const Program& program, nb::handle source, nb:
     }
     require((input ? input->nbytes() : 0) >= program.nbytes_of(hybrid::Space::input), "the source is too short");
     require((output ? output->nbytes() : 0) >= program.nbytes_of(hybrid::Space::output), "the target is too short");
-    GilWatch watch(look.ptr(), nullptr, in_background);
+    GilWatch watch(look.ptr(), in_background);
     shm::Patience patience = patience_of(self.tcp, watch, deadline, in_background);
     patience.sequence = sequence;
     watch.let_go();
@@ -71,7 +71,7 @@ Answer execute(HybridGroup& self, const Program& program, nb::handle source, nb:
 
 Answer tell_mismatch(HybridGroup& self, std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint,
                      double deadline, bool in_background, nb::handle look) {
-    GilWatch watch(look.ptr(), nullptr, in_background);
+    GilWatch watch(look.ptr(), in_background);
     shm::Patience patience = patience_of(self.tcp, watch, deadline, in_background);
     patience.sequence = sequence;
     watch.let_go();

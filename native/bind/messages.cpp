@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "bind/messages.hpp"
 
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
 #include <cstring>
 #include <optional>
-#include <tuple>
+#include <utility>
 
 #include "bind/answer.hpp"
-#include "bind/arrays.hpp"
-#include "bind/call_path.hpp"
 #include "bind/buffers.hpp"
+#include "bind/call_path.hpp"
+#include "bind/convert.hpp"
 #include "bind/gil_watch.hpp"
-#include "core/completions.hpp"
+#include "bind/site.hpp"
+#include "bind/work.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,10 +34,6 @@ core::Bytes bytes_of(const nb::bytes& bytes) {
     return {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
 }
 
-nb::bytes to_bytes(const std::vector<std::byte>& bytes) {
-    return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-}
-
 // Lets go of the GIL for a while, where a lock may be held for long.
 template <bool keeps_gil, class Call>
 auto without_gil(const Call& call) {
@@ -50,43 +45,66 @@ auto without_gil(const Call& call) {
     }
 }
 
-// -- requests ----------------------------------------------------------------------------------------
+// -- what becomes of a call that fails -----------------------------------------------------------------
 
-// A request as Python sees it: holds on to its group and to the memory it names.
+// How a call ended, and what it found.
+struct Failure {
+    Status status;
+    std::vector<std::byte> found;  // the header of a message that did not fit
+    std::vector<int> cycle;        // of sends that wait for each other
+    nb::object error;              // that ended a wait
+};
+
+// What errors say of a call.
+struct MessageFacts {
+    int dst = -1, src = -1;  // -1: it does not send, or not receive
+    std::uint32_t tag = 0;
+    double timeout = -1;            // in seconds; below 0: none
+    core::Bytes expected = {};      // the header of what is to be received
+    nb::object site = nb::none();   // None: where this thread is
+    const char* waits_in = nullptr;  // the name of a call whose caller waits in it
+};
+
+// Has Python make the error of a call.
+nb::object make_error(nb::handle backend, const Failure& failure, const MessageFacts& facts) {
+    const nb::object cycle = nb::cast(failure.cycle), timeout = facts.timeout < 0 ? nb::none() : nb::cast(facts.timeout);
+    const nb::bytes found(failure.found.data(), failure.found.size()), expected(facts.expected.data(), facts.expected.size());
+    nb::object made = nb::steal(PyObject_CallFunction(
+        hooks().message_error, "OiiOOOOiiIOOz", backend.ptr(), static_cast<int>(failure.status.outcome),
+        failure.status.culprit, failure.error.is_valid() ? failure.error.ptr() : Py_None, found.ptr(), cycle.ptr(),
+        expected.ptr(), facts.dst, facts.src, static_cast<unsigned int>(facts.tag), timeout.ptr(), facts.site.ptr(),
+        facts.waits_in));
+    return made.is_valid() ? made : throw nb::python_error();
+}
+
+double seconds_of(std::int64_t timeout_ns) { return timeout_ns == 0 ? -1 : static_cast<double>(timeout_ns) / 1e9; }
+
+// -- requests of the general path ------------------------------------------------------------------------
+
+// A request of a call that waits, as Python sees it: holds on to its group and to the memory it names.
 class HeldRequest {
 public:
     template <class G>
-    HeldRequest(nb::handle group, G& self) : group_(nb::borrow(group)), messages_(GroupAccess<G>::messages(self)),
-                                             spins_(GroupAccess<G>::spins(self)) {}
+    HeldRequest(nb::handle group, G& self, View memory)
+        : view(std::move(memory)), group_(nb::borrow(group)), messages_(GroupAccess<G>::messages(self)),
+          spins_(GroupAccess<G>::spins(self)) {}
     ~HeldRequest() { messages_.abandon(request, {StatusCode::given_up}); }
     HeldRequest(const HeldRequest&) = delete;
     HeldRequest& operator=(const HeldRequest&) = delete;
 
-    bool test() {
-        const nb::gil_scoped_release unlocked;
-        return messages_.test(request);
-    }
-
     // Outcome, rank and error of the request if it is complete, else of the wait that ended before.
     Answer wait(double deadline, bool holds_caller, nb::handle look) {
-        GilWatch watch(look.ptr());
+        GilWatch watch(look.is_none() ? nullptr : look.ptr());
         const core::WaitOptions options{&watch, deadline_ns(deadline), spins_};
         watch.let_go();
         const Status status = messages_.wait(request, options, holds_caller);
         watch.take_back();
         return answer(status.failed() ? status : request.status(), watch);
     }
-
-    bool cancel(int outcome) { return messages_.cancel(request, {static_cast<StatusCode>(outcome), request.peer}); }
     void abandon(int outcome) { messages_.abandon(request, {static_cast<StatusCode>(outcome), request.peer}); }
-    void hear(std::uint64_t token) {
-        const nb::gil_scoped_release unlocked;
-        messages_.hear_of(request, token);
-    }
 
     Request request;
-    std::optional<View> view;
-    nb::object array;
+    View view;
 
 private:
     nb::object group_;
@@ -94,51 +112,186 @@ private:
     shm::Spins* spins_;
 };
 
-nb::object give(std::unique_ptr<HeldRequest> held) {
-    return nb::cast(held.release(), nb::rv_policy::take_ownership);
-}
-
-// What is the same for a send and a receive. A token makes it one that somebody else makes progress for.
 template <class G>
-std::unique_ptr<HeldRequest> new_request(nb::handle group, G& self, int peer, std::uint32_t tag, double deadline,
-                                         std::uint64_t token) {
+void set_peer(Request& request, const G& self, int peer, std::uint32_t tag) {
     if (peer < 0 || peer >= self.group->size() || peer == self.group->rank()) {
         throw nb::value_error("no such peer");
     }
-    auto held = std::make_unique<HeldRequest>(group, self);
-    held->request.peer = peer;
-    held->request.tag = tag;
-    held->request.token = token;
-    held->request.is_unattended = token != 0;
-    held->request.deadline_ns = token == 0 ? 0 : deadline_ns(deadline);
+    request.peer = peer;
+    request.tag = tag;
+}
+
+void set_source(Request& send, const View& view) {
+    send.source = static_cast<const std::byte*>(view.data());
+    send.nbytes = view.nbytes();
+}
+
+void set_target(Request& receive, const View& view, core::Bytes header) {
+    receive.header.assign(header.begin(), header.end());
+    receive.target = static_cast<std::byte*>(view.data());
+    receive.nbytes = view.nbytes();
+}
+
+template <class G>
+std::unique_ptr<HeldRequest> isend(nb::handle group, int peer, std::uint32_t tag, const nb::bytes& header,
+                                   nb::handle payload) {
+    G& self = *nb::inst_ptr<G>(group);
+    auto held = std::make_unique<HeldRequest>(group, self, readable(payload));
+    set_peer(held->request, self, peer, tag);
+    set_source(held->request, held->view);
+    without_gil<GroupAccess<G>::keeps_gil>(
+        [&] { GroupAccess<G>::messages(self).isend(held->request, bytes_of(header)); });
     return held;
 }
 
 template <class G>
-nb::object isend(nb::handle group, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle payload,
-                 double deadline, std::uint64_t token) {
+std::unique_ptr<HeldRequest> irecv(nb::handle group, int peer, std::uint32_t tag, const nb::bytes& header,
+                                   nb::handle target) {
     G& self = *nb::inst_ptr<G>(group);
-    auto held = new_request(group, self, peer, tag, deadline, token);
-    held->view.emplace(readable(payload));
-    held->request.source = static_cast<const std::byte*>(held->view->data());
-    held->request.nbytes = held->view->nbytes();
-    without_gil<GroupAccess<G>::keeps_gil>(
-        [&] { GroupAccess<G>::messages(self).isend(held->request, bytes_of(header)); });
-    return give(std::move(held));
+    auto held = std::make_unique<HeldRequest>(group, self, writable(target));
+    set_peer(held->request, self, peer, tag);
+    set_target(held->request, held->view, bytes_of(header));
+    without_gil<GroupAccess<G>::keeps_gil>([&] { GroupAccess<G>::messages(self).irecv(held->request); });
+    return held;
+}
+
+// -- calls in flight -------------------------------------------------------------------------------------
+
+// What a call in flight holds on to, and what it gives.
+struct SendMemory {
+    InputArray x;
+    nb::object object;
+    nb::object result() { return nb::none(); }
+};
+
+struct ReceiveMemory {
+    OutputArray out;
+    nb::object like;
+    nb::object result() { return out.finish(like.ptr()); }
+};
+
+// Of a call on the general path, which has converted its arrays already.
+struct ConvertedMemory {
+    std::optional<View> view;
+    nb::object finish;  // makes the result
+    nb::object result() { return finish.is_none() ? nb::none() : finish(); }
+};
+
+// What a call in flight knows its backend by: it must not keep one alive that nobody uses any more.
+nb::object proxy_of(PyObject* backend) {
+    if (PyWeakref_CheckProxy(backend)) {
+        return nb::borrow(backend);
+    }
+    nb::object proxy = nb::steal(PyWeakref_NewProxy(backend, nullptr));
+    return proxy.is_valid() ? proxy : throw nb::python_error();
+}
+
+template <class G, class Memory>
+class MessageInFlight final : public WorkRequest {
+public:
+    MessageInFlight(nb::handle group, nb::handle backend)
+        : self_(*nb::inst_ptr<G>(group)), group_(nb::borrow(group)), backend_(proxy_of(backend.ptr())),
+          site_(caller_site()) {
+        request.is_unattended = true;
+    }
+    ~MessageInFlight() override { messages().abandon(request, {StatusCode::given_up}); }
+
+    // Sets when it fails by itself, and whom it tells then.
+    void set_deadline(std::int64_t deadline_ns, double timeout) {
+        request.deadline_ns = deadline_ns;
+        timeout_ = timeout;
+    }
+    Messages& messages() { return GroupAccess<G>::messages(self_); }
+
+    bool is_complete() override { return request.is_complete(); }
+    bool test() override {
+        const nb::gil_scoped_release unlocked;
+        return messages().test(request);
+    }
+    nb::object wait(std::int64_t end_ns) override {
+        GilWatch watch;
+        const core::WaitOptions options{&watch, end_ns, GroupAccess<G>::spins(self_)};
+        if (!GroupAccess<G>::keeps_gil) {
+            watch.let_go();
+        }
+        messages().wait(request, options, false);
+        watch.take_back();
+        return watch.error();
+    }
+    bool hear(std::uint64_t token) override {
+        return without_gil<GroupAccess<G>::keeps_gil>([&] { return messages().hear_of(request, token); });
+    }
+    bool has_failed() override { return request.status().failed(); }
+    nb::object result() override { return memory.result(); }
+    nb::object error() override {
+        const Failure failure{request.status(), request.found, {}, {}};
+        return make_error(backend_, failure, {dst(), src(), request.tag, timeout_, request.header, site_});
+    }
+    void on_interrupt(nb::handle error) override {
+        const char* const name = request.is_send ? "send" : "recv";
+        if (!nb::steal(PyObject_CallFunction(hooks().on_message_interrupt, "OsO", backend_.ptr(), name, error.ptr())).is_valid()) {
+            throw nb::python_error();
+        }
+    }
+    nb::object backend() override { return backend_; }
+    PyObject* group() const override { return group_.ptr(); }
+
+    Request request;
+    Memory memory;
+
+private:
+    int dst() const { return request.is_send ? request.peer : -1; }
+    int src() const { return request.is_send ? -1 : request.peer; }
+
+    G& self_;
+    nb::object group_, backend_, site_;
+    double timeout_ = -1;
+};
+
+// Posts a send and gives its Work.
+template <class G, class Memory>
+PyObject* start_send(std::unique_ptr<MessageInFlight<G, Memory>> made, core::Bytes header) {
+    MessageInFlight<G, Memory>& call = *made;
+    NewWork work({.dst = call.request.peer, .number = call.request.tag}, std::move(made));
+    call.request.token = work.token();
+    without_gil<GroupAccess<G>::keeps_gil>([&] { call.messages().isend(call.request, header); });
+    return call.request.state() == Request::State::done ? work.release_done() : work.release();
+}
+
+template <class G, class Memory>
+PyObject* start_receive(std::unique_ptr<MessageInFlight<G, Memory>> made) {
+    MessageInFlight<G, Memory>& call = *made;
+    NewWork work({.src = call.request.peer, .number = call.request.tag}, std::move(made));
+    call.request.token = work.token();
+    without_gil<GroupAccess<G>::keeps_gil>([&] { call.messages().irecv(call.request); });
+    return work.release();
+}
+
+double seconds_or_none(nb::handle timeout) { return timeout.is_none() ? -1 : nb::cast<double>(timeout); }
+
+template <class G>
+nb::object start_converted_send(nb::handle group, nb::handle backend, int peer, std::uint32_t tag,
+                                const nb::bytes& header, nb::handle payload, double deadline, nb::handle timeout) {
+    auto call = std::make_unique<MessageInFlight<G, ConvertedMemory>>(group, backend);
+    call->memory.view.emplace(readable(payload));
+    call->memory.finish = nb::none();
+    set_peer(call->request, *nb::inst_ptr<G>(group), peer, tag);
+    set_source(call->request, *call->memory.view);
+    call->set_deadline(deadline_ns(deadline), seconds_or_none(timeout));
+    return nb::steal(start_send(std::move(call), bytes_of(header)));
 }
 
 template <class G>
-nb::object irecv(nb::handle group, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle target,
-                 double deadline, std::uint64_t token) {
-    G& self = *nb::inst_ptr<G>(group);
-    auto held = new_request(group, self, peer, tag, deadline, token);
-    held->view.emplace(writable(target));
-    const core::Bytes expected = bytes_of(header);
-    held->request.header.assign(expected.begin(), expected.end());
-    held->request.target = static_cast<std::byte*>(held->view->data());
-    held->request.nbytes = held->view->nbytes();
-    without_gil<GroupAccess<G>::keeps_gil>([&] { GroupAccess<G>::messages(self).irecv(held->request); });
-    return give(std::move(held));
+nb::object start_converted_receive(nb::handle group, nb::handle backend, int peer, std::uint32_t tag,
+                                   const nb::bytes& header, nb::handle target, double deadline, nb::handle timeout,
+                                   nb::object finish) {
+    auto call = std::make_unique<MessageInFlight<G, ConvertedMemory>>(group, backend);
+    call->memory.view.emplace(writable(target));
+    call->memory.finish = std::move(finish);
+    set_peer(call->request, *nb::inst_ptr<G>(group), peer, tag);
+    set_target(call->request, *call->memory.view, bytes_of(header));
+    call->set_deadline(deadline_ns(deadline), seconds_or_none(timeout));
+    return nb::steal(start_receive(std::move(call)));
 }
 
 // -- the fast path: what it takes --------------------------------------------------------------------
@@ -146,7 +299,7 @@ nb::object irecv(nb::handle group, int peer, std::uint32_t tag, const nb::bytes&
 // Dtype, number of axes and lengths: as pack_array_header of ferrodist.transports.framing.
 class ArrayHeader {
 public:
-    explicit ArrayHeader(const PlainArray& array) : nbytes_(2 + 8 * static_cast<std::size_t>(array.num_axes)) {
+    explicit ArrayHeader(const ArrayView& array) : nbytes_(2 + 8 * static_cast<std::size_t>(array.num_axes)) {
         bytes_[0] = static_cast<std::byte>(array.dtype);
         bytes_[1] = static_cast<std::byte>(array.num_axes);
         std::memcpy(bytes_.data() + 2, array.shape, nbytes_ - 2);
@@ -158,67 +311,48 @@ private:
     std::size_t nbytes_;
 };
 
-// Another rank of the group, at a point where nothing is known to be wrong.
+// Reads another rank of the group, and the tag; false also where something is known to be wrong.
 template <class G>
-std::optional<int> read_peer(G& self, PyObject* number) {
-    int peer = -1;
-    const bool is_fine = read_index(number, self.group->size(), peer) && peer != self.group->rank() &&
-                         GroupAccess<G>::can_call(self, peer);
-    return is_fine ? std::optional(peer) : std::nullopt;
-}
-
-std::optional<std::uint32_t> read_tag(PyObject* object) {
+bool read_peer(Request& request, G& self, PyObject* peer, PyObject* tag) {
     int overflow = 0;
-    const long tag = PyLong_CheckExact(object) ? PyLong_AsLongAndOverflow(object, &overflow) : -1;
-    return overflow == 0 && tag >= 0 && tag <= largest_tag ? std::optional(static_cast<std::uint32_t>(tag))
-                                                           : std::nullopt;
-}
-
-// What is to be sent, if the fast path takes it.
-template <class G>
-bool read_send(Request& send, G& self, PyObject* x, PyObject* dst, PyObject* tag, std::optional<PlainArray>& array) {
-    const auto peer = read_peer(self, dst);
-    const auto number = read_tag(tag);
-    array = peer && number ? try_plain_array(x) : std::nullopt;
-    if (!array) {
+    const long number = PyLong_CheckExact(tag) ? PyLong_AsLongAndOverflow(tag, &overflow) : -1;
+    if (overflow != 0 || number < 0 || number > largest_tag || !read_index(peer, self.group->size(), request.peer)) {
         return false;
     }
-    send.peer = *peer;
-    send.tag = *number;
-    send.source = array->data;
-    send.nbytes = array->nbytes;
+    request.tag = static_cast<std::uint32_t>(number);
+    return request.peer != self.group->rank() && GroupAccess<G>::can_call(self, request.peer);
+}
+
+// What is to be sent; false: the general path.
+template <class G>
+bool read_send(Request& send, G& self, InputArray& x, PyObject* object, PyObject* dst, PyObject* tag) {
+    if (!read_peer(send, self, dst, tag) || !x.read(object)) {
+        return false;
+    }
+    send.source = x.data;
+    send.nbytes = x.nbytes;
     return true;
 }
 
-// Where the message goes: the caller's array, or a new one. Null sends the call the general way.
-nb::object place_for(PyObject* like, PyObject* out, const PlainArray& wanted) {
-    if (out == Py_None) {
-        return nb::steal(new_array_like(like, wanted.num_axes, wanted.shape));
-    }
-    const auto found = try_plain_array(out);
-    const bool is_fine = found && found->is_writable && found->dtype == wanted.dtype &&
-                         found->num_axes == wanted.num_axes &&
-                         std::equal(found->shape, found->shape + wanted.num_axes, wanted.shape);
-    return is_fine ? nb::borrow(out) : nb::object();
-}
-
-// What is to be received and the array it goes to; null if the fast path does not take it.
+// What is to be received, and where it goes: the caller's array, or a new one like another. False: the general path.
 template <class G>
-nb::object read_receive(Request& receive, G& self, PyObject* like, PyObject* src, PyObject* out, PyObject* tag) {
-    const auto peer = read_peer(self, src);
-    const auto number = read_tag(tag);
-    const auto wanted = peer && number ? try_plain_array(like) : std::nullopt;
-    nb::object result = wanted ? place_for(like, out, *wanted) : nb::object();
-    if (!result.is_valid()) {
-        return result;
+bool read_receive(Request& receive, G& self, OutputArray& array, PyObject* like, PyObject* src, PyObject* out,
+                  PyObject* tag) {
+    InputArray wanted;
+    if (!read_peer(receive, self, src, tag) || !wanted.read(like)) {
+        return false;
     }
-    const ArrayHeader header(*wanted);
+    const bool is_placed = out == Py_None ? array.make(wanted, wanted.num_axes, wanted.shape)
+                                          : array.read(out) && array.dtype == wanted.dtype &&
+                                                array.has_shape(wanted.num_axes, wanted.shape);
+    if (!is_placed) {
+        return false;
+    }
+    const ArrayHeader header(wanted);
     receive.header.assign(header.view().begin(), header.view().end());
-    receive.peer = *peer;
-    receive.tag = *number;
-    receive.target = try_plain_array(result.ptr())->data;
-    receive.nbytes = wanted->nbytes;
-    return result;
+    receive.target = array.data;
+    receive.nbytes = array.nbytes;
+    return true;
 }
 
 PyObject* decline() { Py_RETURN_NOTIMPLEMENTED; }
@@ -237,9 +371,8 @@ struct OwnRequest : Request {
 template <class G>
 class FastCall {
 public:
-    FastCall(G& self, PyObject* backend, const char* name)
-        : self_(self), messages_(GroupAccess<G>::messages(self)), backend_(backend), name_(name),
-          watch_(backend, "_look_in_message"),
+    FastCall(G& self, const char* name)
+        : self_(self), messages_(GroupAccess<G>::messages(self)), name_(name),
           options_{&watch_, 0, GroupAccess<G>::spins(self), 0, self.timeout_ns} {
         if constexpr (!GroupAccess<G>::keeps_gil) {
             options_.begin();  // waits there begin with the deadline
@@ -255,30 +388,27 @@ public:
         if (!status.failed()) {
             status = request.status();
         }
-        status_ = status;
-        found_ = request.found;
+        failure_.status = status;
+        failure_.found = request.found;
         const bool may_be_cycle = holds_caller && request.is_send &&
                                   (status.outcome == StatusCode::late || status.outcome == StatusCode::lost);
         if (may_be_cycle) {
-            cycle_ = GroupAccess<G>::find_send_cycle(self_, request.peer);
+            failure_.cycle = GroupAccess<G>::find_send_cycle(self_, request.peer);
         }
         end(request);
         return false;
     }
-    void end(Request& request) { messages_.abandon(request, status_); }
-    bool has_misfit() const { return status_.outcome == StatusCode::unexpected || status_.outcome == StatusCode::corrupt; }
-    // Ends with the GIL.
-    PyObject* give(nb::object result) {
-        watch_.take_back();
-        return result.release().ptr();
+    void end(Request& request) { messages_.abandon(request, failure_.status); }
+    bool has_misfit() const {
+        return failure_.status.outcome == StatusCode::unexpected || failure_.status.outcome == StatusCode::corrupt;
     }
-    PyObject* raise(PyObject* expected, int dst, int src, std::uint32_t tag) {
+    PyObject* raise(PyObject* backend, int dst, int src, std::uint32_t tag, core::Bytes expected = {}) {
         watch_.take_back();
-        const nb::object error = watch_.error().is_valid() ? watch_.error() : nb::none();
-        nb::object cycle = nb::cast(cycle_);
-        return PyObject_CallMethod(backend_, "_fail_message", "siiOOOOiii", name_, static_cast<int>(status_.outcome),
-                                   status_.culprit, error.ptr(), to_bytes(found_).ptr(), cycle.ptr(), expected, dst,
-                                   src, static_cast<int>(tag));
+        failure_.error = watch_.error();
+        const MessageFacts facts{dst, src, tag, seconds_of(self_.timeout_ns), expected, nb::none(), name_};
+        const nb::object error = make_error(backend, failure_, facts);
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+        return nullptr;
     }
     void take_gil_back() { watch_.take_back(); }
     Messages& messages() { return messages_; }
@@ -286,137 +416,124 @@ public:
 private:
     G& self_;
     Messages& messages_;
-    PyObject* backend_;
     const char* name_;
     GilWatch watch_;
     core::WaitOptions options_;
-    Status status_;
-    std::vector<std::byte> found_;
-    std::vector<int> cycle_;
+    Failure failure_;
 };
 
 // args: backend, x, dst, tag
 template <class G>
 PyObject* fast_send(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
+    InputArray x;
     OwnRequest send(GroupAccess<G>::messages(self));
-    std::optional<PlainArray> x;
-    if (!read_send(send, self, args[1], args[2], args[3], x)) {
+    if (!read_send(send, self, x, args[1], args[2], args[3])) {
         return decline();
     }
     if (GroupAccess<G>::keeps_gil && send.nbytes <= core::eager_limit) {
-        GroupAccess<G>::messages(self).isend(send, ArrayHeader(*x).view());
+        GroupAccess<G>::messages(self).isend(send, ArrayHeader(x).view());
         if (send.is_complete()) {
             Py_RETURN_NONE;
         }
     }
-    FastCall<G> call(self, args[0], "send");
+    FastCall<G> call(self, "send");
     if (!GroupAccess<G>::keeps_gil || send.nbytes > core::eager_limit) {
-        call.messages().isend(send, ArrayHeader(*x).view());
+        call.messages().isend(send, ArrayHeader(x).view());
     }
-    return call.wait(send, true) ? call.give(nb::none()) : call.raise(Py_None, send.peer, -1, send.tag);
+    if (!call.wait(send, true)) {
+        return call.raise(args[0], send.peer, -1, send.tag);
+    }
+    call.take_gil_back();
+    Py_RETURN_NONE;
 }
 
 // args: backend, like, src, out, tag
 template <class G>
 PyObject* fast_recv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
+    OutputArray out;
     OwnRequest receive(GroupAccess<G>::messages(self));
-    nb::object result = read_receive(receive, self, args[1], args[2], args[3], args[4]);
-    if (!result.is_valid()) {
+    if (!read_receive(receive, self, out, args[1], args[2], args[3], args[4])) {
         return decline();
     }
-    FastCall<G> call(self, args[0], "recv");
+    FastCall<G> call(self, "recv");
     call.messages().irecv(receive);
-    return call.wait(receive, false) ? call.give(std::move(result))
-                                     : call.raise(args[1], -1, receive.peer, receive.tag);
+    if (!call.wait(receive, false)) {
+        return call.raise(args[0], -1, receive.peer, receive.tag, receive.header);
+    }
+    call.take_gil_back();
+    return out.finish(args[1]).release().ptr();
 }
 
 // args: backend, x, dst, like, src, out, tag
 template <class G>
 PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
+    InputArray x;
+    OutputArray out;
     OwnRequest send(GroupAccess<G>::messages(self)), receive(GroupAccess<G>::messages(self));
-    std::optional<PlainArray> x;
-    nb::object result;
-    if (!read_send(send, self, args[1], args[2], args[6], x) ||
-        !(result = read_receive(receive, self, args[3], args[4], args[5], args[6])).is_valid()) {
+    if (!read_send(send, self, x, args[1], args[2], args[6]) ||
+        !read_receive(receive, self, out, args[3], args[4], args[5], args[6])) {
         return decline();
     }
-    FastCall<G> call(self, args[0], "sendrecv");
-    call.messages().isend(send, ArrayHeader(*x).view());
+    FastCall<G> call(self, "sendrecv");
+    call.messages().isend(send, ArrayHeader(x).view());
     call.messages().irecv(receive);
     // A message that came but does not fit is this rank's own affair: its own goes out. Else it is withdrawn.
     const bool is_received = call.wait(receive, false);
     if (is_received && call.wait(send, false)) {
-        return call.give(std::move(result));
+        call.take_gil_back();
+        return out.finish(args[3]).release().ptr();
     }
     if (!is_received && call.has_misfit()) {
         call.take_gil_back();
-        FastCall<G> rest(self, args[0], "sendrecv");
+        FastCall<G> rest(self, "sendrecv");
         rest.wait(send, true);
     }
     call.end(send);
     call.end(receive);
-    return call.raise(args[3], send.peer, receive.peer, send.tag);
+    return call.raise(args[0], send.peer, receive.peer, send.tag, receive.header);
 }
 
 // -- the fast path: calls in flight ------------------------------------------------------------------
 
-std::uint64_t read_token(PyObject* object) {
-    const std::uint64_t token = PyLong_AsUnsignedLongLong(object);
-    if (PyErr_Occurred() != nullptr) {
-        throw nb::python_error();
-    }
-    return token;
+template <class G, class Memory>
+void set_default_deadline(MessageInFlight<G, Memory>& call, const G& self) {
+    call.set_deadline(self.timeout_ns == 0 ? 0 : shm::now_ns() + self.timeout_ns, seconds_of(self.timeout_ns));
 }
 
-template <class G>
-void set_unattended(Request& request, const G& self, PyObject* token) {
-    request.token = read_token(token);
-    request.is_unattended = true;
-    request.deadline_ns = self.timeout_ns == 0 ? 0 : shm::now_ns() + self.timeout_ns;
-}
-
-// args: backend, x, dst, tag, token. Gives None if it is done.
+// args: backend, x, dst, tag
 template <class G>
 PyObject* fast_isend(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
-    auto held = std::make_unique<HeldRequest>(self_object, self);
-    std::optional<PlainArray> x;
-    if (!read_send(held->request, self, args[1], args[2], args[3], x)) {
+    auto call = std::make_unique<MessageInFlight<G, SendMemory>>(self_object, args[0]);
+    if (!read_send(call->request, self, call->memory.x, args[1], args[2], args[3])) {
         return decline();
     }
-    set_unattended(held->request, self, args[4]);
-    held->array = nb::borrow(args[1]);
-    const ArrayHeader header(*x);
-    without_gil<GroupAccess<G>::keeps_gil>(
-        [&] { GroupAccess<G>::messages(self).isend(held->request, header.view()); });
-    if (held->request.state() == Request::State::done) {
-        Py_RETURN_NONE;
-    }
-    return give(std::move(held)).release().ptr();
+    call->memory.object = nb::borrow(args[1]);
+    set_default_deadline(*call, self);
+    const ArrayHeader header(call->memory.x);
+    return start_send(std::move(call), header.view());
 }
 
-// args: backend, like, src, out, tag, token. Gives the request and the array.
+// args: backend, like, src, out, tag
 template <class G>
 PyObject* fast_irecv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
-    auto held = std::make_unique<HeldRequest>(self_object, self);
-    nb::object result = read_receive(held->request, self, args[1], args[2], args[3], args[4]);
-    if (!result.is_valid()) {
+    auto call = std::make_unique<MessageInFlight<G, ReceiveMemory>>(self_object, args[0]);
+    if (!read_receive(call->request, self, call->memory.out, args[1], args[2], args[3], args[4])) {
         return decline();
     }
-    set_unattended(held->request, self, args[5]);
-    held->array = result;
-    without_gil<GroupAccess<G>::keeps_gil>([&] { GroupAccess<G>::messages(self).irecv(held->request); });
-    return PyTuple_Pack(2, give(std::move(held)).ptr(), result.ptr());
+    call->memory.like = nb::borrow(args[1]);
+    set_default_deadline(*call, self);
+    return start_receive(std::move(call));
 }
 
 template <class G, FastFunction call, Py_ssize_t num_args>
 nb::object bind_fast(nb::handle group) {
     static PyMethodDef definition = {"fast", as_function<call, num_args>(), METH_FASTCALL,
-                                     "A point-to-point call on plain arrays; NotImplemented sends it the general way."};
+                                     "A point-to-point call on one array; NotImplemented sends it the general path."};
     return nb::steal(PyCFunction_New(&definition, group.ptr()));
 }
 
@@ -426,15 +543,17 @@ template <class G>
 void add_messages(nb::class_<G>& group) {
     using Access = GroupAccess<G>;
     group
-        .def("isend", [](nb::handle self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle payload,
-                         double deadline, std::uint64_t token) {
-            return isend<G>(self, peer, tag, header, payload, deadline, token);
-        }, "peer"_a, "tag"_a, "header"_a, "payload"_a, "deadline"_a, "token"_a,
-             "Post a send; with a token it fails by itself, and next_completions() is told.")
-        .def("irecv", [](nb::handle self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle target,
-                         double deadline, std::uint64_t token) {
-            return irecv<G>(self, peer, tag, header, target, deadline, token);
-        }, "peer"_a, "tag"_a, "header"_a, "target"_a, "deadline"_a, "token"_a, "Post a receive, as isend does.")
+        .def("isend", [](nb::handle self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle payload) {
+            return isend<G>(self, peer, tag, header, payload).release();
+        }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "payload"_a, "Post a send to be waited for.")
+        .def("irecv", [](nb::handle self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle target) {
+            return irecv<G>(self, peer, tag, header, target).release();
+        }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "target"_a, "Post a receive to be waited for.")
+        .def("start_send", &start_converted_send<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "payload"_a, "deadline"_a,
+             "timeout"_a.none(), "Post a send and return its Work; it fails by itself at the deadline.")
+        .def("start_recv", &start_converted_receive<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "target"_a,
+             "deadline"_a, "timeout"_a.none(), "finish"_a,
+             "Post a receive, as start_send does; finish() makes the result of the Work.")
         .def("unexpected_tags", [](G& self, int peer) {
             const nb::gil_scoped_release unlocked;
             return Access::messages(self).unexpected_tags(peer);
@@ -454,40 +573,23 @@ void add_messages(nb::class_<G>& group) {
                      "The fast path of recv: (backend, like, src, out, tag).")
         .def_prop_ro("fast_sendrecv", [](nb::handle self) { return bind_fast<G, &fast_sendrecv<G>, 7>(self); },
                      "The fast path of sendrecv: (backend, x, dst, like, src, out, tag).")
-        .def_prop_ro("fast_isend", [](nb::handle self) { return bind_fast<G, &fast_isend<G>, 5>(self); },
-                     "The fast path of an async send: (backend, x, dst, tag, token).")
-        .def_prop_ro("fast_irecv", [](nb::handle self) { return bind_fast<G, &fast_irecv<G>, 6>(self); },
-                     "The fast path of an async recv: (backend, like, src, out, tag, token).");
+        .def_prop_ro("fast_isend", [](nb::handle self) { return bind_fast<G, &fast_isend<G>, 4>(self); },
+                     "The fast path of an async send: (backend, x, dst, tag) -> its Work.")
+        .def_prop_ro("fast_irecv", [](nb::handle self) { return bind_fast<G, &fast_irecv<G>, 5>(self); },
+                     "The fast path of an async recv: (backend, like, src, out, tag) -> its Work.");
 }
 
 template void add_messages<SharedGroup>(nb::class_<SharedGroup>& group);
 template void add_messages<TcpGroup>(nb::class_<TcpGroup>& group);
 
 void add_requests(nb::module_& module) {
-    module.def("wake_completions", [] { core::Completions::of_process().add(0); },
-               "Let next_completions() return, with a token of nobody.");
-    nb::class_<HeldRequest>(module, "Request", "A send or receive, from when it is posted until it is complete.")
-        .def("test", &HeldRequest::test, "Make progress without waiting, and tell whether it is complete.")
-        .def("wait", &HeldRequest::wait, "deadline"_a, "holds_caller"_a, "look"_a,
+    nb::class_<HeldRequest>(module, "Request", "A send or receive that is waited for.")
+        .def("wait", &HeldRequest::wait, "deadline"_a, "holds_caller"_a, "look"_a.none(),
              "Wait until it is complete; return outcome, failed rank, the error that ended the wait.")
-        .def("cancel", &HeldRequest::cancel, "outcome"_a, "Withdraw it; False if it is matched, or complete.")
         .def("abandon", &HeldRequest::abandon, "outcome"_a, "End it, whatever has become of it.")
-        .def("hear", &HeldRequest::hear, "token"_a, "Have next_completions() told of it, however it ends.")
-        .def_prop_ro("is_complete", [](const HeldRequest& self) { return self.request.is_complete(); },
-                     "Whether it is done or has failed.")
-        .def_prop_ro("status", [](const HeldRequest& self) {
-            const Status& status = self.request.status();
-            return std::pair(static_cast<int>(status.outcome), status.culprit);
-        }, "Outcome and failed rank of a request that is complete.")
-        .def_prop_ro("found", [](const HeldRequest& self) { return to_bytes(self.request.found); },
-                     "The header of a message that did not fit.");
-    module.def("next_completions", [](double timeout) {
-        GilWatch watch(Py_None);
-        watch.let_go();
-        const std::vector<std::uint64_t> tokens = core::Completions::of_process().take(to_ns(timeout));
-        watch.take_back();
-        return tokens;
-    }, "timeout"_a, "Wait for completed requests that somebody wants to hear of; return their tokens.");
+        .def_prop_ro("found", [](const HeldRequest& self) {
+            return nb::bytes(self.request.found.data(), self.request.found.size());
+        }, "The header of a message that did not fit.");
 }
 
 }  // namespace ferrodist::bind

@@ -6,6 +6,8 @@
 #include "bind/call_path.hpp"
 #include "bind/hooks.hpp"
 #include "bind/rooms.hpp"
+#include "bind/site.hpp"
+#include "bind/work.hpp"
 
 NB_MODULE(_native, module) {
     module.doc() = "The native part of ferrodist: fold kernels, hashes, shared memory and TCP.";
@@ -16,7 +18,8 @@ NB_MODULE(_native, module) {
     ferrodist::bind::add_fold(module);
     ferrodist::bind::add_convert(module);
     ferrodist::bind::add_hooks(module);
-    ferrodist::bind::add_calls_in_flight(module);
+    ferrodist::bind::add_site(module);
+    ferrodist::bind::add_work(module);
     ferrodist::bind::add_shm(module);
     ferrodist::bind::add_net(module);
     ferrodist::bind::add_hybrid(module);

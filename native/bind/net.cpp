@@ -105,7 +105,7 @@ Answer walk(TcpGroup& self, const Plan& plan, nb::handle source, nb::handle targ
     }
     require((input ? input->nbytes() : 0) >= plan.source_nbytes(), "the source is too short");
     require((output ? output->nbytes() : 0) >= plan.target_nbytes(), "the target is too short");
-    GilWatch watch(look.ptr(), nullptr, in_background);
+    GilWatch watch(look.ptr(), in_background);
     const shm::Patience patience = patience_of(self, watch, deadline, in_background);
     watch.let_go();
     const Ending ending = net::walk(*self.group, plan, task, patience);
@@ -126,7 +126,7 @@ Answer exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgoing,
         in.emplace(writable(incoming));
     }
     const net::Task task{nullptr, nullptr, false, sequence, fingerprint};
-    GilWatch watch(look.ptr(), nullptr, in_background);
+    GilWatch watch(look.ptr(), in_background);
     const shm::Patience patience = patience_of(self, watch, deadline, in_background);
     watch.let_go();
     const Ending ending =
@@ -138,7 +138,7 @@ Answer exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgoing,
 
 std::tuple<int, int, nb::object, nb::list> hear_all(TcpGroup& self, std::uint64_t sequence, const nb::bytes& statement,
                                                     double deadline, bool in_background, nb::handle look) {
-    GilWatch watch(look.ptr(), nullptr, in_background);
+    GilWatch watch(look.ptr(), in_background);
     const shm::Patience patience = patience_of(self, watch, deadline, in_background);
     std::vector<std::string> statements;
     watch.let_go();
@@ -280,7 +280,7 @@ void add_group(nb::module_& module) {
         .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<TcpGroup>(self); },
                      "The fast path of a call: (backend, kind, x, out, op, root).")
         .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<TcpGroup>(self); },
-                     "The same in flight: (backend, kind, x, out, op, root, site, token).")
+                     "The same in flight: (backend, kind, x, out, op, root) -> its Work.")
         .def("stop_progress", [](TcpGroup& self) {
             const nb::gil_scoped_release unlocked;
             self.progress.stop();

@@ -5,7 +5,6 @@
 
 #include <chrono>
 
-#include "core/completions.hpp"
 #include "shm/futex.hpp"
 
 namespace ferrodist::bind {
@@ -63,13 +62,14 @@ std::uint64_t Progress::finish(CallInFlight& call, bool has_failed) {
     return has_failed || call.is_heard_if_done ? call.token : 0;
 }
 
-void Progress::hear(CallInFlight& call, std::uint64_t token) {
+bool Progress::hear(CallInFlight& call, std::uint64_t token) {
     const std::lock_guard guard(state_->mutex);
+    if (call.state == CallInFlight::State::complete) {
+        return false;
+    }
     call.token = token;
     call.is_heard_if_done = true;
-    if (call.state == CallInFlight::State::complete) {
-        core::Completions::of_process().add(token);
-    }
+    return true;
 }
 
 bool Progress::wait(CallInFlight& call, std::int64_t longest_ns) {

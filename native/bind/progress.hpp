@@ -35,8 +35,8 @@ public:
     bool claim(CallInFlight& call);
     // Marks a call complete; gives the token of who wants to hear of that, or 0.
     std::uint64_t finish(CallInFlight& call, bool has_failed);
-    // Somebody wants to hear of a call, however it ends.
-    void hear(CallInFlight& call, std::uint64_t token);
+    // Somebody wants to hear of a call, however it ends; false if it is complete, and nobody is told.
+    bool hear(CallInFlight& call, std::uint64_t token);
     // Waits until a call is complete, or for a while; tells whether it is.
     bool wait(CallInFlight& call, std::int64_t longest_ns);
     bool is_complete(const CallInFlight& call) const;

@@ -123,7 +123,7 @@ Answer run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dtype, 
     task.nbytes = count * item_size(task.dtype);
     task.in_place = in_place;
     task.fingerprint = fingerprint;
-    GilWatch watch(look.ptr(), nullptr, in_background);
+    GilWatch watch(look.ptr(), in_background);
     const shm::Patience patience{&watch, deadline_ns(deadline),
                                  in_background ? shm::no_spins : self.group->spins(), sequence};
     watch.let_go();
@@ -222,7 +222,7 @@ void add_group(nb::module_& module) {
         .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<SharedGroup>(self); },
                      "The fast path of a call: (backend, kind, x, out, op, root).")
         .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<SharedGroup>(self); },
-                     "The same in flight: (backend, kind, x, out, op, root, site, token).")
+                     "The same in flight: (backend, kind, x, out, op, root) -> its Work.")
         .def("stop_progress", [](SharedGroup& self) {
             const nb::gil_scoped_release unlocked;
             self.progress.stop();

@@ -140,13 +140,14 @@ void Messages::end(Request& request, const Status& why) {
     complete(request, why);
 }
 
-void Messages::hear_of(Request& request, std::uint64_t token) {
+bool Messages::hear_of(Request& request, std::uint64_t token) {
     const Lock guard = lock();
+    if (request.is_complete()) {
+        return false;
+    }
     request.token = token;
     request.is_heard_if_done = true;
-    if (request.is_complete()) {
-        Completions::of_process().add(token);
-    }
+    return true;
 }
 
 std::vector<std::uint32_t> Messages::unexpected_tags(int peer) {

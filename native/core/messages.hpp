@@ -65,8 +65,8 @@ public:
     virtual Status wait(Request& request, const WaitOptions& options, bool holds_caller) = 0;
     // Makes progress without waiting, and tells whether the request is complete.
     virtual bool test(Request& request) = 0;
-    // Has Completions told of a request, at once if it is complete.
-    void hear_of(Request& request, std::uint64_t token);
+    // Has Completions told of the end of a request; false if it is complete, and nobody is told.
+    bool hear_of(Request& request, std::uint64_t token);
     // The tags of messages of a rank that have come and nobody received.
     std::vector<std::uint32_t> unexpected_tags(int peer);
     // How many bytes of eager messages a rank may leave unreceived.

@@ -6,11 +6,14 @@ bytes. A test holds names, parameters and docstrings against the module.
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 from _typeshed import ReadableBuffer, WriteableBuffer
 from numpy.typing import NDArray
+
+from ferrodist.call import Site
 
 def hash_text(text: str) -> int:
     """Hash text to 64 bits."""
@@ -68,43 +71,77 @@ def set_hooks(
     on_wait_end: Callable[[Any], None],
     on_error: Callable[..., Any],
     make_plan: Callable[..., Any],
+    left_error: Callable[[Any, int, int], BaseException],
 ) -> None:
     """Set what native code calls while it runs a call."""
 
-class CallRequest:
-    """A collective in flight."""
+def set_message_hooks(
+    message_error: Callable[..., BaseException],
+    on_message_interrupt: Callable[[Any, str, BaseException], None],
+) -> None:
+    """Set what native code calls for point-to-point calls."""
 
-    def test(self) -> bool:
-        """Tell whether it is complete."""
+def set_work_hooks(
+    start_callbacks: Callable[[], None],
+    check_wait: Callable[[Any], float | None],
+    on_unasked_error: Callable[[Any, Any, BaseException], None],
+) -> None:
+    """Set what native code calls for calls in flight."""
 
-    def wait(self, deadline: float, holds_caller: bool, look: Callable[[], None]) -> Ending:
-        """Wait, or run it here if nobody has; return outcome, culprit and the error of the wait."""
+def set_site(site_type: type, package: str) -> None:
+    """Set what caller_site() makes, and how the names of files begin that it leaves out."""
 
-    def hear(self, token: int) -> None:
-        """Have next_completions() told of it, however it ends."""
+def caller_site() -> Site:
+    """Return the innermost place outside ferrodist that led here."""
 
-    def result(self) -> Any:
-        """Make the result of a call that was done, once."""
+class WorkBase:
+    """The native half of a Work."""
 
-    @property
-    def sequence(self) -> int:
-        """The number of the call."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of a call that has failed."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it is done, or has failed."""
+    is_asked: bool
+    """Whether anybody looked at the outcome."""
 
     @property
-    def status(self) -> tuple[int, int]:
-        """Outcome and culprit, once it is complete."""
+    def _facts(self) -> tuple[int, int, int, int]:
+        """Kind (-1: a message), dst, src, and sequence number or tag."""
 
-    @property
-    def found(self) -> bytes:
-        """Nothing: only messages find something."""
+    def done(self) -> bool:
+        """Tell whether the call is over."""
+
+    def wait(self, timeout: float | timedelta | None = None) -> Any:
+        """Return the result; after ``timeout`` raise TimeoutError and leave the call going."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the result, waiting for it if necessary."""
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of the call, None if it went well."""
+
+    def _outcome(self) -> tuple[Any, BaseException | None]:
+        """Return result and error of a call that is over."""
+
+    def _wait_for_end(self) -> None:
+        """Wait without asking for the outcome."""
+
+    def _hear(self) -> bool:
+        """Have next_completions() give it; False if it is over."""
+
+def set_work_type(work_type: type) -> None:
+    """Set the class of Works, which derives from WorkBase."""
+
+def works_of(group: object | None) -> list[Any]:
+    """List the Works in flight of a group, or all."""
+
+def forget_works() -> None:
+    """In a forked child: the Works in flight are the parent's."""
+
+def next_completions(timeout: float) -> list[Any]:
+    """Wait for calls that are over and that somebody wants to hear of; return their Works."""
+
+def wake_completions() -> None:
+    """Let next_completions() return, with a None."""
+
+def end_listening() -> None:
+    """Say that the callbacks thread ends: the next call in flight starts another."""
 
 class Tickets:
     """Numbers calls from 1; each runs when all before it have ended."""
@@ -188,65 +225,51 @@ class World:
         """Bytes this process has read from others."""
 
 class Request:
-    """A send or receive, from when it is posted until it is complete."""
+    """A send or receive that is waited for."""
 
-    def test(self) -> bool:
-        """Make progress without waiting, and tell whether it is complete."""
-
-    def wait(self, deadline: float, holds_caller: bool, look: Callable[[], None]) -> Ending:
+    def wait(self, deadline: float, holds_caller: bool, look: Callable[[], None] | None) -> Ending:
         """Wait until it is complete; return outcome, failed rank, the error that ended the wait."""
-
-    def cancel(self, outcome: int) -> bool:
-        """Withdraw it; False if it is matched, or complete."""
 
     def abandon(self, outcome: int) -> None:
         """End it, whatever has become of it."""
-
-    def hear(self, token: int) -> None:
-        """Have next_completions() told of it, however it ends."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it is done or has failed."""
-
-    @property
-    def status(self) -> tuple[int, int]:
-        """Outcome and failed rank of a request that is complete."""
 
     @property
     def found(self) -> bytes:
         """The header of a message that did not fit."""
 
-def wake_completions() -> None:
-    """Let next_completions() return, with a token of nobody."""
-
-def next_completions(timeout: float) -> list[int]:
-    """Wait for completed requests that somebody wants to hear of; return their tokens."""
-
 class SharedGroup:
     """Ranks that do collectives in shared memory."""
 
-    def isend(
+    def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Request:
+        """Post a send to be waited for."""
+
+    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer) -> Request:
+        """Post a receive to be waited for."""
+
+    def start_send(
         self,
+        backend: Any,
         peer: int,
         tag: int,
         header: bytes,
         payload: ReadableBuffer,
         deadline: float,
-        token: int,
-    ) -> Request:
-        """Post a send; with a token it fails by itself, and next_completions() is told."""
+        timeout: float | None,
+    ) -> Any:
+        """Post a send and return its Work; it fails by itself at the deadline."""
 
-    def irecv(
+    def start_recv(
         self,
+        backend: Any,
         peer: int,
         tag: int,
         header: bytes,
         target: WriteableBuffer,
         deadline: float,
-        token: int,
-    ) -> Request:
-        """Post a receive, as isend does."""
+        timeout: float | None,
+        finish: Callable[[], Any],
+    ) -> Any:
+        """Post a receive, as start_send does; finish() makes the result of the Work."""
 
     def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
@@ -271,11 +294,11 @@ class SharedGroup:
 
     @property
     def fast_isend(self) -> Callable[..., Any]:
-        """The fast path of an async send: (backend, x, dst, tag, token)."""
+        """The fast path of an async send: (backend, x, dst, tag) -> its Work."""
 
     @property
     def fast_irecv(self) -> Callable[..., Any]:
-        """The fast path of an async recv: (backend, like, src, out, tag, token)."""
+        """The fast path of an async recv: (backend, like, src, out, tag) -> its Work."""
 
     @property
     def num_requests(self) -> int:
@@ -306,7 +329,7 @@ class SharedGroup:
 
     @property
     def start_path(self) -> Callable[..., Any]:
-        """The same in flight: (backend, kind, x, out, op, root, site, token)."""
+        """The same in flight: (backend, kind, x, out, op, root) -> its Work."""
 
     def stop_progress(self) -> None:
         """End the thread that runs calls in flight; it begins none any more."""
@@ -449,27 +472,36 @@ class Plan:
 class TcpGroup:
     """Ranks that do collectives over TCP."""
 
-    def isend(
+    def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Request:
+        """Post a send to be waited for."""
+
+    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer) -> Request:
+        """Post a receive to be waited for."""
+
+    def start_send(
         self,
+        backend: Any,
         peer: int,
         tag: int,
         header: bytes,
         payload: ReadableBuffer,
         deadline: float,
-        token: int,
-    ) -> Request:
-        """Post a send; with a token it fails by itself, and next_completions() is told."""
+        timeout: float | None,
+    ) -> Any:
+        """Post a send and return its Work; it fails by itself at the deadline."""
 
-    def irecv(
+    def start_recv(
         self,
+        backend: Any,
         peer: int,
         tag: int,
         header: bytes,
         target: WriteableBuffer,
         deadline: float,
-        token: int,
-    ) -> Request:
-        """Post a receive, as isend does."""
+        timeout: float | None,
+        finish: Callable[[], Any],
+    ) -> Any:
+        """Post a receive, as start_send does; finish() makes the result of the Work."""
 
     def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
@@ -494,11 +526,11 @@ class TcpGroup:
 
     @property
     def fast_isend(self) -> Callable[..., Any]:
-        """The fast path of an async send: (backend, x, dst, tag, token)."""
+        """The fast path of an async send: (backend, x, dst, tag) -> its Work."""
 
     @property
     def fast_irecv(self) -> Callable[..., Any]:
-        """The fast path of an async recv: (backend, like, src, out, tag, token)."""
+        """The fast path of an async recv: (backend, like, src, out, tag) -> its Work."""
 
     @property
     def num_requests(self) -> int:
@@ -510,7 +542,7 @@ class TcpGroup:
 
     @property
     def start_path(self) -> Callable[..., Any]:
-        """The same in flight: (backend, kind, x, out, op, root, site, token)."""
+        """The same in flight: (backend, kind, x, out, op, root) -> its Work."""
 
     def stop_progress(self) -> None:
         """End the thread that runs calls in flight; it begins none any more."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dis
 import enum
 import os
-import sys
 from types import CodeType
 from typing import NamedTuple
 
@@ -92,12 +91,8 @@ class Site(NamedTuple):
         return f"{os.path.basename(self.code.co_filename)}:{line}"
 
 
-def caller_site() -> Site:
-    """Return the innermost place outside ferrodist that led here."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return Site(frame.f_code, frame.f_lasti)
+_native.set_site(Site, _PACKAGE)
+caller_site = _native.caller_site  # the innermost place outside ferrodist that led here
 
 
 class Leaf(NamedTuple):

@@ -85,8 +85,8 @@ class Backend(CallMethods, abc.ABC):
     _fast_send: Callable[..., Any] | None = None
     _fast_recv: Callable[..., Any] | None = None
     _fast_sendrecv: Callable[..., Any] | None = None
-    _fast_start_send: Callable[..., Any] | None = None
-    _fast_start_recv: Callable[..., Any] | None = None
+    _fast_isend: Callable[..., Any] | None = None
+    _fast_irecv: Callable[..., Any] | None = None
 
     def __init__(self, rank: int, world_size: int, config: Config) -> None:
         self._rank = rank

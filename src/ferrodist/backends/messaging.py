@@ -99,11 +99,13 @@ class MessagingBackend(Backend):
         """Tell the others of Ctrl-C and the like inside a call; ferrodist's errors are its own."""
         try:
             yield
-        except DistributedError:
-            raise
         except BaseException as error:
-            self.abort(f"{verdict.words_of(error)} (in {what})")
+            self._abort_if_foreign(error, what)
             raise
+
+    def _abort_if_foreign(self, error: BaseException, what: str) -> None:
+        if not isinstance(error, DistributedError):
+            self.abort(f"{verdict.words_of(error)} (in {what})")
 
 
 class ThreadMessagingBackend(MessagingBackend):

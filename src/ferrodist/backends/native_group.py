@@ -51,27 +51,36 @@ class NativeGroup(Protocol):
 
     # -- messages -------------------------------------------------------------------------------
 
-    def isend(
+    def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> NativeRequest:
+        """Post a send to be waited for."""
+
+    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer) -> NativeRequest:
+        """Post a receive to be waited for."""
+
+    def start_send(
         self,
+        backend: Any,
         peer: int,
         tag: int,
         header: bytes,
         payload: ReadableBuffer,
         deadline: float,
-        token: int,
-    ) -> NativeRequest:
-        """Post a send; with a token it fails by itself, and next_completions() is told."""
+        timeout: float | None,
+    ) -> Any:
+        """Post a send and return its Work; it fails by itself at the deadline."""
 
-    def irecv(
+    def start_recv(
         self,
+        backend: Any,
         peer: int,
         tag: int,
         header: bytes,
         target: WriteableBuffer,
         deadline: float,
-        token: int,
-    ) -> NativeRequest:
-        """Post a receive, as isend does."""
+        timeout: float | None,
+        finish: Callable[[], Any],
+    ) -> Any:
+        """Post a receive, as start_send does; finish() makes the result of the Work."""
 
     def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
@@ -96,11 +105,11 @@ class NativeGroup(Protocol):
 
     @property
     def fast_isend(self) -> Callable[..., Any]:
-        """The fast path of an async send: (backend, x, dst, tag, token)."""
+        """The fast path of an async send: (backend, x, dst, tag) -> its Work."""
 
     @property
     def fast_irecv(self) -> Callable[..., Any]:
-        """The fast path of an async recv: (backend, like, src, out, tag, token)."""
+        """The fast path of an async recv: (backend, like, src, out, tag) -> its Work."""
 
     # -- calls in flight -------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from ferrodist.backends.deaths import Deaths
 from ferrodist.backends.messaging import MessagingBackend
 from ferrodist.backends.native_group import NativeGroup, NativeSplit, NativeWorld
 from ferrodist.backends.planner import Planner
-from ferrodist.backends.process_messenger import MessageCall, ProcessMessenger
+from ferrodist.backends.process_messenger import ProcessMessenger
 from ferrodist.backends.process_texts import (
     CallDescriptor,
     MismatchReport,
@@ -34,18 +34,12 @@ from ferrodist.backends.process_texts import (
     unpack_departure,
     unpack_verdict,
 )
-from ferrodist.backends.request_work import (
-    DoneWork,
-    RequestWork,
-    end_callbacks_thread,
-    in_flight,
-    new_token,
-)
+from ferrodist.backends.request_work import end_callbacks_thread
 from ferrodist.backends.running_call import Algorithm, RunningCall
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure, Verdict
-from ferrodist.buffer import DTYPES_BY_LABEL, Buffer
-from ferrodist.call import Call, Kind, Leaf, Site, caller_site
+from ferrodist.buffer import Buffer
+from ferrodist.call import Call, Kind, Site, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -56,7 +50,6 @@ logger = logging.getLogger("ferrodist")
 T = TypeVar("T")
 
 _FOR_EVER = 1e9  # seconds: thirty years
-_nothing: Callable[[], None] = lambda: None  # noqa: E731 -- what a send gives
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 _REPORT_AFTER = 0.1  # seconds of waiting after which the others can read what this rank waits in
 
@@ -149,8 +142,7 @@ class ProcessBackend(MessagingBackend):
     def _start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
         """Post a send; the Work is done when ``source`` may change."""
         self._check_usable()
-        work: Work[None] = self._messenger.start_send(source, peer, tag, deadline)
-        return work
+        return self._messenger.start_send(source, peer, tag, deadline)
 
     def _start_recv(
         self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
@@ -159,56 +151,9 @@ class ProcessBackend(MessagingBackend):
         self._check_usable()
         return self._messenger.start_recv(target, peer, tag, deadline, finish)
 
-    def _fast_start_send(self, x: Any, dst: Any, tag: Any) -> Any:
-        """Start a send of a plain array; NotImplemented sends it the general way."""
-        token = new_token()
-        request = self._fast_isend(self, x, dst, tag, token)
-        if request is NotImplemented:
-            return request
-        if request is None:
-            return DoneWork(dst, tag)
-        call = MessageCall(self._messenger.backend, dst, -1, tag, None)
-        return RequestWork(request, token, call, _nothing)
-
-    def _fast_start_recv(self, like: Any, src: Any, out: Any, tag: Any) -> Any:
-        """Start a receive of a plain array; NotImplemented sends it the general way."""
-        token = new_token()
-        found = self._fast_irecv(self, like, src, out, tag, token)
-        if found is NotImplemented:
-            return found
-        request, array = found
-        call = MessageCall(self._messenger.backend, -1, src, tag, None, array)
-        return RequestWork(request, token, call, lambda: array)
-
-    def _look_in_message(self) -> None:
-        """Look round in a message on the fast path: native code hears of signals by this."""
-
-    def _fail_message(
-        self,
-        name: str,
-        outcome: int,
-        rank: int,
-        error: BaseException | None,
-        found: bytes,
-        cycle: list[int],
-        like: Any,
-        dst: int,
-        src: int,
-        tag: int,
-    ) -> None:
-        """Raise what became of a message on the fast path."""
-        call = MessageCall(self._messenger.backend, dst, src, tag, None, like)
-        with self._aborting_on_interrupt(name):
-            raise call.failure(outcome, rank, error, found, cycle)
-
-    def leaf_of(self, array: Any) -> Leaf:
-        """Describe a plain array."""
-        return Leaf("", DTYPES_BY_LABEL[array.dtype.name], array.shape)
-
     def _await_works(self) -> None:
         super()._await_works()
-        mine = (self, self._messenger.backend)  # collectives know the one, messages the other
-        for work in in_flight(lambda call: any(getattr(call, "backend", None) is b for b in mine)):
+        for work in _native.works_of(self.group):
             work.wait_for_end()
 
     # -- what subclasses write ------------------------------------------------------------------

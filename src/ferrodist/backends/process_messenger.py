@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from ferrodist import _native
 from ferrodist.backends import message_errors, verdict
 from ferrodist.backends.native_group import NativeRequest
-from ferrodist.backends.request_work import RequestWork, new_token
+from ferrodist.backends.request_work import name_of_message
 from ferrodist.backends.status import StatusCode
 from ferrodist.backends.verdict import Departure
 from ferrodist.buffer import Buffer
-from ferrodist.call import Leaf, caller_site
+from ferrodist.call import Leaf, Site, caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, ProtocolError, SizeMismatch
 from ferrodist.transports.framing import FrameError, pack_array_header, unpack_shape
+from ferrodist.work import Work
 
 if TYPE_CHECKING:
     from ferrodist.backends.process_backend import ProcessBackend
@@ -27,7 +29,7 @@ T = TypeVar("T")
 class MessageCall:
     """One call: what errors name it, its deadline, and what becomes of a native outcome."""
 
-    __slots__ = ("_expected", "_site", "backend", "deadline", "dst", "src", "tag", "timeout")
+    __slots__ = ("_expected", "_site", "backend", "deadline", "dst", "src", "tag")
 
     def __init__(
         self,
@@ -35,44 +37,21 @@ class MessageCall:
         dst: int,
         src: int,
         tag: int,
-        deadline: Deadline | None,
-        expected: Leaf | Any = None,
+        deadline: Deadline,
+        expected: Leaf | None = None,
+        site: Site | None = None,
     ) -> None:
         self.backend = backend
         self.dst, self.src, self.tag = dst, src, tag  # -1: it does not send, or not receive
         self.deadline = deadline
-        self.timeout = backend.timeout  # what it has without a deadline of its own
-        self._expected = expected  # what is to be received: a Leaf, or an array like it
-        self._site = caller_site()
-
-    @property
-    def name(self) -> str:
-        """The call as logs show it."""
-        if self.src < 0:
-            return f"send(dst={self.dst}, tag={self.tag})"
-        if self.dst < 0:
-            return f"recv(src={self.src}, tag={self.tag})"
-        return f"sendrecv(dst={self.dst}, src={self.src}, tag={self.tag})"
+        self._expected = expected  # what is to be received
+        self._site = site or caller_site()
 
     @property
     def what(self) -> str:
         """The call as errors show it; made only for them."""
-        return f"{self.name} at {self._site}{self.backend.group_name}"
-
-    def look(self) -> None:
-        """Let native code hear of signals."""
-
-    def explain(self, outcome: int, rank: int, found: bytes) -> BaseException:
-        """Make the error of a request that has failed."""
-        return self.failure(outcome, rank, None, found)
-
-    def interrupted(self, error: BaseException) -> None:
-        """Tell the others of Ctrl-C and the like in a wait."""
-        self.backend.abort(f"{verdict.words_of(error)} (in {self.name.partition('(')[0]})")
-
-    def unasked(self, work: RequestWork[Any], error: BaseException) -> None:
-        """Log an error that nobody has asked for, and keep it for close()."""
-        self.backend._note_unasked(work, error)
+        name = name_of_message(self.dst, self.src, self.tag)
+        return f"{name} at {self._site}{self.backend.group_name}"
 
     def failure(
         self,
@@ -105,22 +84,19 @@ class MessageCall:
             return message_errors.damaged(self.what, peer, backend.rank, reason)
         tags = backend.group.unexpected_tags(peer)
         if outcome == StatusCode.LATE:
-            deadline = self.deadline or Deadline(self.timeout)
-            return message_errors.timed_out(self.what, peer, backend.rank, deadline, tags)
+            return message_errors.timed_out(self.what, peer, backend.rank, self.deadline, tags)
         how = verdict.died(backend.silence)
         if outcome == StatusCode.LOST:
             how = self._departure_of(peer)
         return message_errors.lost(self.what, peer, backend.rank, how, tags)
 
     def _misfit(self, found: bytes, peer: int) -> BaseException:
-        expected = self._expected
-        if not isinstance(expected, Leaf):
-            expected = self.backend.leaf_of(expected)
+        assert self._expected is not None  # else nothing could differ from it
         try:
             leaf = Leaf("", *unpack_shape(found))
         except FrameError as flaw:
             return message_errors.damaged(self.what, peer, self.backend.rank, str(flaw))
-        return message_errors.unexpected(self.what, peer, self.backend.rank, leaf, expected)
+        return message_errors.unexpected(self.what, peer, self.backend.rank, leaf, self._expected)
 
     def _departure_of(self, peer: int) -> Departure:
         is_gone = self.backend.group.is_gone(peer)
@@ -144,20 +120,24 @@ class ProcessMessenger:
         call = MessageCall(self.backend, -1, peer, tag, deadline, _leaf(target))
         self._wait(call, self._irecv(target, peer, tag), holds_caller=False)
 
-    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Any:
+    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
         """Post a send; the Work is done when ``source`` may change."""
-        call, token = MessageCall(self.backend, peer, -1, tag, deadline), new_token()
-        request = self._isend(call, source, peer, tag, deadline.end, token)
-        return RequestWork(request, token, call, lambda: None)
+        self._refuse_if_gone(MessageCall(self.backend, peer, -1, tag, deadline), peer)
+        header = pack_array_header(source.dtype, source.shape)
+        work: Work[None] = self._group.start_send(
+            self.backend, peer, tag, header, source.memory, deadline.end, deadline.seconds
+        )
+        return work
 
     def start_recv(
         self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
-    ) -> RequestWork[T]:
+    ) -> Work[T]:
         """Post a receive; ``finish`` makes the result of the Work."""
-        call = MessageCall(self.backend, -1, peer, tag, deadline, _leaf(target))
-        token = new_token()
-        request = self._irecv(target, peer, tag, deadline.end, token)
-        return RequestWork(request, token, call, finish)
+        header = pack_array_header(target.dtype, target.shape)
+        work: Work[T] = self._group.start_recv(
+            self.backend, peer, tag, header, target.memory, deadline.end, deadline.seconds, finish
+        )
+        return work
 
     def sendrecv(
         self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
@@ -178,31 +158,23 @@ class ProcessMessenger:
             raise
         self._wait(call, sending, holds_caller=False)
 
-    def _isend(
-        self,
-        call: MessageCall,
-        source: Buffer,
-        peer: int,
-        tag: int,
-        deadline: float = 0.0,
-        token: int = 0,
-    ) -> NativeRequest:
+    def _isend(self, call: MessageCall, source: Buffer, peer: int, tag: int) -> NativeRequest:
+        self._refuse_if_gone(call, peer)
+        header = pack_array_header(source.dtype, source.shape)
+        return self._group.isend(peer, tag, header, source.memory)
+
+    def _refuse_if_gone(self, call: MessageCall, peer: int) -> None:
         self.backend.refuse_if_aborted()
         if self._group.is_gone(peer):
             raise call.failure(self.backend.loss_of(peer), peer, None)
-        header = pack_array_header(source.dtype, source.shape)
-        return self._group.isend(peer, tag, header, source.memory, deadline, token)
 
-    def _irecv(
-        self, target: Buffer, peer: int, tag: int, deadline: float = 0.0, token: int = 0
-    ) -> NativeRequest:
+    def _irecv(self, target: Buffer, peer: int, tag: int) -> NativeRequest:
         header = pack_array_header(target.dtype, target.shape)
-        return self._group.irecv(peer, tag, header, target.memory, deadline, token)
+        return self._group.irecv(peer, tag, header, target.memory)
 
     def _wait(self, call: MessageCall, request: NativeRequest, *, holds_caller: bool) -> None:
         """Wait for a request, which is over in any case; raise what became of it."""
-        assert call.deadline is not None
-        outcome, rank, error = request.wait(call.deadline.end, holds_caller, call.look)
+        outcome, rank, error = request.wait(call.deadline.end, holds_caller, None)
         if outcome == StatusCode.DONE:
             return
         cycle = []
@@ -219,3 +191,33 @@ _OF_CYCLES = (StatusCode.LATE, StatusCode.LOST)
 
 def _leaf(target: Buffer) -> Leaf:
     return Leaf("", target.dtype, target.shape)
+
+
+def _message_error(
+    backend: ProcessBackend,
+    status: int,
+    failed_rank: int,
+    error: BaseException | None,
+    found: bytes,
+    cycle: list[int],
+    expected: bytes,
+    dst: int,
+    src: int,
+    tag: int,
+    timeout: float | None,
+    site: Site | None,
+    waits_in: str | None,
+) -> BaseException:
+    """Make the error of a call that native code did; tell the others of Ctrl-C in its wait."""
+    leaf = Leaf("", *unpack_shape(expected)) if expected else None
+    call = MessageCall(backend, dst, src, tag, Deadline(timeout), leaf, site)
+    made = call.failure(status, failed_rank, error, found, cycle)
+    if waits_in is not None:
+        backend._abort_if_foreign(made, waits_in)
+    return made
+
+
+_native.set_message_hooks(
+    message_error=_message_error,
+    on_message_interrupt=lambda backend, name, error: backend._abort_if_foreign(error, name),
+)

@@ -9,267 +9,136 @@ callbacks thread of the process hears of the request.
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ferrodist import _native
 from ferrodist.backends.progress import ProgressThread
+from ferrodist.call import Kind
 from ferrodist.config import check_timeout
 from ferrodist.work import Work
 
 T = TypeVar("T")
 
-_STATE = frozenset(
-    ("_condition", "_state", "_result", "_exception", "_waiters", "_done_callbacks")
-)  # what Future.__init__ makes
 _LONGEST_SLEEP = 3600.0  # seconds
-_END = 0  # the token that ends the callbacks thread
 
 
-class RequestCall(Protocol):
-    """What a RequestWork knows of its call."""
-
-    @property
-    def name(self) -> str:
-        """The call as logs show it."""
-
-    def look(self) -> None:
-        """Let native code hear of signals."""
-
-    def explain(self, outcome: int, rank: int, found: bytes) -> BaseException:
-        """Make the error of a request that has failed."""
-
-    def interrupted(self, error: BaseException) -> None:
-        """Hear that a signal ended the wait of a caller."""
-
-    def unasked(self, work: RequestWork[Any], error: BaseException) -> None:
-        """Hear of an error that nobody has asked for."""
+def name_of_message(dst: int, src: int, tag: int) -> str:
+    """Name a point-to-point call as logs show it; -1 is no rank."""
+    if src < 0:
+        return f"send(dst={dst}, tag={tag})"
+    if dst < 0:
+        return f"recv(src={src}, tag={tag})"
+    return f"sendrecv(dst={dst}, src={src}, tag={tag})"
 
 
-class RequestWork(Work[T]):
-    """A Work whose call is a native request; ``finish`` makes its result when it is done."""
-
-    _outcome: tuple[T | None, BaseException | None] | None = None
-    is_asked = False
-
-    def __init__(
-        self, request: _native.Request, token: int, call: RequestCall, finish: Callable[[], T]
-    ) -> None:
-        # Not Future.__init__: most Works are only waited for.
-        self._request = request
-        self._token = token
-        self._call = call
-        self._finish: Callable[[], T] | None = finish
-        _registry.add(token, self)
+class RequestWork(_native.WorkBase, Work[T]):
+    """A Work whose call is a native request, which makes it; wait and done are native, too."""
 
     @property
     def describe(self) -> str:  # type: ignore[override] # a Work of another kind has it as a field
         """The call as logs and errors show it."""
-        return self._call.name
+        kind, dst, src, number = self._facts
+        if kind < 0:
+            return name_of_message(dst, src, number)
+        return f"{Kind(kind).label} #{number}"
 
-    def __getattr__(self, name: str) -> Any:
-        """Make the state of a Future when somebody first asks for it."""
-        if name not in _STATE:
-            raise AttributeError(name)
-        with _registry.lock:
+    def make_state(self) -> None:
+        """Make the state of a Future, and have it told when the call is over."""
+        with _callbacks.lock:
             if "_done_callbacks" not in self.__dict__:
                 Future.__init__(self)
-                if self._request.is_complete:
-                    self._tell_future()
-                else:
-                    _registry.works[self._token] = self
-                    self._request.hear(self._token)
-        return self.__dict__[name]
+                if not self._hear():
+                    self.on_complete()
 
-    def done(self) -> bool:
-        """Tell whether the call is over."""
-        return self._request.is_complete or self._request.test()
-
-    def wait(self, timeout: float | timedelta | None = None) -> T:
-        """Return the result; after ``timeout`` raise TimeoutError and leave the call going."""
-        return self.result(0 if timeout == 0 else check_timeout(timeout))
-
-    def result(self, timeout: float | None = None) -> T:
-        """Return the result, waiting for it if necessary."""
-        result, error = self._wait(timeout)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
-        return result  # type: ignore[return-value] # which is there if there is no error
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error of the call, None if it went well."""
-        return self._wait(timeout)[1]
-
-    def _wait(self, timeout: float | None) -> tuple[T | None, BaseException | None]:
-        self.is_asked = True
-        if self._outcome is None and not self._request.is_complete:
-            end = math.inf if timeout is None else time.monotonic() + max(timeout, 0)
-            error = self._request.wait(end, False, self._call.look)[2]
-            if error is not None and not self._request.is_complete:
-                self._call.interrupted(error)
-                raise error
-            if not self._request.is_complete:
-                raise TimeoutError(f"{self.describe} is still in flight after {timeout:g} s")
-        return self.settle()
-
-    def settle(self) -> tuple[T | None, BaseException | None]:
-        """Make result or error of a request that is complete, once; tell of an unasked error."""
-        with _registry.lock:
-            if self._outcome is None:
-                self._outcome = self._make_outcome()
-                self._finish = None
-                _registry.works.pop(self._token, None)
-                _registry.drop_oldest()
-                error = self._outcome[1]
-                if error is not None and not self.is_asked:
-                    self._call.unasked(self, error)
-        return self._outcome
-
-    def _make_outcome(self) -> tuple[T | None, BaseException | None]:
-        outcome, rank = self._request.status
-        try:
-            if outcome:
-                return None, self._call.explain(outcome, rank, self._request.found)
-            assert self._finish is not None
-            return self._finish(), None
-        except BaseException as error:  # noqa: BLE001 -- whoever asks for the result gets it
-            return None, error
-
-    def _tell_future(self) -> None:
-        result, error = self.settle()
-        if self._state == "FINISHED":
+    def on_complete(self) -> None:
+        """Hear that the call is over: make its outcome, and tell the Future if there is one."""
+        result, error = self._outcome()
+        if "_done_callbacks" not in self.__dict__ or self._state == "FINISHED":
             return
         if error is not None:
             self.set_exception(error)
         else:
-            self.set_result(result)  # type: ignore[arg-type] # there is one if there is no error
-
-    def on_complete(self) -> None:
-        """Hear, on the callbacks thread, that the request is complete."""
-        if "_done_callbacks" in self.__dict__:
-            self._tell_future()
-        else:
-            self.settle()
+            self.set_result(result)
 
     def wait_for_end(self) -> None:
         """Wait as long as the call may take, without asking for its outcome."""
-        while not self._request.is_complete:
-            error = self._request.wait(math.inf, False, self._call.look)[2]
-            if error is not None:
-                raise error
+        self._wait_for_end()
         self.on_complete()
 
 
-class _Done:
-    """The request of a call that was done at once."""
+class _FutureState:
+    """A field of a Future, made with all others when somebody first asks for it."""
 
-    is_complete = True
-    status = (0, -1)
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-
-class DoneWork(RequestWork[None]):
-    """A send that was done at once."""
-
-    _request: Any = _Done()
-    _outcome = None, None
-    _token = 0
-
-    def __init__(self, dst: int, tag: int) -> None:
-        self._dst, self._tag = dst, tag
-
-    @property
-    def describe(self) -> str:  # type: ignore[override] # as in RequestWork
-        """The call as logs and errors show it."""
-        return f"send(dst={self._dst}, tag={self._tag})"
+    def __get__(self, work: RequestWork[Any] | None, owner: Any = None) -> Any:
+        if work is None:
+            return self
+        work.make_state()
+        return work.__dict__[self._name]  # from now on it is found there
 
 
-class _Registry:
-    """The requests in flight of this process, and the thread that hears of those that are over."""
+for _name in ("_condition", "_state", "_result", "_exception", "_waiters", "_done_callbacks"):
+    setattr(RequestWork, _name, _FutureState(_name))
+
+
+class _Callbacks:
+    """The thread that hears of calls that are over, and runs their callbacks."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.works: dict[int, RequestWork[Any]] = {}
         self._thread: threading.Thread | None = None
-        self._tokens = itertools.count(1)
 
-    def new_token(self) -> int:
-        """Give a number that no other request has."""
-        return next(self._tokens)
-
-    def add(self, token: int, work: RequestWork[Any]) -> None:
-        """Keep a request, and its arrays, while it is in flight."""
-        self.works[token] = work
-        if self._thread is None:
-            self._start()
-        self.drop_oldest()
-
-    def in_flight(self, call_of: Callable[[RequestCall], bool]) -> list[RequestWork[Any]]:
-        """List the works whose calls are of some kind."""
-        return [work for work in list(self.works.values()) if call_of(work._call)]
-
-    def drop_oldest(self) -> None:
-        """Let go of works that are done and that nobody has waited for."""
-        while (token := next(iter(self.works), None)) is not None:
-            work = self.works.get(token)
-            if work is not None:
-                request = work._request
-                is_dropped = request.is_complete and not request.status[0]
-                if not is_dropped or "_done_callbacks" in work.__dict__:
-                    return
-            self.works.pop(token, None)
-
-    def _start(self) -> None:
-        with self.lock:
-            if self._thread is None:
-                self._thread = ProgressThread(
-                    target=self._run, name="ferrodist-callbacks", daemon=True
-                )
-                self._thread.start()
+    def start(self) -> None:
+        """Start the thread: something is in flight."""
+        thread = ProgressThread(target=self._run, name="ferrodist-callbacks", daemon=True)
+        self._thread = thread
+        thread.start()
 
     def _run(self) -> None:
         while True:
-            for token in _native.next_completions(_LONGEST_SLEEP):
-                if token == _END:
-                    return
-                work = self.works.get(token)
+            for work in _native.next_completions(_LONGEST_SLEEP):
                 if work is not None:
                     work.on_complete()
-                del work
+                elif self._thread is not threading.current_thread():
+                    return
+            work = None
 
-    def end_thread(self) -> None:
+    def end(self) -> None:
         """End the thread if nothing is in flight: the next call in flight starts another."""
         with self.lock:
-            self.drop_oldest()
             thread = self._thread
-            if self.works or thread is None or thread is threading.current_thread():
+            if thread is None or thread is threading.current_thread() or _native.works_of(None):
                 return
+            _native.end_listening()
             self._thread = None
             _native.wake_completions()
         thread.join()
 
 
-_registry = _Registry()
-end_callbacks_thread = _registry.end_thread
-new_token = _registry.new_token
-in_flight = _registry.in_flight
+_callbacks = _Callbacks()
+end_callbacks_thread = _callbacks.end
+
+
+def _check_wait(timeout: float | timedelta) -> float | None:
+    return 0 if timeout == 0 else check_timeout(timeout)
 
 
 def _begin_anew() -> None:
-    """In a forked child: the requests are the parent's, and so is the thread."""
-    parents, _registry.works = _registry.works, {}
-    _registry.__dict__.update(lock=threading.RLock(), _thread=None)
-    _kept_of_parent.append(parents)
+    """In a forked child: the calls in flight are the parent's, and so is the thread."""
+    _native.forget_works()
+    _callbacks.__dict__.update(lock=threading.RLock(), _thread=None)
 
 
-_kept_of_parent: list[Any] = []  # nothing of them is ended here
+_native.set_work_type(RequestWork)
+_native.set_work_hooks(
+    start_callbacks=_callbacks.start,
+    check_wait=_check_wait,
+    on_unasked_error=lambda backend, work, error: backend._note_unasked(work, error),
+)
 os.register_at_fork(after_in_child=_begin_anew)

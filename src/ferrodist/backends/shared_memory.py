@@ -174,9 +174,9 @@ class SharedMemoryBackend(ProcessBackend):
         try:
             if expected_nbytes is not None:
                 arrived = memoryview(bytearray(expected_nbytes))
-                receiving = group.irecv(peer, _SCHEDULE_TAG, b"", arrived, 0.0, 0)
+                receiving = group.irecv(peer, _SCHEDULE_TAG, b"", arrived)
             if payload is not None:
-                sending = group.isend(to, _SCHEDULE_TAG, b"", payload, 0.0, 0)
+                sending = group.isend(to, _SCHEDULE_TAG, b"", payload)
             for request, rank in ((receiving, peer), (sending, to)):
                 if request is not None:
                     code, _, error = request.wait(running.deadline.end, False, poll)

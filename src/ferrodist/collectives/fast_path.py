@@ -15,7 +15,6 @@ from ferrodist import _native
 from ferrodist.arrays import flatten, take
 from ferrodist.backends.base import Backend
 from ferrodist.backends.default import current_backend
-from ferrodist.backends.request_work import RequestWork, new_token
 from ferrodist.backends.running_call import RunningCall
 from ferrodist.backends.status import Status
 from ferrodist.buffer import DType
@@ -43,47 +42,14 @@ def fast_path(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, roo
 
 def fast_start(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, root: Any) -> Any:
     """Start a call in native code: return its Work, or NotImplemented for the general path."""
-    group: Any = current_backend() if backend is None else backend
+    group = current_backend() if backend is None else backend
     start = getattr(group, "_start_path", None)
-    if start is None:
-        return NotImplemented
-    token = new_token()
-    request = start(group, kind, x, out, op, root, caller_site(), token)
-    if request is NotImplemented:
-        return request
-    return RequestWork(request, token, _CallInFlight(group, request, kind), request.result)
+    return NotImplemented if start is None else start(group, kind, x, out, op, root)
 
 
-class _CallInFlight:
-    """What the Work of a collective knows of its call."""
-
-    __slots__ = ("_kind", "_request", "backend")
-
-    def __init__(self, backend: ProcessBackend, request: _native.CallRequest, kind: int) -> None:
-        self.backend = backend
-        self._request = request
-        self._kind = kind
-
-    @property
-    def name(self) -> str:
-        """The call as logs show it."""
-        return f"{Kind(self._kind).label} #{self._request.sequence}"
-
-    def look(self) -> None:
-        """Let native code hear of signals."""
-
-    def explain(self, outcome: int, rank: int, found: bytes) -> BaseException:
-        """Return the error that was made when the call failed."""
-        return self._request.error or BackendClosed(
-            f"{self.name}: rank {self.backend.rank} left the group before it was done"
-        )
-
-    def interrupted(self, error: BaseException) -> None:
-        """Leave the call going: only the wait for it has ended."""
-
-    def unasked(self, work: RequestWork[Any], error: BaseException) -> None:
-        """Log an error that nobody has asked for, and keep it for close()."""
-        self.backend._note_unasked(work, error)
+def _left_error(backend: ProcessBackend, kind: int, sequence: int) -> BackendClosed:
+    name = f"{Kind(kind).label} #{sequence}"
+    return BackendClosed(f"{name}: rank {backend.rank} left the group before it was done")
 
 
 def _on_error(
@@ -146,4 +112,5 @@ _native.set_hooks(
     on_wait_end=lambda backend: backend.end_wait(),
     on_error=_on_error,
     make_plan=_make_plan,
+    left_error=_left_error,
 )

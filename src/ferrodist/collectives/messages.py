@@ -65,8 +65,8 @@ def send(
     if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
         if async_op:
-            start = getattr(group, "_fast_start_send", None)
-            work = NotImplemented if start is None else start(x, dst, tag)
+            start = getattr(group, "_fast_isend", None)
+            work = NotImplemented if start is None else start(group, x, dst, tag)
             if work is not NotImplemented:
                 return work  # type: ignore[no-any-return] # it comes from native code
         else:
@@ -120,13 +120,8 @@ def recv(
     """
     if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
-        done = NotImplemented
-        if async_op:
-            start = getattr(group, "_fast_start_recv", None)
-            done = NotImplemented if start is None else start(like, src, out, tag)
-        else:
-            fast = getattr(group, "_fast_recv", None)
-            done = NotImplemented if fast is None else fast(group, like, src, out, tag)
+        fast = getattr(group, "_fast_irecv" if async_op else "_fast_recv", None)
+        done = NotImplemented if fast is None else fast(group, like, src, out, tag)
         if done is not NotImplemented:
             return done
     backend = open_backend(backend, "recv")

@@ -1,0 +1,525 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "bind/work.hpp"
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "bind/answer.hpp"
+#include "bind/gil_watch.hpp"
+#include "bind/hooks.hpp"
+#include "core/completions.hpp"
+
+namespace nb = nanobind;
+
+namespace ferrodist::bind {
+
+struct WorkObject {
+    PyObject_HEAD
+    WorkRequest* request;  // null: the call was done at once
+    PyObject* outcome;     // the result or the error, once somebody has made it
+    CallFacts facts;
+    std::uint32_t place;      // in the registry, from 1 on; 0: it is not there
+    int num_users;            // threads that use the request without the GIL: it stays as long
+    bool is_error, is_asked;  // whether anybody looked at the outcome, so that no error is lost
+    unsigned long settler;    // the thread that makes the outcome; 0: none
+    bool is_heard;            // its Future has to be told
+};
+
+namespace {
+
+PyTypeObject* work_type = nullptr;  // the Python class; kept for good
+
+// -- the registry ------------------------------------------------------------------------------------
+
+// Holds Works by numbers that are not given twice: what stands for a Work in Completions never dangles.
+class Registry {
+public:
+    // Never destroyed: calls in flight may outlive the interpreter. A forked child begins with none.
+    static Registry& of_process() { return *current(); }
+    static void begin_anew() { current() = new Registry; }
+
+    void add(WorkObject& work) {
+        drop_some_done();
+        if (free_.empty()) {
+            places_.push_back({});
+            free_.reserve(places_.capacity());  // so that remove needs no memory
+            free_.push_back(static_cast<std::uint32_t>(places_.size() - 1));
+        }
+        const std::uint32_t index = free_.back();
+        free_.pop_back();
+        places_[index].work = &work;
+        ++places_[index].generation;
+        work.place = index + 1;
+        Py_INCREF(&work);
+        ++size_;
+    }
+
+    // Takes a Work out; the caller gets the reference.
+    WorkObject* take(WorkObject& work) {
+        const std::uint32_t index = work.place - 1;
+        places_[index].work = nullptr;
+        free_.push_back(index);
+        work.place = 0;
+        --size_;
+        return &work;
+    }
+    void remove(WorkObject& work) {
+        if (work.place != 0) {
+            Py_DECREF(take(work));
+        }
+    }
+
+    std::uint64_t token(const WorkObject& work) const {
+        return std::uint64_t{places_[work.place - 1].generation} << 32 | work.place;
+    }
+    WorkObject* find(std::uint64_t token) const {
+        const auto index = static_cast<std::uint32_t>(token) - 1;
+        const bool is_there = index < places_.size() && places_[index].generation == token >> 32;
+        return is_there ? places_[index].work : nullptr;
+    }
+
+    void drop_done() {
+        for (std::size_t left = places_.size(); left > 0; --left) {
+            drop_next_done();
+        }
+    }
+    std::vector<nb::object> all() const {
+        std::vector<nb::object> found;
+        for (const Place& place : places_) {
+            if (place.work != nullptr) {
+                found.push_back(nb::borrow(reinterpret_cast<PyObject*>(place.work)));
+            }
+        }
+        return found;
+    }
+
+    bool has_listener = false;
+
+private:
+    struct Place {
+        WorkObject* work = nullptr;
+        std::uint32_t generation = 0;
+    };
+
+    static Registry*& current() {
+        static auto* registry = new Registry;
+        return registry;
+    }
+
+    // As many as are added, and one more: those that nobody asks for do not pile up.
+    void drop_some_done() {
+        if (size_ > 0) {
+            drop_next_done();
+            drop_next_done();
+        }
+    }
+    void drop_next_done() {
+        next_ = next_ + 1 < places_.size() ? next_ + 1 : 0;
+        WorkObject* const work = places_.empty() ? nullptr : places_[next_].work;
+        if (work != nullptr && work->request != nullptr && !work->is_heard && work->request->is_complete() &&
+            !work->request->has_failed()) {
+            remove(*work);
+        }
+    }
+
+    std::vector<Place> places_;
+    std::vector<std::uint32_t> free_;
+    std::size_t next_ = 0, size_ = 0;
+};
+
+Registry& registry() { return Registry::of_process(); }
+
+// -- the outcome ---------------------------------------------------------------------------------------
+
+std::mutex settle_mutex;
+std::condition_variable& has_settled = *new std::condition_variable;  // a forked child must not destroy it
+
+// Waits for a thread that makes an outcome.
+void wait_for_settler(const WorkObject& work) {
+    if (work.settler == PyThread_get_thread_ident()) {
+        PyErr_SetString(PyExc_RuntimeError, "a Work was asked for the outcome that it is making");
+        throw nb::python_error();
+    }
+    const nb::gil_scoped_release unlocked;
+    std::unique_lock lock(settle_mutex);
+    has_settled.wait_for(lock, std::chrono::milliseconds(1));
+}
+
+void make_outcome(WorkObject& work) {
+    nb::object found;
+    try {
+        work.is_error = work.request != nullptr && work.request->has_failed();
+        found = work.request == nullptr ? nb::none() : work.is_error ? work.request->error() : work.request->result();
+    } catch (nb::python_error& error) {
+        error.restore();
+        work.is_error = true;
+        found = nb::steal(fetch_exception());
+    }
+    work.outcome = found.release().ptr();
+}
+
+// The arrays of a call whose outcome is made are not needed any more.
+void release_request(WorkObject& work) {
+    if (work.num_users == 0 && work.outcome != nullptr) {
+        delete std::exchange(work.request, nullptr);
+    }
+}
+
+// While it lives, the request of a Work does.
+class InUse {
+public:
+    explicit InUse(WorkObject& work) : work_(work) { ++work_.num_users; }
+    ~InUse() {
+        --work_.num_users;
+        release_request(work_);
+    }
+    InUse(const InUse&) = delete;
+    InUse& operator=(const InUse&) = delete;
+    WorkRequest* operator->() const { return work_.request; }
+
+private:
+    WorkObject& work_;
+};
+
+// Logs an error that nobody has asked for, and has it kept for close().
+void tell_of_unasked(WorkObject& work) {
+    const nb::object backend = work.request->backend();
+    const nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(
+        hooks().on_unasked_error, backend.ptr(), reinterpret_cast<PyObject*>(&work), work.outcome, nullptr));
+    if (!answer.is_valid()) {
+        PyErr_WriteUnraisable(hooks().on_unasked_error);
+    }
+}
+
+// Makes result or error of a call that is complete, once.
+void settle(WorkObject& work) {
+    while (work.settler != 0) {
+        wait_for_settler(work);
+    }
+    if (work.outcome != nullptr) {
+        return;
+    }
+    const nb::object kept = nb::borrow(reinterpret_cast<PyObject*>(&work));
+    work.settler = PyThread_get_thread_ident();
+    make_outcome(work);
+    work.settler = 0;
+    has_settled.notify_all();
+    if (!work.is_heard) {
+        registry().remove(work);
+    }
+    if (work.is_error && !work.is_asked) {
+        tell_of_unasked(work);
+    }
+    release_request(work);
+}
+
+bool is_over(const WorkObject& work) {
+    return work.outcome != nullptr || work.request == nullptr || work.request->is_complete();
+}
+
+// Waits until a moment (0: none); false, with an exception set, if something ended the wait.
+bool wait_until(WorkObject& work, std::int64_t end_ns) {
+    if (is_over(work)) {
+        return true;
+    }
+    const InUse request(work);
+    const nb::object error = request->wait(end_ns);
+    if (!error.is_valid()) {
+        return true;
+    }
+    if (!is_over(work)) {
+        request->on_interrupt(error);
+    }
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    return false;
+}
+
+void raise_still_in_flight(WorkObject& work, double seconds) {
+    const nb::object name = nb::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(&work), "describe"));
+    if (!name.is_valid()) {
+        return;
+    }
+    const std::unique_ptr<char, void (*)(void*)> text(PyOS_double_to_string(seconds, 'g', 6, 0, nullptr), PyMem_Free);
+    PyErr_Format(PyExc_TimeoutError, "%U is still in flight after %s s", name.ptr(), text.get());
+}
+
+// Waits as a method with a timeout does; false with an exception set.
+bool ask(WorkObject& work, PyObject* timeout) {
+    work.is_asked = true;
+    if (is_over(work)) {
+        settle(work);
+        return true;
+    }
+    double seconds = 0;
+    std::int64_t end_ns = 0;
+    if (timeout != Py_None) {
+        seconds = PyFloat_AsDouble(timeout);
+        if (seconds == -1 && PyErr_Occurred() != nullptr) {
+            return false;
+        }
+        if (seconds < 9e9 && !std::isnan(seconds)) {
+            end_ns = shm::now_ns() + to_ns(std::max(seconds, 0.0));
+        }
+    }
+    if (!wait_until(work, end_ns)) {
+        return false;
+    }
+    if (!is_over(work)) {
+        raise_still_in_flight(work, seconds);
+        return false;
+    }
+    settle(work);
+    return true;
+}
+
+// -- methods -------------------------------------------------------------------------------------------
+
+WorkObject& as_work(PyObject* self) { return *reinterpret_cast<WorkObject*>(self); }
+
+using Method = PyObject* (*)(WorkObject& work, PyObject* timeout);
+
+// A method with one argument, which may be omitted or named.
+template <Method method>
+PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
+    const Py_ssize_t num_names = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+    const bool is_named = num_names == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, 0), "timeout") == 0;
+    if (num_args + num_names > 1 || (num_names == 1 && !is_named)) {
+        PyErr_SetString(PyExc_TypeError, "expected at most one argument, timeout");
+        return nullptr;
+    }
+    try {
+        return method(as_work(self), num_args + num_names == 1 ? args[0] : Py_None);
+    } catch (nb::python_error& error) {
+        error.restore();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+PyObject* result_of(WorkObject& work, PyObject* timeout) {
+    if (!ask(work, timeout)) {
+        return nullptr;
+    }
+    if (!work.is_error) {
+        return Py_NewRef(work.outcome);
+    }
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(work.outcome)), work.outcome);
+    return nullptr;
+}
+
+PyObject* exception_of(WorkObject& work, PyObject* timeout) {
+    if (!ask(work, timeout)) {
+        return nullptr;
+    }
+    return Py_NewRef(work.is_error ? work.outcome : Py_None);
+}
+
+// As result, but what it is given may be any duration.
+PyObject* wait_for(WorkObject& work, PyObject* timeout) {
+    if (timeout == Py_None) {
+        return result_of(work, timeout);
+    }
+    const nb::object seconds = nb::steal(PyObject_CallOneArg(hooks().check_wait, timeout));
+    return seconds.is_valid() ? result_of(work, seconds.ptr()) : nullptr;
+}
+
+template <PyObject* (*method)(WorkObject& work)>
+PyObject* call_plain(PyObject* self, PyObject*) {
+    try {
+        return method(as_work(self));
+    } catch (nb::python_error& error) {
+        error.restore();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+PyObject* is_done(WorkObject& work) { return PyBool_FromLong(is_over(work) || InUse(work)->test()); }
+
+// Result and error, one of which is None.
+PyObject* outcome_of(WorkObject& work) {
+    settle(work);
+    return PyTuple_Pack(2, work.is_error ? Py_None : work.outcome, work.is_error ? work.outcome : Py_None);
+}
+
+// Waits without asking for the outcome.
+PyObject* wait_for_end(WorkObject& work) {
+    while (!is_over(work)) {
+        if (!wait_until(work, 0)) {
+            return nullptr;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+// Has the callbacks thread told of its end; false if it is over.
+PyObject* hear_of(WorkObject& work) {
+    if (is_over(work)) {
+        Py_RETURN_FALSE;
+    }
+    if (work.place == 0) {
+        registry().add(work);
+    }
+    work.is_heard = true;  // before it is, so that nobody takes it out meanwhile
+    work.is_heard = InUse(work)->hear(registry().token(work));
+    return PyBool_FromLong(work.is_heard);
+}
+
+PyObject* facts_of(PyObject* self, void*) {
+    const CallFacts& facts = as_work(self).facts;
+    return Py_BuildValue("(iiiK)", facts.kind, facts.dst, facts.src, static_cast<unsigned long long>(facts.number));
+}
+
+void end_work(PyObject* self) {
+    PyTypeObject* const type = Py_TYPE(self);
+    delete as_work(self).request;
+    Py_XDECREF(as_work(self).outcome);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+template <Method method>
+PyCFunction named() {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_method<method>));
+}
+
+constexpr int with_names = METH_FASTCALL | METH_KEYWORDS;
+
+PyMethodDef methods[] = {
+    {"wait", named<&wait_for>(), with_names,
+     "wait($self, /, timeout=None)\n--\n\n"
+     "Return the result; after ``timeout`` raise TimeoutError and leave the call going."},
+    {"result", named<&result_of>(), with_names,
+     "result($self, /, timeout=None)\n--\n\nReturn the result, waiting for it if necessary."},
+    {"exception", named<&exception_of>(), with_names,
+     "exception($self, /, timeout=None)\n--\n\nReturn the error of the call, None if it went well."},
+    {"done", &call_plain<&is_done>, METH_NOARGS, "done($self, /)\n--\n\nTell whether the call is over."},
+    {"_outcome", &call_plain<&outcome_of>, METH_NOARGS,
+     "_outcome($self, /)\n--\n\nReturn result and error of a call that is over."},
+    {"_wait_for_end", &call_plain<&wait_for_end>, METH_NOARGS,
+     "_wait_for_end($self, /)\n--\n\nWait without asking for the outcome."},
+    {"_hear", &call_plain<&hear_of>, METH_NOARGS,
+     "_hear($self, /)\n--\n\nHave next_completions() give it; False if it is over."},
+    {},
+};
+
+PyMemberDef members[] = {
+    {"is_asked", T_BOOL, offsetof(WorkObject, is_asked), 0, "Whether anybody looked at the outcome."},
+    {},
+};
+
+PyGetSetDef properties[] = {
+    {"_facts", &facts_of, nullptr, "Kind (-1: a message), dst, src, and sequence number or tag.", nullptr},
+    {},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(&end_work)},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_getset, properties},
+    {Py_tp_doc, const_cast<char*>("The native half of a Work.")},
+    {},
+};
+
+PyType_Spec spec = {"ferrodist._native.WorkBase", sizeof(WorkObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+
+// -- what Python asks of the registry ------------------------------------------------------------------
+
+nb::list works_of(nb::handle group) {
+    registry().drop_done();
+    nb::list found;
+    for (const nb::object& work : registry().all()) {
+        const WorkRequest* const request = as_work(work.ptr()).request;
+        if (group.is_none() || (request != nullptr && request->group() == group.ptr())) {
+            found.append(work);
+        }
+    }
+    return found;
+}
+
+// The Works behind the tokens that have come; None for the one of wake_completions().
+nb::list next_completions(double timeout) {
+    GilWatch watch;
+    watch.let_go();
+    const std::vector<std::uint64_t> tokens = core::Completions::of_process().take(to_ns(timeout));
+    watch.take_back();
+    nb::list found;
+    for (const std::uint64_t token : tokens) {
+        if (token == 0) {
+            found.append(nb::none());
+        } else if (WorkObject* const work = registry().find(token)) {
+            found.append(nb::steal(reinterpret_cast<PyObject*>(registry().take(*work))));
+        }
+    }
+    return found;
+}
+
+}  // namespace
+
+NewWork::NewWork(const CallFacts& facts, std::unique_ptr<WorkRequest> request) {
+    if (!registry().has_listener) {
+        registry().has_listener = true;
+        if (!nb::steal(PyObject_CallNoArgs(hooks().start_callbacks)).is_valid()) {
+            registry().has_listener = false;
+            throw nb::python_error();
+        }
+    }
+    work_ = reinterpret_cast<WorkObject*>(work_type->tp_alloc(work_type, 0));
+    if (work_ == nullptr) {
+        throw nb::python_error();
+    }
+    work_->facts = facts;
+    work_->request = request.release();
+    work_->num_users = 1;  // who posts it
+    registry().add(*work_);
+}
+
+NewWork::~NewWork() {
+    if (work_ != nullptr) {
+        registry().remove(*work_);
+        Py_DECREF(work_);
+    }
+}
+
+std::uint64_t NewWork::token() const { return registry().token(*work_); }
+void NewWork::set_number(std::uint64_t number) { work_->facts.number = number; }
+
+PyObject* NewWork::release() {
+    --work_->num_users;
+    release_request(*work_);
+    return reinterpret_cast<PyObject*>(std::exchange(work_, nullptr));
+}
+
+PyObject* NewWork::release_done() {
+    registry().remove(*work_);
+    work_->outcome = Py_NewRef(Py_None);
+    return release();
+}
+
+void add_work(nb::module_& module) {
+    using namespace nb::literals;
+    module.attr("WorkBase") = nb::steal(PyType_FromSpec(&spec));
+    module.def("set_work_type", [](nb::handle type) {
+        work_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
+    }, "work_type"_a, "Set the class of Works, which derives from WorkBase.");
+    module.def("works_of", &works_of, "group"_a.none(), "List the Works in flight of a group, or all.");
+    module.def("forget_works", &Registry::begin_anew, "In a forked child: the Works in flight are the parent's.");
+    module.def("next_completions", &next_completions, "timeout"_a,
+               "Wait for calls that are over and that somebody wants to hear of; return their Works.");
+    module.def("wake_completions", [] { core::Completions::of_process().add(0); },
+               "Let next_completions() return, with a None.");
+    module.def("end_listening", [] { registry().has_listener = false; },
+               "Say that the callbacks thread ends: the next call in flight starts another.");
+}
+
+}  // namespace ferrodist::bind
