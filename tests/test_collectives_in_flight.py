@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -114,3 +115,72 @@ def test_results_are_kept_though_all_arrays_are_dropped(start):
 
     with start(2, body) as job:
         assert job.results() == [[2 * number + 1 for number in range(50)]] * 2
+
+
+def test_every_kind_of_call_in_flight_is_run_by_native_progress(start):
+    def body(backend, pipe):
+        rank, world = backend.rank, backend.world_size
+        x = np.arange(3.0) + rank
+        works = [
+            ferrodist.allreduce({"a": x, "b": np.arange(5) + rank}, backend, async_op=True),
+            ferrodist.scatter(np.arange(world) if rank == 1 else None, backend, 1, async_op=True),
+            ferrodist.all_gather_uneven(np.full(rank, rank), backend, async_op=True),
+            ferrodist.broadcast_object({"of": rank}, backend, 2, async_op=True),
+        ]
+        names = [thread.name for thread in threading.enumerate()]
+        found = works[0].wait(60)
+        values = [found["a"].tolist(), found["b"].tolist(), works[1].wait(60).tolist()]
+        values += [works[2].wait().tolist(), works[3].wait()]
+        return values, [name for name in names if "progress" in name]
+
+    with start(3, body) as job:
+        for rank, (values, threads) in enumerate(job.results()):
+            assert values == [
+                [3, 6, 9],
+                [3, 6, 9, 12, 15],
+                [rank],
+                [1, 2, 2],
+                {"of": 2},
+            ]
+            assert threads == []
+
+
+def test_a_tree_in_flight_that_nobody_else_runs_is_run_by_who_waits(start):
+    def body(backend, pipe):
+        def thread_of_call(*args):
+            used.append(threading.get_ident())
+            return usual(*args)
+
+        used, usual = [], backend._run_collective
+        backend._run_collective = thread_of_call
+        for _ in range(20):
+            x = {"a": np.ones(3), "b": np.ones(3, np.float32)}
+            ferrodist.allreduce(x, backend, async_op=True).wait()
+        return threading.get_ident() in used
+
+    with start(2, body) as job:
+        assert all(job.results())
+
+
+def test_a_call_in_flight_that_cannot_end_does_not_hold_up_the_end_of_its_rank(start):
+    def body(backend, pipe):
+        if backend.rank == 0:
+            work = ferrodist.all_gather_object("x", backend, async_op=True)
+            pipe.send("started")
+            pipe.recv()
+            backend._fail(ValueError("the program has failed"))
+            with pytest.raises(ferrodist.BackendClosed, match="left the group before it was done"):
+                work.wait(30)
+            pipe.send("left")
+            return
+        pipe.recv()
+        with pytest.raises(ferrodist.RankLost, match="the program has failed"):
+            ferrodist.barrier(backend)
+        return
+
+    with start(2, body) as job:
+        assert job[0].hear() == "started"
+        job[0].tell()
+        assert job[0].hear() == "left"
+        job[1].tell()
+        job.results()

@@ -12,7 +12,7 @@
 #include "bind/site.hpp"
 #include "bind/tree.hpp"
 #include "bind/work.hpp"
-#include "core/completions.hpp"
+#include "bind/flying_call.hpp"
 #include "net/walker.hpp"
 
 namespace nb = nanobind;
@@ -330,18 +330,6 @@ PyObject* call_collective(PyObject* self, Arguments args, Py_ssize_t) {
 
 // -- in flight -----------------------------------------------------------------------------------
 
-// Holds the GIL on a thread that is not Python's.
-class WithGil {
-public:
-    WithGil() : state_(PyGILState_Ensure()) {}
-    ~WithGil() { PyGILState_Release(state_); }
-    WithGil(const WithGil&) = delete;
-    WithGil& operator=(const WithGil&) = delete;
-
-private:
-    PyGILState_STATE state_;
-};
-
 // The waits of a call that nobody waits for: without the GIL, but for a log line now and then.
 class BackgroundWatch final : public shm::Watch {
 public:
@@ -378,14 +366,19 @@ private:
     int num_looks_ = 0;
 };
 
-constexpr std::int64_t look_ns = 50'000'000, longest_moment_ns = 1'000'000'000;
+// The object that Works of a group are listed under.
+template <class Group>
+nb::handle listed_under(Group&, PyObject* self) {
+    return self;
+}
+nb::handle listed_under(HybridGroup& group, PyObject*) { return group.kept[0]; }
 
 template <class Group>
-class FlyingCall final : public CallInFlight, public WorkRequest {
+class FlyingCollective final : public FlyingCall {
 public:
-    FlyingCall(PyObject* self, Arguments args)
-        : group_(*nb::inst_ptr<Group>(self)), self_(nb::borrow(self)), site_(caller_site()),
-          background_(group_.progress, args[arg_backend], site_.ptr()) {
+    FlyingCollective(PyObject* self, Group& group, Arguments args)
+        : FlyingCall(group.tickets, group.progress, listed_under(group, self), args[arg_backend]), group_(group),
+          self_(nb::borrow(self)), site_(caller_site()), background_(group.progress, args[arg_backend], site_.ptr()) {
         for (int i = 0; i < num_arguments; ++i) {
             kept_[i] = nb::borrow(args[i]);
             args_[i] = args[i];
@@ -393,18 +386,8 @@ public:
     }
 
     // Nobody drops a call in flight but the interpreter at its end.
-    ~FlyingCall() override {
-        if (ticket_ == 0 || group_.progress.is_complete(*this)) {
-            return;
-        }
-        if (group_.progress.claim(*this)) {
-            group_.tickets.end(ticket_);
-            return;
-        }
-        background_.is_abandoned = true;
-        const nb::gil_scoped_release unlocked;
-        while (!group_.progress.wait(*this, look_ns)) {
-        }
+    ~FlyingCollective() override {
+        withdraw([this] { background_.is_abandoned = true; });
     }
 
     // Reads the arguments; false: the call takes the general path.
@@ -416,15 +399,6 @@ public:
         one_ = call_.collective();
         plan_ = plan_for(group_, one_, args_);
         return !one_.in_place || can_alias(plan_);
-    }
-
-    // Draws the ticket and gives it.
-    std::uint64_t start(std::uint64_t its_token) {
-        token = its_token;
-        deadline_ns_ = group_.timeout_ns == 0 ? 0 : shm::now_ns() + group_.timeout_ns;
-        ticket_ = group_.tickets.take();
-        group_.progress.post(*this);
-        return ticket_;
     }
 
     void run() override {
@@ -444,38 +418,7 @@ public:
         complete();
     }
 
-    nb::object wait(std::int64_t end_ns) override {
-        if (end_ns == 0 && group_.progress.claim(*this)) {
-            run_here();
-            return {};
-        }
-        GilWatch watch;
-        watch.let_go();
-        bool is_complete = false, goes_on = true;
-        while (!is_complete && goes_on && (end_ns == 0 || shm::now_ns() < end_ns)) {
-            const std::int64_t rest = end_ns == 0 ? look_ns : std::min(look_ns, end_ns - shm::now_ns());
-            is_complete = group_.progress.wait(*this, std::max<std::int64_t>(rest, 0));
-            goes_on = is_complete || watch.look();
-        }
-        watch.take_back();
-        return watch.error();
-    }
-
-    bool is_complete() override { return group_.progress.is_complete(*this); }
-    // A call whose ticket has ended is complete a moment later: whoever saw that, by a later call, finds it so.
-    bool test() override {
-        if (is_complete() || group_.tickets.ended() < ticket_) {
-            return is_complete();
-        }
-        const nb::gil_scoped_release unlocked;
-        return group_.progress.wait(*this, longest_moment_ns);
-    }
-    bool hear(std::uint64_t its_token) override { return group_.progress.hear(*this, its_token); }
     bool has_failed() override { return ending_.failed(); }
-    void on_interrupt(nb::handle) override {}  // only the wait has ended, the call goes on
-    nb::object backend() override { return kept_[arg_backend]; }
-    PyObject* group() const override { return self_.ptr(); }
-
     nb::object error() override {
         if (!error_.is_valid()) {
             error_ = nb::steal(PyObject_CallFunction(hooks().left_error, "OiK", args_[arg_backend],
@@ -488,8 +431,11 @@ public:
     shm::Kind kind() const { return call_.kind; }
 
 private:
-    // Runs a call that nobody has begun on the thread of who waits for it, which has the GIL.
-    void run_here() {
+    void on_ticket() override {
+        deadline_ns_ = group_.timeout_ns == 0 ? 0 : shm::now_ns() + group_.timeout_ns;
+    }
+
+    void run_here() override {
         nb::object error;
         {
             GilWatch watch(hooks().on_wait, args_[arg_backend], site_.ptr());
@@ -536,13 +482,6 @@ private:
         error_ = nb::steal(fetch_exception());
     }
 
-    // The last that is done with the call on a thread that does not own it.
-    void complete() {
-        if (const std::uint64_t token = group_.progress.finish(*this, ending_.failed()); token != 0) {
-            core::Completions::of_process().add(token);
-        }
-    }
-
     Group& group_;
     nb::object self_;
     nb::object site_;
@@ -552,7 +491,6 @@ private:
     Collective one_{Kind::barrier};
     decltype(plan_for(std::declval<Group&>(), std::declval<const Collective&>(), Arguments{})) plan_;
     BackgroundWatch background_;
-    std::uint64_t ticket_ = 0;
     std::int64_t deadline_ns_ = 0;
     shm::Ending ending_;
     bool is_out_of_memory_ = false;
@@ -561,17 +499,16 @@ private:
 
 template <class Group>
 PyObject* start_collective(PyObject* self, Arguments args, Py_ssize_t) {
-    if (!can_call(*nb::inst_ptr<Group>(self))) {
+    Group& group = *nb::inst_ptr<Group>(self);
+    if (!can_call(group)) {
         return decline();
     }
-    auto made = std::make_unique<FlyingCall<Group>>(self, args);
-    FlyingCall<Group>& call = *made;
-    if (!call.read()) {
+    auto call = std::make_unique<FlyingCollective<Group>>(self, group, args);
+    if (!call->read()) {
         return decline();
     }
-    NewWork work({.kind = static_cast<int>(call.kind())}, std::move(made));
-    work.set_number(call.start(work.token()));
-    return work.release();
+    const int kind = static_cast<int>(call->kind());
+    return FlyingCall::start(kind, std::move(call));
 }
 
 template <class Group>

@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include "bind/progress.hpp"
 #include "shm/wait.hpp"
 
 namespace ferrodist::bind {
@@ -59,6 +60,9 @@ public:
     }
 
     bool look() override {
+        if (Progress::is_stopping_here()) {
+            return false;
+        }
         if (in_background_ && ++num_looks_ % looks_in_background != 0) {
             return true;
         }

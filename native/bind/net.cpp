@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bind/call_path.hpp"
+#include "bind/flying_call.hpp"
 #include "bind/messages.hpp"
 #include "bind/net_arguments.hpp"
 #include "bind/rooms.hpp"
@@ -285,6 +286,13 @@ void add_group(nb::module_& module) {
             const nb::gil_scoped_release unlocked;
             self.progress.stop();
         }, "End the thread that runs calls in flight; it begins none any more.")
+        .def("start_prepared", [](nb::handle self, nb::handle backend, int kind, nb::handle run, nb::handle finish) {
+            TcpGroup& group = nb::cast<TcpGroup&>(self);
+            return start_prepared(group.tickets, group.progress, self, backend, kind, run, finish);
+        }, "backend"_a, "kind"_a, "run"_a, "finish"_a,
+             "Put a call in flight whose collectives run(ticket, in_background) does.")
+        .def_prop_ro("is_stopping", [](TcpGroup& self) { return self.progress.is_stopping(); },
+                     "Whether calls in flight are to end.")
         .def("enter", [](TcpGroup& self, std::uint32_t kind, std::uint64_t sequence, std::uint64_t fingerprint) {
             Unlocked unlocked;
             const net::Lock guard = self.group->mesh().lock();

@@ -29,7 +29,11 @@ private:
     sigset_t before_;
 };
 
+thread_local const Progress* runs_here = nullptr;
+
 }  // namespace
+
+bool Progress::is_stopping_here() { return runs_here != nullptr && runs_here->is_stopping(); }
 
 void Progress::post(CallInFlight& call) {
     const std::lock_guard guard(state_->mutex);
@@ -38,7 +42,10 @@ void Progress::post(CallInFlight& call) {
     call.place = state_->queue.insert(state_->queue.end(), &call);
     if (!state_->thread.joinable() && !state_->is_stopping) {
         const SignalsBlocked blocked;
-        state_->thread = std::thread([state = state_.get()] { run(*state); });
+        state_->thread = std::thread([this, state = state_.get()] {
+            runs_here = this;
+            run(*state);
+        });
     }
     if (!state_->is_napping) {
         state_->posted.notify_one();

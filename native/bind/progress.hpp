@@ -41,6 +41,8 @@ public:
     bool wait(CallInFlight& call, std::int64_t longest_ns);
     bool is_complete(const CallInFlight& call) const;
     bool is_stopping() const;
+    // Whether this thread is one of progress, and about to end.
+    static bool is_stopping_here();
     // Ends the thread: a call that it runs is interrupted. None is begun any more.
     void stop();
 

@@ -19,6 +19,7 @@
 #include "bind/arrays.hpp"
 #include "bind/buffers.hpp"
 #include "bind/call_path.hpp"
+#include "bind/flying_call.hpp"
 #include "bind/gil_watch.hpp"
 #include "bind/items.hpp"
 #include "bind/messages.hpp"
@@ -227,6 +228,13 @@ void add_group(nb::module_& module) {
             const nb::gil_scoped_release unlocked;
             self.progress.stop();
         }, "End the thread that runs calls in flight; it begins none any more.")
+        .def("start_prepared", [](nb::handle self, nb::handle backend, int kind, nb::handle run, nb::handle finish) {
+            SharedGroup& group = nb::cast<SharedGroup&>(self);
+            return start_prepared(group.tickets, group.progress, self, backend, kind, run, finish);
+        }, "backend"_a, "kind"_a, "run"_a, "finish"_a,
+             "Put a call in flight whose collectives run(ticket, in_background) does.")
+        .def_prop_ro("is_stopping", [](SharedGroup& self) { return self.progress.is_stopping(); },
+                     "Whether calls in flight are to end.")
         .def_rw("is_open", &SharedGroup::is_open, "Whether calls may be made without asking Python.")
         .def_rw("reproducible", &SharedGroup::reproducible, "What calls are fingerprinted with.")
         .def_rw("fuse_nbytes", &SharedGroup::fuse_nbytes, "Up to which size arrays of a tree travel together.")

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -59,6 +60,10 @@ public:
         work.place = index + 1;
         Py_INCREF(&work);
         ++size_;
+        order_.push_back(token(work));
+        if (order_.size() > 2 * size_ + 64) {  // behind one that stays in flight
+            std::erase_if(order_, [&](std::uint64_t one) { return find(one) == nullptr; });
+        }
     }
 
     // Takes a Work out; the caller gets the reference.
@@ -83,6 +88,20 @@ public:
         const auto index = static_cast<std::uint32_t>(token) - 1;
         const bool is_there = index < places_.size() && places_[index].generation == token >> 32;
         return is_there ? places_[index].work : nullptr;
+    }
+
+    // Calls of a group end in order: who asks for the last one lets go of those before it.
+    void drop_oldest_done() {
+        while (!order_.empty()) {
+            WorkObject* const work = find(order_.front());
+            if (work != nullptr && !is_unwanted(*work)) {
+                return;
+            }
+            order_.pop_front();
+            if (work != nullptr) {
+                remove(*work);
+            }
+        }
     }
 
     void drop_done() {
@@ -113,8 +132,14 @@ private:
         return registry;
     }
 
+    // Done, and nobody wants to know.
+    static bool is_unwanted(const WorkObject& work) {
+        return work.request != nullptr && !work.is_heard && work.request->is_complete() && !work.request->has_failed();
+    }
+
     // As many as are added, and one more: those that nobody asks for do not pile up.
     void drop_some_done() {
+        drop_oldest_done();
         if (size_ > 0) {
             drop_next_done();
             drop_next_done();
@@ -123,14 +148,14 @@ private:
     void drop_next_done() {
         next_ = next_ + 1 < places_.size() ? next_ + 1 : 0;
         WorkObject* const work = places_.empty() ? nullptr : places_[next_].work;
-        if (work != nullptr && work->request != nullptr && !work->is_heard && work->request->is_complete() &&
-            !work->request->has_failed()) {
+        if (work != nullptr && is_unwanted(*work)) {
             remove(*work);
         }
     }
 
     std::vector<Place> places_;
     std::vector<std::uint32_t> free_;
+    std::deque<std::uint64_t> order_;  // tokens as they were given, also of those that have gone
     std::size_t next_ = 0, size_ = 0;
 };
 
@@ -214,6 +239,7 @@ void settle(WorkObject& work) {
     if (!work.is_heard) {
         registry().remove(work);
     }
+    registry().drop_oldest_done();
     if (work.is_error && !work.is_asked) {
         tell_of_unasked(work);
     }

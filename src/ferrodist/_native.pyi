@@ -334,6 +334,15 @@ class SharedGroup:
     def stop_progress(self) -> None:
         """End the thread that runs calls in flight; it begins none any more."""
 
+    def start_prepared(
+        self, backend: Any, kind: int, run: Callable[..., None], finish: Callable[[], Any]
+    ) -> Any:
+        """Put a call in flight whose collectives run(ticket, in_background) does."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether calls in flight are to end."""
+
     @property
     def tickets(self) -> Tickets:
         """The order of its calls."""
@@ -546,6 +555,15 @@ class TcpGroup:
 
     def stop_progress(self) -> None:
         """End the thread that runs calls in flight; it begins none any more."""
+
+    def start_prepared(
+        self, backend: Any, kind: int, run: Callable[..., None], finish: Callable[[], Any]
+    ) -> Any:
+        """Put a call in flight whose collectives run(ticket, in_background) does."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether calls in flight are to end."""
 
     def enter(self, kind: int, sequence: int, fingerprint: int) -> int:
         """Enter a call whose first part is done elsewhere; return an outcome."""

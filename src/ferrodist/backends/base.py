@@ -299,17 +299,21 @@ class Backend(CallMethods, abc.ABC):
             ticket = self._tickets.take()
             label = prepared.call.kind.label
             work: Work[T] = Work(f"{label} #{ticket}", self._progress.thread)
-            self._progress.put(
-                lambda: self._finish(work, lambda: self._run_queued(prepared, ticket))
-            )
+
+            def run() -> T:
+                self._run_in_flight(prepared, ticket)
+                return prepared.finish()
+
+            self._progress.put(lambda: self._finish(work, run))
         return work
 
-    def _run_queued(self, prepared: Prepared[T], ticket: int) -> T:
-        """Run a call on the thread of calls in flight."""
+    def _run_in_flight(
+        self, prepared: Prepared[T], ticket: int, in_background: bool = True
+    ) -> None:
+        """Run a call that has its ticket, on a thread of its own or where it is waited for."""
         call, deadline = prepared.call, prepared.deadline
-        with RunningCall(self, call, deadline, ticket=ticket, in_background=True) as running:
-            prepared.run(running)
-        return prepared.finish()
+        with RunningCall(self, call, deadline, ticket=ticket, in_background=in_background) as one:
+            prepared.run(one)
 
     def _abort_unless_settled(self, running: RunningCall, error: BaseException) -> None:
         """Tell the others, if they do not know yet, that this call cannot succeed."""

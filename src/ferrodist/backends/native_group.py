@@ -113,6 +113,15 @@ class NativeGroup(Protocol):
 
     # -- calls in flight -------------------------------------------------------------------------
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether calls in flight are to end."""
+
+    def start_prepared(
+        self, backend: Any, kind: int, run: Callable[..., None], finish: Callable[[], Any]
+    ) -> Any:
+        """Put a call in flight whose collectives run(ticket, in_background) does."""
+
     def stop_progress(self) -> None:
         """End the thread that runs calls in flight; it begins none any more."""
 

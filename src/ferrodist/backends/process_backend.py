@@ -35,7 +35,7 @@ from ferrodist.backends.process_texts import (
     unpack_verdict,
 )
 from ferrodist.backends.request_work import end_callbacks_thread
-from ferrodist.backends.running_call import Algorithm, RunningCall
+from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure, Verdict
 from ferrodist.buffer import Buffer
@@ -186,6 +186,15 @@ class ProcessBackend(MessagingBackend):
 
     # -- collectives ----------------------------------------------------------------------------
 
+    def _start(self, prepared: Prepared[T]) -> Work[T]:
+        """Put a call in flight that Python prepares; whoever waits for it first runs it."""
+        with self._lock:  # so that nothing is queued behind the end of the thread
+            self._check_usable()
+            run = functools.partial(self._run_in_flight, prepared)
+            kind, finish = prepared.call.kind, prepared.finish
+            work: Work[T] = self.group.start_prepared(self, kind, run, finish)
+            return work
+
     def _begin_call(self, running: RunningCall) -> None:
         """Begin a call; its first collective compares it with those of the others."""
         if self.group.has_left:
@@ -216,6 +225,8 @@ class ProcessBackend(MessagingBackend):
 
     def _look_while_queued(self, running: RunningCall) -> float:
         """Let the call that holds this one up run out of time when this one does."""
+        if running.in_background and self.group.is_stopping:
+            raise self.cut_short(running.call.kind, running.sequence)
         call, deadline = running.call, running.deadline
         if deadline.remaining() <= 0 and self.verdict_of(None) is None:
             sequence = self._tickets.last_ended + 1
@@ -230,6 +241,8 @@ class ProcessBackend(MessagingBackend):
         return min(deadline.remaining(), _QUEUE_LOOK)
 
     def _is_settled(self, running: RunningCall) -> bool:
+        if running.in_background and self.group.is_stopping:
+            return True  # the others hear of this rank's end
         is_known = self.settled == running.sequence
         is_known = is_known or self.group.verdict(running.sequence) is not None
         return is_known or self.group.has_left
@@ -244,8 +257,8 @@ class ProcessBackend(MessagingBackend):
     def failure_of(self, running: RunningCall, status: Status) -> BaseException:
         """Make the error that a status means, and see that all ranks get the same."""
         code = status.code
-        if code == StatusCode.INTERRUPTED and status.error is not None:
-            return status.error
+        if code == StatusCode.INTERRUPTED:
+            return status.error or self.cut_short(running.call.kind, running.sequence)
         if code == StatusCode.MISMATCH:
             return self._settle_mismatch(running, None)
         if code in (StatusCode.VERDICT, StatusCode.GIVEN_UP):
@@ -255,6 +268,11 @@ class ProcessBackend(MessagingBackend):
             is_late = (code == StatusCode.GIVEN_UP or is_missed) and running.num_collectives <= 1
             return given.later(self.rank) if is_late else given.now(self.rank)
         return self.give(self._verdict_on(running, status)).now(self.rank)
+
+    def cut_short(self, kind: int, sequence: int) -> BackendClosed:
+        """Make the error of a call in flight that is not done when this rank leaves."""
+        name = f"{Kind(kind).label} #{sequence}"
+        return BackendClosed(f"{name}: rank {self.rank} left the group before it was done")
 
     def _verdict_on(self, running: RunningCall, status: Status) -> Verdict:
         """Make the verdict that is due when this rank is the first to see a failure."""

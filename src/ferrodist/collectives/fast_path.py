@@ -21,7 +21,6 @@ from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, Site, caller_site
 from ferrodist.collectives.request import leaf_of
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendClosed
 from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -45,11 +44,6 @@ def fast_start(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, ro
     group = current_backend() if backend is None else backend
     start = getattr(group, "_start_path", None)
     return NotImplemented if start is None else start(group, kind, x, out, op, root)
-
-
-def _left_error(backend: ProcessBackend, kind: int, sequence: int) -> BackendClosed:
-    name = f"{Kind(kind).label} #{sequence}"
-    return BackendClosed(f"{name}: rank {backend.rank} left the group before it was done")
 
 
 def _on_error(
@@ -112,5 +106,5 @@ _native.set_hooks(
     on_wait_end=lambda backend: backend.end_wait(),
     on_error=_on_error,
     make_plan=_make_plan,
-    left_error=_left_error,
+    left_error=lambda backend, kind, sequence: backend.cut_short(kind, sequence),
 )

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// FlyingCall: a collective call in flight, between its Work and the queue of its group.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "bind/progress.hpp"
+#include "bind/tickets.hpp"
+#include "bind/work.hpp"
+
+namespace ferrodist::bind {
+
+constexpr std::int64_t look_ns = 50'000'000;
+
+// Holds the GIL on a thread that is not Python's.
+class WithGil {
+public:
+    WithGil() : state_(PyGILState_Ensure()) {}
+    ~WithGil() { PyGILState_Release(state_); }
+    WithGil(const WithGil&) = delete;
+    WithGil& operator=(const WithGil&) = delete;
+
+private:
+    PyGILState_STATE state_;
+};
+
+class FlyingCall : public CallInFlight, public WorkRequest {
+public:
+    FlyingCall(Tickets& tickets, Progress& progress, nanobind::handle group, nanobind::handle backend)
+        : tickets_(tickets), progress_(progress), group_object_(nanobind::borrow(group)),
+          backend_(nanobind::borrow(backend)) {}
+
+    // Draws the ticket, queues the call and makes its Work.
+    static PyObject* start(int kind, std::unique_ptr<FlyingCall> call);
+
+    nanobind::object wait(std::int64_t end_ns) override;
+    bool is_complete() override { return progress_.is_complete(*this); }
+    bool test() override;
+    bool hear(std::uint64_t its_token) override { return progress_.hear(*this, its_token); }
+    void on_interrupt(nanobind::handle) override {}  // only the wait has ended, the call goes on
+    nanobind::object backend() override { return backend_; }
+    PyObject* group() const override { return group_object_.ptr(); }
+
+protected:
+    // Hears of its ticket before it is queued.
+    virtual void on_ticket() {}
+    // Runs a call that nobody has begun on the thread of who waits for it, which has the GIL.
+    virtual void run_here() = 0;
+    // The last that is done with the call on a thread that does not own it.
+    void complete();
+    // At the end of its life: takes it out of the queue, or waits for whoever runs it. `abandon` makes that short.
+    template <class Abandon>
+    void withdraw(const Abandon& abandon) {
+        if (ticket_ == 0 || is_complete()) {
+            return;
+        }
+        if (progress_.claim(*this)) {
+            tickets_.end(ticket_);
+            return;
+        }
+        abandon();
+        const nanobind::gil_scoped_release unlocked;
+        while (!progress_.wait(*this, look_ns)) {
+        }
+    }
+
+    Tickets& tickets_;
+    Progress& progress_;
+    const nanobind::object group_object_, backend_;
+    std::uint64_t ticket_ = 0;
+};
+
+// Starts a call whose collectives Python does, one after the other: `run(ticket, in_background)`, then `finish()`
+// makes the result.
+nanobind::object start_prepared(Tickets& tickets, Progress& progress, nanobind::handle group, nanobind::handle backend,
+                                int kind, nanobind::handle run, nanobind::handle finish);
+
+}  // namespace ferrodist::bind
