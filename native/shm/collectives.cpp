@@ -87,7 +87,7 @@ private:
     // busy all the time, and following makes it only worse: a line that has just been written is slow to get.
     template <class Stage, class Count, class Consume>
     Ending rounds(Stage stage, Count count, Consume consume) {
-        post();
+        find_shown();
         if (const Ending ending = meet(stage, 0); ending.failed()) {
             return ending;
         }
@@ -117,25 +117,31 @@ private:
     Ending meet(Stage stage, Bytes k) {
         if (!is_followed_ || !is_staged_) {
             stage(k);
-            return group_.meet(patience_);
+            publish(k);
+            return group_.await_others(patience_);
         }
         room();  // where it is has to be in the slot
         group_.begin_staging();
-        group_.publish();
+        publish(k);
         stage(k);
         group_.end_staging();
         return group_.await_others(patience_);
     }
 
-    // Says what is called, and where this rank's memory is if others can reach it.
-    void post() {
-        Slot& mine = group_.slot(group_.rank());
-        mine.kind = static_cast<std::uint32_t>(task_.kind);
-        mine.sequence = patience_.sequence;
-        mine.fingerprint = task_.fingerprint;
-        mine.source = posted_source_ = shows_source_ ? offset_of(task_.source, source_nbytes(me_)) : 0;
-        mine.target = posted_target_ = shows_target_ ? offset_of(task_.target, target_nbytes(me_)) : 0;
-        is_staged_ = mine.source == 0 && task_.source != nullptr && is_read();
+    // Finds where this rank's memory is if others can reach it.
+    void find_shown() {
+        posted_source_ = shows_source_ ? offset_of(task_.source, source_nbytes(me_)) : 0;
+        posted_target_ = shows_target_ ? offset_of(task_.target, target_nbytes(me_)) : 0;
+        is_staged_ = posted_source_ == 0 && task_.source != nullptr && is_read();
+    }
+
+    // Shows the slot, in the first round with what is called.
+    void publish(Bytes k) {
+        if (k > 0) {
+            return group_.publish();
+        }
+        group_.publish({static_cast<std::uint32_t>(task_.kind), patience_.sequence, task_.fingerprint, posted_source_,
+                        posted_target_});
     }
 
     // Whether others read this rank's input.

@@ -45,8 +45,25 @@ Group::~Group() {
 // -- rounds ----------------------------------------------------------------------------------------
 
 void Group::publish() {
-    Slot& mine = slot(rank_);
     world_->spins().show_cpu();
+    show_tick();
+}
+
+void Group::publish(const Called& called) {
+    world_->spins().show_cpu();
+    // Who waits for this rank reads the line all the time: it is written at one go, or it would move to the
+    // reader and back in between.
+    Slot& mine = slot(rank_);
+    mine.kind = called.kind;
+    mine.sequence = called.sequence;
+    mine.fingerprint = called.fingerprint;
+    mine.source = called.source;
+    mine.target = called.target;
+    show_tick();
+}
+
+void Group::show_tick() {
+    Slot& mine = slot(rank_);
     // Pairs with has_come, and, being seq_cst, with the sleeper's look at the tick in wait_until.
     mine.tick.store(round_ + 1, std::memory_order_seq_cst);
     // Pairs with the sleeper's fetch_add in wait_until.

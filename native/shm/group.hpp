@@ -31,6 +31,12 @@
 
 namespace ferrodist::shm {
 
+// What a rank calls, and where its memory is: see Slot.
+struct Called {
+    std::uint32_t kind;
+    std::uint64_t sequence, fingerprint, source, target;
+};
+
 class Group {
 public:
     // `block` is the group's block, in the arena of its first member; `own_block` is its offset
@@ -66,6 +72,8 @@ public:
         return await_others(patience);
     }
     void publish();
+    // The same, with what is called.
+    void publish(const Called& called);
     Ending await_others(const Patience& patience);
     void next_round() { ++round_; }
     // Whether a rank has not come to the current round, or not staged all it said it would.
@@ -132,6 +140,7 @@ private:
         // Pairs with the store in publish: what the slot says was written before.
         return slot(rank).tick.load(std::memory_order_acquire) == round_ + 1;
     }
+    void show_tick();
     bool has_staged(int rank, std::size_t nbytes) const { return staged_nbytes(rank) >= nbytes; }
     Word& staged(int rank) const { return words(rank).staged[round_ & 1]; }
     void wake_everybody();
