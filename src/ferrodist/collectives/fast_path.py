@@ -34,8 +34,11 @@ SCATTER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER = 5, 6, 7, 8
 
 def fast_path(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, root: Any) -> Any:
     """Do a call in native code: return its result, or NotImplemented for the general path."""
-    group = current_backend() if backend is None else backend
-    call = getattr(group, "_call_path", None)
+    group: Any = current_backend() if backend is None else backend
+    try:  # what is no backend has no such attribute, and getattr() would cost every call
+        call = group._call_path
+    except AttributeError:
+        return NotImplemented
     return NotImplemented if call is None else call(group, kind, x, out, op, root)
 
 
