@@ -186,6 +186,9 @@ void Group::on_piece(int rank, const Header& header, Payload payload, bool is_vo
         std::memcpy(place->into, payload.memory.get(), payload.size);
     }
     ++from.num_filled;
+    if (header.length >= large_payload) {  // what comes behind it has no place yet, but soon has one
+        mesh_->link(world_rank(rank)).pause();
+    }
     consume(rank, header.length);
     mesh_->note(false, world_rank(rank), header.sequence, header.length);
 }

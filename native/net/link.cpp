@@ -22,7 +22,6 @@ namespace {
 
 constexpr std::size_t staging_nbytes = 64 * 1024;
 constexpr int socket_buffer_nbytes = 4 << 20;
-constexpr std::size_t large_payload = 32 * 1024;
 constexpr std::size_t frames_at_once = 16;
 constexpr std::size_t send_at_once = 1 << 17;  // what was just hashed is still in the cache
 constexpr std::size_t pump_at_once = 4 << 20;  // then other links have their turn
@@ -274,7 +273,12 @@ bool Link::is_delivered() const {
 // -- coming in ------------------------------------------------------------------------------------
 
 bool Link::pump(FrameHandler& handler) {
+    is_paused_ = false;
+    parse_all(handler);  // what a pause has left
     for (std::size_t total = 0; state_ == State::up && socket_ >= 0;) {
+        if (is_paused_) {
+            return false;
+        }
         if (begin_ == end_) {
             begin_ = end_ = 0;
         } else if (end_ == staging_.size()) {
@@ -316,13 +320,9 @@ bool Link::pump(FrameHandler& handler) {
         total += nbytes;
         filled_ += is_direct ? std::min(rest, nbytes) : 0;
         end_ += is_direct ? nbytes - std::min(rest, nbytes) : nbytes;
-        try {
-            parse(handler);
-        } catch (const std::bad_alloc&) {
-            fail(State::corrupt, "no memory for a message of " + std::to_string(header_.length) + " bytes");
-        }
+        parse_all(handler);
         if (nbytes < asked && !is_at_end_) {
-            return true;
+            return !is_paused_ || !has_frame();
         }
         if (total >= pump_at_once) {
             return false;
@@ -331,9 +331,17 @@ bool Link::pump(FrameHandler& handler) {
     return true;
 }
 
+void Link::parse_all(FrameHandler& handler) {
+    try {
+        parse(handler);
+    } catch (const std::bad_alloc&) {
+        fail(State::corrupt, "no memory for a message of " + std::to_string(header_.length) + " bytes");
+    }
+}
+
 // Takes frames out of what has been read.
 void Link::parse(FrameHandler& handler) {
-    while (state_ == State::up) {
+    while (state_ == State::up && !is_paused_) {
         if (!has_header_ && !begin_payload(handler)) {
             return;
         }
@@ -351,7 +359,7 @@ void Link::parse(FrameHandler& handler) {
 
 // Reads a header; false if it is not there yet, or is none.
 bool Link::begin_payload(FrameHandler& handler) {
-    if (end_ - begin_ < header_nbytes) {
+    if (!has_frame()) {
         return false;
     }
     const auto found = decode(staging_.data() + begin_, in_key_, peer_, num_received_ + 1, piece_);

@@ -16,6 +16,8 @@
 
 namespace ferrodist::net {
 
+constexpr std::size_t large_payload = 32 * 1024;  // not worth to be copied once more
+
 // Counts frames whose payload is the caller's memory and not yet with the kernel.
 struct Ticket {
     std::size_t pending = 0;
@@ -85,6 +87,8 @@ public:
 
     // Reads what there is; false if there may be more than it read at one go.
     bool pump(FrameHandler& handler);
+    // Ends the reading that is going on behind this frame: somebody has work with it, while it is cached.
+    void pause() { is_paused_ = true; }
     // The other side has ended or failed: there is something to be read up to the end.
     void note_end() { is_at_end_ = true; }
     // Takes nothing more from the other side, for what it sends cannot be right.
@@ -120,6 +124,8 @@ private:
     void parse(FrameHandler& handler);
     bool begin_payload(FrameHandler& handler);
     bool end_payload(FrameHandler& handler);
+    void parse_all(FrameHandler& handler);
+    bool has_frame() const { return end_ - begin_ >= header_nbytes; }
     void fail(State state, std::string why);
     void drop_outgoing();
 
@@ -139,7 +145,7 @@ private:
 
     std::vector<std::byte> staging_;
     std::size_t begin_ = 0, end_ = 0;  // what of the staging holds bytes not yet looked at
-    bool has_header_ = false, is_void_ = false, is_at_end_ = false;
+    bool has_header_ = false, is_void_ = false, is_at_end_ = false, is_paused_ = false;
     Header header_;
     Payload payload_;
     std::byte* into_ = nullptr;

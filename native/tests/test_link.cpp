@@ -84,6 +84,36 @@ TEST(payloads_go_to_their_places_and_come_from_the_memory_of_their_senders) {
                       [](const Frame& frame) { return frame.was_placed; }));
 }
 
+TEST(a_pause_leaves_what_is_behind_a_frame_for_the_next_time) {
+    struct Pausing : Collector {
+        explicit Pausing(Link& link) : from(link) {}
+        void on_frame(int peer, const Header& header, net::Payload payload, bool is_void) override {
+            Collector::on_frame(peer, header, std::move(payload), is_void);
+            from.pause();
+        }
+        Link& from;
+    };
+    for (const std::size_t size : {std::size_t{0}, std::size_t{100}, net::large_payload}) {
+        const Ends ends = connect_ends();
+        Link sender(ends.left, session_of(0, 1), 0, 1, Wire::piece), receiver(ends.right, session_of(0, 1), 1, 0, Wire::piece);
+        Pausing heard(receiver);
+        for (std::uint64_t i = 0; i < 4; ++i) {
+            send(sender, random_bytes(size, i), i);
+        }
+        sender.flush();
+        CHECK(sender.is_idle());
+        for (std::size_t i = 0; i < 4; ++i) {
+            const bool is_all = receiver.pump(heard);
+            CHECK_EQUAL(heard.frames.size(), i + 1);
+            CHECK(holds(heard.frames[i], random_bytes(size, i)));
+            CHECK_EQUAL(heard.asked.size(), size == 0 ? 0 : i + 1);  // nor has the next one a place yet
+            CHECK(i == 3 || !is_all);
+        }
+        CHECK(receiver.pump(heard));
+        CHECK_EQUAL(heard.frames.size(), 4u);
+    }
+}
+
 TEST(what_is_urgent_overtakes_all_that_has_not_begun) {
     Wire wire;
     fill(wire, 1, random_bytes(Wire::piece, 1));
