@@ -211,6 +211,26 @@ def test_both_paths_write_to_out_in_place_and_to_parts(start, library):
         assert job.results() == [[], [], []]
 
 
+def name_ops(backend: Any) -> list[Any]:
+    """Reduce by the names of operations, in both cases, and by a name there is none of."""
+    x, wrong = np.array([backend.rank + 2]), []
+    for op in ReduceOp:
+        if op is ReduceOp.MEAN:  # of whole numbers there is none
+            continue
+        for name in (op.name, op.name.lower()):
+            found = make_call("fast", "allreduce", backend, x, op=name)
+            if described(found) != described(make_call("general", "allreduce", backend, x, op=op)):
+                wrong.append((name, found))
+    with pytest.raises(ferrodist.InvalidArgument, match="unknown reduce op 'su'"):
+        ferrodist.allreduce(x, backend, op="su")
+    return wrong
+
+
+def test_operations_may_be_named_on_the_fast_path(start):
+    with start(2, lambda backend, pipe: name_ops(backend)) as job:
+        assert job.results() == [[], []]
+
+
 # -- torch: what its table does not show -----------------------------------------------------------
 
 

@@ -17,10 +17,17 @@ bool is_rooted(Kind kind) {
     return kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather || kind == Kind::scatter;
 }
 
-// ferrodist.ReduceOp; kept for good.
-PyTypeObject* reduce_op_type() {
+// Reads a member of ferrodist.ReduceOp, or the name of one in upper or lower case; other spellings take the general
+// path. A member is an int, but not every int is a member.
+bool read_op(PyObject* object, int& into) {
+    // Kept for good.
     static PyObject* const type = nb::module_::import_("ferrodist.reduce_op").attr("ReduceOp").inc_ref().ptr();
-    return reinterpret_cast<PyTypeObject*>(type);
+    static PyObject* const by_name = nb::module_::import_("ferrodist.reduce_op").attr("BY_NAME").inc_ref().ptr();
+    if (PyUnicode_CheckExact(object)) {
+        object = PyDict_GetItem(by_name, object);  // borrowed
+    }
+    return object != nullptr && Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(type) &&
+           read_index(object, num_ops, into);
 }
 
 }  // namespace
@@ -77,8 +84,7 @@ bool CollectiveCall::read_options(Arguments args, const Place& place) {
         return false;
     }
     kind = static_cast<Kind>(number);
-    // A member of ReduceOp is an int, but not every int is a member of it.
-    if (is_reduction(kind) && (Py_TYPE(args[arg_op]) != reduce_op_type() || !read_index(args[arg_op], num_ops, op))) {
+    if (is_reduction(kind) && !read_op(args[arg_op], op)) {
         return false;
     }
     return !is_rooted(kind) || read_index(args[arg_root], place.world, root);

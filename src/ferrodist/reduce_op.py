@@ -28,7 +28,11 @@ class ReduceOp(enum.IntEnum):
         """Accept a member or its name, in either case."""
         if isinstance(op, cls):
             return op
-        if isinstance(op, str) and op.upper() in cls.__members__:
-            return cls[op.upper()]
+        if isinstance(op, str) and op.upper() in BY_NAME:
+            return BY_NAME[op.upper()]
         known = ", ".join(name.lower() for name in cls.__members__)
         raise InvalidArgument(f"unknown reduce op {op!r}; known: {known}", got=op)
+
+
+BY_NAME = {spelling: op for op in ReduceOp for spelling in (op.name, op.name.lower())}
+"""The members by their names, in upper and in lower case."""
