@@ -9,6 +9,7 @@ leaves nobody has used, and by how much to divide, without another call.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import ferrodist
@@ -48,6 +49,9 @@ class Bucket:
             number: self.array[start : start + leaves[number].size].reshape(leaves[number].shape)
             for number, start in zip(layout.leaves, layout.starts, strict=True)
         }
+        self._leaves = frozenset(layout.leaves)
+        self._ones = [1.0] * (num_leaves + 1)  # what the tail holds where every leaf is used
+        self._is_tail_ones = False
         self._ready: set[int] = set()
         self._weight: float | None = None
         self._steps: Steps | None = None
@@ -84,6 +88,9 @@ class Bucket:
         self._note(next(self._steps, None))
 
     def _fill_tail(self) -> None:
+        was_ones, self._is_tail_ones = self._is_tail_ones, False
+        if was_ones and self.is_ready and self._weight is None:
+            return  # as the last round has left it
         self.tail[...] = 1
         if self._weight is not None:
             self.tail[-1] = self._weight
@@ -91,7 +98,7 @@ class Bucket:
             if number not in self._ready:
                 self.tail[at] = 0
 
-    def wait(self) -> set[int]:
+    def wait(self) -> AbstractSet[int]:
         """Wait until it is reduced; return the leaves that some rank has a gradient for."""
         assert self._steps is not None
         while self._work is not None:
@@ -100,7 +107,11 @@ class Bucket:
                 self._note(self._steps.send(result))
             except StopIteration:
                 self._work = None
-        *cells, weight = (cell.real for cell in self.tail.tolist())
+        found = self.tail.tolist()
+        if found == self._ones and self._weight is None:
+            self._is_tail_ones = True
+            return self._leaves
+        *cells, weight = (cell.real for cell in found)
         if self._weight is not None and weight > 0:
             self.gradients /= weight
         return {number for number, cell in zip(self.layout.leaves, cells, strict=True) if cell > 0}
@@ -121,3 +132,9 @@ def allreduce_bucket(bucket: Bucket) -> Steps:
     yield ferrodist.allreduce(
         bucket.array, bucket.backend, op=bucket.op, out=bucket.array, async_op=True
     )
+
+
+def allreduce_at_once(bucket: Bucket) -> Steps:
+    """Do the same, in a call that blocks."""
+    ferrodist.allreduce(bucket.array, bucket.backend, op=bucket.op, out=bucket.array)
+    yield from ()

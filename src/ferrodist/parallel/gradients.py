@@ -2,7 +2,8 @@
 """Gradients: those of torch parameters, on their way through a reducer.
 
 After a round every ``.grad`` is a view of a bucket. As long as it stays one, autograd adds to it in
-place, and nothing is copied; after ``zero_grad(set_to_none=True)`` one copy brings it back.
+place, and nothing is copied; after ``zero_grad(set_to_none=True)`` one copy brings it back. What is
+reduced only at the end of a round is also copied there, all in one go.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -22,6 +24,15 @@ from ferrodist.parallel.replicas import is_dense
 logger = logging.getLogger("ferrodist")
 
 _engine = torch.autograd.Variable._execution_engine
+
+
+def _none() -> None:
+    """Stand for the weak reference of something that is gone."""
+
+
+def _take(gradients: Callable[[], Gradients | None], number: int, _: torch.nn.Parameter) -> None:
+    if (found := gradients()) is not None:
+        found.take(number)
 
 
 class Gradients:
@@ -47,10 +58,11 @@ class Gradients:
         self._parameters: list[torch.nn.Parameter] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_open = False  # between the first gradient of a backward and its end
-        self._end: weakref.ref[Callable[[], None]] | None = None  # what will be called then
+        self._end: Callable[[], object] = _none  # gives what will be called then
         self._touched: set[int] = set()  # have a gradient since the last round
         self._fired: dict[int, None] = {}  # have one in this backward, in this order
         self._often: set[int] = set()  # get it in several parts
+        self._early: set[int] = set()  # are brought in as soon as they have it
         self._kept: dict[int, torch.Tensor] = {}  # gradients that a round may have to give back
         self.after_round = after_round
         self.weigh: Callable[[], float] | None = None
@@ -64,13 +76,15 @@ class Gradients:
         self._parameters = [parameter for _, parameter in named]
         self._dtypes = {id(parameter): parameter.dtype for parameter in self._parameters}
         self._touched = {n for n, p in enumerate(self._parameters) if id(p) in touched}
-        self._often.clear()
         leaves = [Leaf(name, tuple(p.shape), p.dtype, p.element_size()) for name, p in named]
         self._reducer = Reducer(
             leaves, self._backend, kind="torch", sizes=self._sizes, hook=self._hook
         )
         self._views = self._make_views()
-        self._is_first = self._overlaps  # of the rounds from which the order is learned
+        # In the first round nothing is known yet of the order, nor of what comes in parts.
+        self._is_first = self._overlaps
+        self._often.clear()
+        self._early.clear()
         for handle in self._handles:
             handle.remove()
         self._handles = self._watch() if self._overlaps else []
@@ -89,16 +103,8 @@ class Gradients:
     def _watch(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hear of every gradient as soon as it is there, for as long as somebody needs this."""
         weak = weakref.ref(self)
-
-        def hook_of(number: int) -> Callable[[torch.nn.Parameter], None]:
-            def take(_: torch.nn.Parameter) -> None:
-                if (gradients := weak()) is not None:
-                    gradients._take(number)
-
-            return take
-
         return [
-            parameter.register_post_accumulate_grad_hook(hook_of(number))
+            parameter.register_post_accumulate_grad_hook(partial(_take, weak, number))
             for number, parameter in enumerate(self._parameters)
         ]
 
@@ -108,10 +114,10 @@ class Gradients:
         That is in the outermost backward, whose end is that of the round; parts that are computed
         again (activation checkpoints) have a backward of their own inside it.
         """
-        if self._overlaps and output.grad_fn is not None:
-            output.register_hook(self._open)
+        if self._overlaps and (node := output.grad_fn) is not None:
+            node.register_prehook(self._open)  # for a third of what a hook of the tensor takes
 
-    def _open(self, _: torch.Tensor | None = None) -> None:
+    def _open(self, _: object = None) -> None:
         if not self.is_on:
             return
         self.check_whole()
@@ -122,18 +128,20 @@ class Gradients:
             self._end = weakref.ref(end)
             _engine.queue_callback(end)
 
-    def _take(self, number: int) -> None:
+    def take(self, number: int) -> None:
+        """Hear that a parameter has its gradient, or more of it."""
         self._touched.add(number)
         if not self.is_on:
             return
-        self._open()
+        if self._end() is None:
+            self._open()
         if number in self._fired:
             self._note_more(number)
         self._fired[number] = None
-        # In the first backward nothing is known yet of what comes once and what in parts.
-        if not self._is_first and number not in self._often:
-            self._bring_in(number)
-            self._reducer.set_ready(number)
+        if number in self._early:
+            self._bring_in((number,))
+            self._parameters[number].grad = self._views[number]
+            self._reducer.set_ready((number,))
 
     def _note_more(self, number: int) -> None:
         """Note that a parameter gets its gradient in parts; from now on its bucket waits."""
@@ -144,13 +152,14 @@ class Gradients:
                 "use_reentrant=False), or DDP(..., overlap=False) and sync_gradients()"
             )
         self._often.add(number)
+        self._early.discard(number)
 
     def check_whole(self) -> None:
         """Refuse to go on after a round that has failed on this rank; tell the others.
 
         They wait for the rest of it, and would take the next one's gradients for that.
         """
-        if not self._is_open or (self._end is not None and self._end() is not None):
+        if not self._is_open or self._end() is not None:
             return
         self._backend.abort(
             f"DDP: a backward of rank {self._backend.rank} failed and training went on without "
@@ -182,13 +191,14 @@ class Gradients:
 
     def _finish(self) -> None:
         """End the round: all that is not on its way is sent, and everything waited for."""
-        self._end = None
+        self._end = _none
+        self._bring_in_late()
         used = self._reducer.finish(self._fill)
-        for number, parameter in enumerate(self._parameters):
-            if number in used:
-                parameter.grad = self._views[number]
-            elif number in self._kept:
-                parameter.grad.copy_(self._kept[number])
+        for number in used:
+            self._parameters[number].grad = self._views[number]
+        for number, gradient in self._kept.items():
+            if number not in used:
+                self._parameters[number].grad.copy_(gradient)
         self._log_unused(used)
         self._touched.clear()
         self._kept.clear()
@@ -202,28 +212,38 @@ class Gradients:
             self._learn_order()
         self.after_round(self.num_rounds)
 
+    def _bring_in_late(self) -> None:
+        parameters, touched = self._parameters, self._touched
+        late = [n for n in self._reducer.late if n in touched and parameters[n].grad is not None]
+        self._bring_in(late)
+        self._reducer.set_ready(late)
+
     def _fill(self, number: int) -> bool:
         """Put into its view what an unready leaf contributes: what it has, or nothing."""
-        parameter, is_touched = self._parameters[number], number in self._touched
-        if parameter.grad is None:
+        gradient, is_touched = self._parameters[number].grad, number in self._touched
+        if gradient is None:
             return self._fill_with_nothing(number)
         if not is_touched:  # the mean of equal numbers need not be that number
-            self._kept[number] = parameter.grad.clone()
-        self._bring_in(number)
+            self._kept[number] = gradient.clone()
+        self._bring_in((number,))
         return is_touched
 
     def _fill_with_nothing(self, number: int) -> bool:
         self._views[number].zero_()
         return False
 
-    def _bring_in(self, number: int) -> None:
-        """Put a gradient into its bucket, unless it is there."""
-        gradient, view = self._parameters[number].grad, self._views[number]
-        self._check(number, gradient)
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            view.copy_(gradient)
-            self.num_copies += 1
-        self._parameters[number].grad = view
+    def _bring_in(self, numbers: Iterable[int]) -> None:
+        """Put gradients into their buckets, unless they are there."""
+        views, gradients = [], []
+        for number in numbers:
+            gradient, view = self._parameters[number].grad, self._views[number]
+            if gradient is not view:
+                self._check(number, gradient)
+                views.append(view)
+                gradients.append(gradient)
+        if views:
+            torch._foreach_copy_(views, gradients)
+            self.num_copies += len(views)
 
     def _check(self, number: int, gradient: torch.Tensor) -> None:
         if gradient.requires_grad:
@@ -246,8 +266,9 @@ class Gradients:
         old, self._views = self._views, self._make_views()
         for parameter, before, view in zip(self._parameters, old, self._views, strict=True):
             view.copy_(before)
-            if parameter.grad is not None:
+            if parameter.grad is before:
                 parameter.grad = view
+        self._early = {*order, *rest}.difference(self._often, self._reducer.late)
 
     def _make_views(self) -> list[torch.Tensor]:
         """Give every gradient its part of a bucket, in the layout that autograd wants it in."""

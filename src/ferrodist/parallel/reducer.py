@@ -4,17 +4,21 @@
 It knows gradients by number, and views to put them in; what a module or autograd is, it does not.
 The rule that keeps the ranks in step: in every *round* all ranks start all buckets, in one order. A
 bucket is started when its last leaf is ready and those before it have been started; what is left
-then is started when the round is finished.
+then is started when the round is finished. So is a small last bucket, ready or not: as a rule that
+is a moment later, and the caller reduces it without another thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import ferrodist
-from ferrodist.parallel.bucket import Bucket, Hook, allreduce_bucket
-from ferrodist.parallel.layout import BucketSizes, Leaf, lay_out
+from ferrodist.parallel.bucket import Bucket, Hook, allreduce_at_once, allreduce_bucket
+from ferrodist.parallel.layout import MIB, BucketSizes, Leaf, lay_out
+
+_LARGEST_LATE = MIB  # bytes; reducing more takes so long that it is begun as soon as it can be
 
 
 class Reducer:
@@ -36,6 +40,8 @@ class Reducer:
         self._hook = hook
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
+        self.late: tuple[int, ...] = ()  # the leaves that are reduced only when a round is finished
+        self._num_early = 0
         self._next = 0
         self.use_order(range(len(leaves))[::-1])  # what is used last has its gradient first
 
@@ -52,6 +58,9 @@ class Reducer:
             number: bucket for bucket in self.buckets for number in bucket.layout.leaves
         }
         self._next = len(self.buckets)
+        last = self.buckets[-1] if self.buckets else None
+        self.late = last.layout.leaves if last and last.array.nbytes <= _LARGEST_LATE else ()
+        self._num_early = len(self.buckets) - bool(self.late)
 
     def view(self, number: int) -> Any:
         """Return where a leaf's gradient goes, and comes out."""
@@ -63,36 +72,41 @@ class Reducer:
         for bucket in self.buckets:
             bucket.begin(weight)
 
-    def set_ready(self, number: int) -> None:
-        """Say that a leaf's gradient is in its view and will not change in this round."""
-        self._bucket_of[number].set_ready(number)
-        while self._next < len(self.buckets) and self.buckets[self._next].is_ready:
-            self._start_next()
+    def set_ready(self, numbers: Iterable[int]) -> None:
+        """Say that leaves have their gradients in their views, where they will not change."""
+        for number in numbers:
+            self._bucket_of[number].set_ready(number)
+        while self._next < self._num_early and self.buckets[self._next].is_ready:
+            self._start_next(self._hook)
 
     def has_started(self, number: int) -> bool:
         """Tell whether a leaf is on its way, so that its view must be left alone."""
         return self._bucket_of[number].index < self._next
 
-    def finish(self, fill: Callable[[int], bool]) -> set[int]:
+    def finish(self, fill: Callable[[int], bool]) -> AbstractSet[int]:
         """Reduce all that is left, and wait; return the leaves that some rank has a gradient for.
 
         ``fill(number)`` is called for leaves that are not ready: it puts into the view what they
         contribute, and tells whether that is a gradient of this round.
         """
-        while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
+        for bucket in self.buckets[self._next :]:
             for number in bucket.not_ready:
                 if fill(number):
                     bucket.set_ready(number)
-            self._start_next()
-        return set[int]().union(*(bucket.wait() for bucket in self.buckets))
+            if bucket is not self.buckets[-1] or self._hook is not allreduce_bucket:
+                self._start_next(self._hook)
+        used = [bucket.wait() for bucket in self.buckets[: self._next]]
+        if self._next < len(self.buckets):  # the last one, and nothing to do meanwhile
+            self._start_next(allreduce_at_once)
+            used.append(self.buckets[-1].wait())
+        return used[0] if len(used) == 1 else set[int]().union(*used)
 
     @property
     def weight(self) -> float:
         """The weight of all ranks together in the last round; 0 if there are no leaves."""
         return self.buckets[0].weight if self.buckets else 0.0
 
-    def _start_next(self) -> None:
+    def _start_next(self, hook: Hook) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.start(self._hook)
+        bucket.start(hook)
