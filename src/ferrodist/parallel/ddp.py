@@ -76,6 +76,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         )
         self.broadcast_parameters()
         self._gradients.hold(self._trained())
+        self._contents = replicas.Contents(module)
 
     # -- the module inside ----------------------------------------------------------------------
 
@@ -130,12 +131,13 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         is_training = torch.is_grad_enabled()
         if is_training:
             self._gradients.check_whole()
-            self._follow_thawed()
+            self._follow_changes()
         if self._join is not None:
             if is_training:
                 self._join.count(args, options)
         elif self._gradients.is_on and (is_training or self._buffers_may_differ):
-            replicas.broadcast(self._shared_buffers(), self.backend, 0)
+            if not is_training or self._contents.have_buffers():
+                replicas.broadcast(self._shared_buffers(), self.backend, 0)
             self._buffers_may_differ = False
         self._buffers_may_differ |= is_training
 
@@ -186,11 +188,14 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _follow_thawed(self) -> None:
+    def _follow_changes(self) -> None:
         """Make new buckets if there are new parameters to train, which all ranks must have alike.
 
         What is frozen keeps its place; it counts as unused.
         """
+        if self._contents.are_as_before():
+            return
+        self._contents = replicas.Contents(self.module)
         if not self._gradients.holds(p for p in self.module.parameters() if p.requires_grad):
             replicas.check_structure(self._tensors(), self.backend)
             self._gradients.hold(self._trained())

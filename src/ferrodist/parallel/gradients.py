@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 import torch
@@ -278,7 +279,7 @@ class Gradients:
             for view, parameter in zip(views, self._parameters, strict=True)
         ]
 
-    def _log_unused(self, used: set[int]) -> None:
+    def _log_unused(self, used: AbstractSet[int]) -> None:
         if logger.isEnabledFor(logging.DEBUG):
             mine = [self._name(n) for n in sorted(used - self._touched)]
             nobodys = [self._name(n) for n in range(len(self._parameters)) if n not in used]
