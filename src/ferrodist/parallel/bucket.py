@@ -8,7 +8,7 @@ leaves nobody has used, and by how much to divide, without another call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -63,9 +63,9 @@ class Bucket:
         self._weight = weight
         self.op = "mean" if weight is None else "sum"
 
-    def set_ready(self, number: int) -> None:
-        """Say that a leaf has its gradient in its view."""
-        self._ready.add(number)
+    def set_ready(self, numbers: Iterable[int]) -> None:
+        """Say that leaves have their gradients in their views."""
+        self._ready.update(numbers)
 
     @property
     def is_ready(self) -> bool:

@@ -12,7 +12,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 
 import torch
 
@@ -29,11 +28,6 @@ _engine = torch.autograd.Variable._execution_engine
 
 def _none() -> None:
     """Stand for the weak reference of something that is gone."""
-
-
-def _take(gradients: Callable[[], Gradients | None], number: int, _: torch.nn.Parameter) -> None:
-    if (found := gradients()) is not None:
-        found.take(number)
 
 
 class Gradients:
@@ -104,8 +98,19 @@ class Gradients:
     def _watch(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hear of every gradient as soon as it is there, for as long as somebody needs this."""
         weak = weakref.ref(self)
+
+        def hook_of(number: int) -> Callable[[torch.nn.Parameter], None]:
+            def take(_: torch.nn.Parameter) -> None:
+                if (gradients := weak()) is None:
+                    return
+                gradients._touched.add(number)
+                if gradients._end() is None or gradients._is_first or number in gradients._early:
+                    gradients._take(number)
+
+            return take
+
         return [
-            parameter.register_post_accumulate_grad_hook(partial(_take, weak, number))
+            parameter.register_post_accumulate_grad_hook(hook_of(number))
             for number, parameter in enumerate(self._parameters)
         ]
 
@@ -129,20 +134,17 @@ class Gradients:
             self._end = weakref.ref(end)
             _engine.queue_callback(end)
 
-    def take(self, number: int) -> None:
-        """Hear that a parameter has its gradient, or more of it."""
-        self._touched.add(number)
+    def _take(self, number: int) -> None:
         if not self.is_on:
             return
-        if self._end() is None:
-            self._open()
+        self._open()
         if number in self._fired:
             self._note_more(number)
         self._fired[number] = None
         if number in self._early:
-            self._bring_in((number,))
+            self._bring_in([number])
             self._parameters[number].grad = self._views[number]
-            self._reducer.set_ready((number,))
+            self._reducer.set_ready([number])
 
     def _note_more(self, number: int) -> None:
         """Note that a parameter gets its gradient in parts; from now on its bucket waits."""
@@ -193,13 +195,16 @@ class Gradients:
     def _finish(self) -> None:
         """End the round: all that is not on its way is sent, and everything waited for."""
         self._end = _none
-        self._bring_in_late()
+        parameters, touched = self._parameters, self._touched
+        late = [n for n in self._reducer.late if n in touched and parameters[n].grad is not None]
+        self._bring_in(late)
+        self._reducer.set_ready(late)
         used = self._reducer.finish(self._fill)
         for number in used:
-            self._parameters[number].grad = self._views[number]
+            parameters[number].grad = self._views[number]
         for number, gradient in self._kept.items():
             if number not in used:
-                self._parameters[number].grad.copy_(gradient)
+                parameters[number].grad.copy_(gradient)
         self._log_unused(used)
         self._touched.clear()
         self._kept.clear()
@@ -213,12 +218,6 @@ class Gradients:
             self._learn_order()
         self.after_round(self.num_rounds)
 
-    def _bring_in_late(self) -> None:
-        parameters, touched = self._parameters, self._touched
-        late = [n for n in self._reducer.late if n in touched and parameters[n].grad is not None]
-        self._bring_in(late)
-        self._reducer.set_ready(late)
-
     def _fill(self, number: int) -> bool:
         """Put into its view what an unready leaf contributes: what it has, or nothing."""
         gradient, is_touched = self._parameters[number].grad, number in self._touched
@@ -226,7 +225,7 @@ class Gradients:
             return self._fill_with_nothing(number)
         if not is_touched:  # the mean of equal numbers need not be that number
             self._kept[number] = gradient.clone()
-        self._bring_in((number,))
+        self._bring_in([number])
         return is_touched
 
     def _fill_with_nothing(self, number: int) -> bool:
@@ -239,25 +238,25 @@ class Gradients:
         for number in numbers:
             gradient, view = self._parameters[number].grad, self._views[number]
             if gradient is not view:
-                self._check(number, gradient)
+                if gradient.requires_grad or gradient.layout is not torch.strided:
+                    raise self._refuse(number, gradient)
                 views.append(view)
                 gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients)
             self.num_copies += len(views)
 
-    def _check(self, number: int, gradient: torch.Tensor) -> None:
+    def _refuse(self, number: int, gradient: torch.Tensor) -> ferrodist.DistributedError:
         if gradient.requires_grad:
-            raise ferrodist.InvalidArgument(
+            return ferrodist.InvalidArgument(
                 f"DDP: backward(create_graph=True) made a gradient of {self._name(number)} that "
                 "has a graph of its own; means over ranks have none. Compute higher derivatives "
                 "with torch.autograd.grad on the module inside, or within no_sync()"
             )
-        if gradient.layout is not torch.strided:
-            raise ferrodist.UnsupportedArray(
-                f"DDP: the gradient of {self._name(number)} is {gradient.layout}; make it dense, "
-                "for an Embedding with sparse=False"
-            )
+        return ferrodist.UnsupportedArray(
+            f"DDP: the gradient of {self._name(number)} is {gradient.layout}; make it dense, "
+            "for an Embedding with sparse=False"
+        )
 
     def _learn_order(self) -> None:
         """Lay the buckets out anew, in the order in which rank 0 has got its gradients."""

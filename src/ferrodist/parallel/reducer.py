@@ -10,7 +10,7 @@ is a moment later, and the caller reduces it without another thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -72,10 +72,10 @@ class Reducer:
         for bucket in self.buckets:
             bucket.begin(weight)
 
-    def set_ready(self, numbers: Iterable[int]) -> None:
-        """Say that leaves have their gradients in their views, where they will not change."""
-        for number in numbers:
-            self._bucket_of[number].set_ready(number)
+    def set_ready(self, numbers: Sequence[int]) -> None:
+        """Say that leaves of one bucket have gradients in their views that will not change."""
+        if numbers:
+            self._bucket_of[numbers[0]].set_ready(numbers)
         while self._next < self._num_early and self.buckets[self._next].is_ready:
             self._start_next(self._hook)
 
@@ -90,9 +90,8 @@ class Reducer:
         contribute, and tells whether that is a gradient of this round.
         """
         for bucket in self.buckets[self._next :]:
-            for number in bucket.not_ready:
-                if fill(number):
-                    bucket.set_ready(number)
+            if not bucket.is_ready:
+                bucket.set_ready([number for number in bucket.not_ready if fill(number)])
             if bucket is not self.buckets[-1] or self._hook is not allreduce_bucket:
                 self._start_next(self._hook)
         used = [bucket.wait() for bucket in self.buckets[: self._next]]

@@ -10,15 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_
 
 import numpy as np
 import torch
 
 import ferrodist
 
-_modules_of, _parameters_of, _buffers_of = map(attrgetter, ("_modules", "_parameters", "_buffers"))
-_traits_of, _values_of = attrgetter("requires_grad", "dtype"), methodcaller("values")
+_traits_of = attrgetter("requires_grad", "dtype")
 
 
 class Contents:
@@ -28,22 +27,26 @@ class Contents:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._modules = list(module.modules())
+        modules = list(module.modules())
+        self._buffers = [one._buffers for one in modules]
+        self._parts = [part for one in modules for part in (one._modules, one._parameters)]
+        self._is_plain = all(isinstance(part, dict) for part in self._parts)  # else it is a script
+        self._members = list(chain.from_iterable(part.values() for part in self._parts))
         self._parameters = list(module.parameters())
-        self._found = self._look()
+        self._traits = list(map(_traits_of, self._parameters))
 
     def are_as_before(self) -> bool:
         """Tell whether they still are the same ones, of the same dtypes, trained or not."""
-        return self._look() == self._found
+        return (
+            self._is_plain
+            and sum(map(len, self._parts)) == len(self._members)
+            and all(map(is_, chain.from_iterable(map(dict.values, self._parts)), self._members))
+            and list(map(_traits_of, self._parameters)) == self._traits
+        )
 
     def have_buffers(self) -> bool:
         """Tell whether a module in it may have buffers."""
-        return any(map(_buffers_of, self._modules))
-
-    def _look(self) -> tuple[list[int], list[tuple[bool, torch.dtype]]]:
-        parts = chain(map(_modules_of, self._modules), map(_parameters_of, self._modules))
-        members = chain.from_iterable(map(_values_of, parts))
-        return list(map(id, members)), list(map(_traits_of, self._parameters))
+        return any(self._buffers)
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
