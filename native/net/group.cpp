@@ -295,7 +295,7 @@ std::int64_t Group::waited_ns(int rank) {
 }
 
 void Group::on_unjoin(int world_rank) {
-    if (const int rank = rank_of(world_rank); rank >= 0) {
+    if (const int rank = rank_of(world_rank); rank >= 0 && parent_ != nullptr) {  // nobody joins the group of all
         peer_of(rank).has_left = true;
     }
 }
