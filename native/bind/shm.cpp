@@ -240,6 +240,10 @@ void add_group(nb::module_& module) {
         .def_rw("fuse_nbytes", &SharedGroup::fuse_nbytes, "Up to which size arrays of a tree travel together.")
         .def_rw("timeout_ns", &SharedGroup::timeout_ns, "How long a call may wait; 0 is for ever.")
         .def("missing", &missing, "List the ranks that have not come to the current round.")
+        .def("expire", [](SharedGroup& self) {
+            const shm::Ending ending = self.group->expire();
+            return std::pair(static_cast<int>(ending.outcome), ending.culprit);
+        }, "Bar ranks from the current call, which is late: outcome and culprit.")
         .def("last_call", &last_call, "rank"_a, "Return sequence and kind of a rank's last call.")
         .def("waited", &waited, "rank"_a, "for_rank"_a, "Return how long a rank has slept for another, in seconds.")
         .def("is_gone", [](const SharedGroup& self, int rank) { return self.group->is_gone(rank); }, "rank"_a,

@@ -20,6 +20,8 @@ constexpr Bytes largest_flat = Slot::capacity;
 constexpr Bytes hot_nbytes = 8 * 1024;
 // Staged at a time where others follow: copying it takes longer than telling them, and not much longer.
 constexpr Bytes message_nbytes = 16 * 1024;
+// Copied or folded between two notes that something moves: a few milliseconds at the slowest.
+constexpr Bytes move_nbytes = 4 * 1024 * 1024;
 constexpr Bytes everything = Group::everything;
 
 constexpr Bytes round_up(Bytes nbytes, Bytes unit) { return (nbytes + unit - 1) / unit * unit; }
@@ -91,6 +93,7 @@ private:
         if (const Ending ending = meet(stage, 0); ending.failed()) {
             return ending;
         }
+        group_.note_all_entered(patience_.sequence);
         if (const Ending ending = compare(); ending.failed()) {
             return ending;
         }
@@ -117,15 +120,16 @@ private:
     Ending meet(Stage stage, Bytes k) {
         if (!is_followed_ || !is_staged_) {
             stage(k);
-            publish(k);
-            return group_.await_others(patience_);
+            return publish(k) ? group_.await_others(patience_) : group_.barred(patience_.sequence);
         }
         room();  // where it is has to be in the slot
         group_.begin_staging();
-        publish(k);
-        stage(k);
+        const bool has_come = publish(k);
+        if (has_come) {
+            stage(k);
+        }
         group_.end_staging();
-        return group_.await_others(patience_);
+        return has_come ? group_.await_others(patience_) : group_.barred(patience_.sequence);
     }
 
     // Finds where this rank's memory is if others can reach it.
@@ -135,12 +139,12 @@ private:
         is_staged_ = posted_source_ == 0 && task_.source != nullptr && is_read();
     }
 
-    // Shows the slot, in the first round with what is called.
-    void publish(Bytes k) {
+    // Shows the slot, in the first round with what is called; false if this rank was barred from the round.
+    bool publish(Bytes k) {
         if (k > 0) {
             return group_.publish();
         }
-        group_.publish({static_cast<std::uint32_t>(task_.kind), patience_.sequence, task_.fingerprint, posted_source_,
+        return group_.publish({static_cast<std::uint32_t>(task_.kind), patience_.sequence, task_.fingerprint, posted_source_,
                         posted_target_});
     }
 
@@ -310,8 +314,16 @@ private:
         }
     }
     void fetch(std::byte* into, const std::byte* from, Bytes nbytes) {
-        copy_bytes(into, from, nbytes);
+        copy_moving(into, from, nbytes);
         received += nbytes;
+    }
+    // Copies shared memory of any size, and lets the others see that it moves.
+    void copy_moving(std::byte* into, const std::byte* from, Bytes nbytes) {
+        for (; nbytes > move_nbytes; nbytes -= move_nbytes, into += move_nbytes, from += move_nbytes) {
+            copy_bytes(into, from, move_nbytes);
+            group_.note_move();
+        }
+        copy_bytes(into, from, nbytes);
     }
     // Fetches what a rank stages at `place`, as soon as it is there.
     void follow(Bytes rank, std::byte* into, Bytes place, Bytes nbytes) {
@@ -355,6 +367,9 @@ private:
             }
             for (const void*& operand : operands_) {
                 operand = static_cast<const std::byte*>(operand) + now;
+            }
+            if (done > 0 && done % move_nbytes == 0) {
+                group_.note_move();
             }
         }
     }
@@ -558,7 +573,7 @@ private:
                 if (me_ != root_) {
                     take(root_, task_.target + part.start, part.start, 0, part.nbytes);
                 } else if (task_.target != task_.source && part.nbytes > 0) {
-                    copy_bytes(task_.target + part.start, task_.source + part.start, part.nbytes);
+                    copy_moving(task_.target + part.start, task_.source + part.start, part.nbytes);
                 }
             });
     }
@@ -608,7 +623,7 @@ private:
     // Moves this rank's own part to its place, unless it is there.
     void keep(std::byte* into, const std::byte* from, Bytes nbytes) {
         if (into != from && nbytes > 0) {
-            copy_bytes(into, from, nbytes);
+            copy_moving(into, from, nbytes);
         }
     }
 

@@ -15,6 +15,12 @@ namespace {
 constexpr std::size_t half_nbytes = Group::stage_nbytes * 3 / 2;
 static_assert(half_nbytes % line == 0);
 
+// Ticks of even rounds are odd, and those of odd ones even; what bars is neither.
+bool is_barred_tick(const Slot& own, std::uint32_t parity) {
+    const std::uint32_t tick = own.tick.load(std::memory_order_relaxed);  // this rank's own
+    return tick != 0 && tick % 2 == parity;
+}
+
 }  // namespace
 
 Group::Group(std::shared_ptr<World> world, std::vector<int> members, int rank, std::byte* block,
@@ -44,12 +50,12 @@ Group::~Group() {
 
 // -- rounds ----------------------------------------------------------------------------------------
 
-void Group::publish() {
+bool Group::publish() {
     world_->spins().show_cpu();
-    show_tick();
+    return show_tick();
 }
 
-void Group::publish(const Called& called) {
+bool Group::publish(const Called& called) {
     world_->spins().show_cpu();
     // Who waits for this rank reads the line all the time: it is written at one go, or it would move to the
     // reader and back in between.
@@ -59,17 +65,74 @@ void Group::publish(const Called& called) {
     mine.fingerprint = called.fingerprint;
     mine.source = called.source;
     mine.target = called.target;
-    show_tick();
+    return show_tick();
 }
 
-void Group::show_tick() {
+bool Group::show_tick() {
     Slot& mine = slot(rank_);
-    // Pairs with has_come, and, being seq_cst, with the sleeper's look at the tick in wait_until.
-    mine.tick.store(round_ + 1, std::memory_order_seq_cst);
+    std::uint32_t before = mine.tick.load(std::memory_order_relaxed);  // all others only ever bar
+    // Pairs with has_come, with bar_missing, and, being seq_cst, with the sleeper's look at the tick in wait_until.
+    // It costs what a seq_cst store does.
+    if (before == round_ + 2 || !mine.tick.compare_exchange_strong(before, round_ + 1, std::memory_order_seq_cst)) {
+        return false;
+    }
     // Pairs with the sleeper's fetch_add in wait_until.
     if (words(rank_).sleepers.load(std::memory_order_seq_cst) != 0) {
         wake_all(mine.tick);
     }
+    return true;
+}
+
+std::uint32_t Group::published_round() const {
+    // Relaxed: this rank's own; if its other thread goes on meanwhile, all have come to the round that is found.
+    const std::uint32_t even = slot(rank_, 0).tick.load(std::memory_order_relaxed);
+    const std::uint32_t odd = slot(rank_, 1).tick.load(std::memory_order_relaxed);
+    return (static_cast<std::int32_t>(even - odd) > 0 ? even : odd) - 1;
+}
+
+bool Group::bar_missing() {
+    if (is_barred_tick(slot(rank_, 0), 0) || is_barred_tick(slot(rank_, 1), 1)) {
+        return true;
+    }
+    const std::uint32_t round = published_round();
+    bool finds_barred = false;
+    for (int rank = 0; rank < size(); ++rank) {
+        Word& tick = slot(rank, round).tick;
+        std::uint32_t found = tick.load(std::memory_order_acquire);  // pairs with publish
+        // Who has not come to the round has the tick of two rounds before (or was barred then), or none yet.
+        const bool is_missing = found == round - 1 || found == round || (found == 0 && round < 2);
+        // Pairs with the compare-and-swap in publish: one of both succeeds.
+        const bool is_barred =
+            is_missing && tick.compare_exchange_strong(found, round + 2, std::memory_order_seq_cst);
+        finds_barred |= is_barred || found == round + 2;
+    }
+    return finds_barred;
+}
+
+Ending Group::expire() {
+    const std::lock_guard lock(ending_);
+    if (bar_missing()) {
+        return {Outcome::late};
+    }
+    const std::int64_t now = now_ns();
+    if (const std::uint64_t moves = count_moves(); moves != expiring_moves_ || expiring_ns_ == 0) {
+        expiring_moves_ = moves;
+        expiring_ns_ = now;
+    }
+    return {now - expiring_ns_ < stall_ns ? Outcome::done : Outcome::late};
+}
+
+std::uint64_t Group::count_moves() const {
+    std::uint64_t moves = 0;
+    for (int rank = 0; rank < size(); ++rank) {
+        RankWords& theirs = words(rank);
+        // Relaxed: that one of them has changed is all that counts. Pairs with publish, show_staged, note_move.
+        for (const Word* word : {&slot(rank, 0).tick, &slot(rank, 1).tick, &theirs.staged[0], &theirs.staged[1],
+                                 &theirs.num_moves}) {
+            moves = moves * 31 + word->load(std::memory_order_relaxed);
+        }
+    }
+    return moves;
 }
 
 // What a wait for a round, or for what `peer` stages in it, looks at, now and then.
@@ -84,7 +147,7 @@ public:
     }
 
     void begin() {
-        started_ns_ = looked_ns_ = now_ns();
+        started_ns_ = looked_ns_ = moved_ns_ = now_ns();
         patience_.begin();
     }
     bool has_begun() const { return started_ns_ != 0; }
@@ -115,8 +178,9 @@ public:
                 return ending;
             }
         }
-        if (patience_.is_late()) {
-            return {Outcome::late};
+        note_moves(now);
+        if (const Ending ending = expire(now); ending.failed()) {
+            return ending;
         }
         return {patience_.watch->look() ? Outcome::done : Outcome::interrupted};
     }
@@ -137,11 +201,33 @@ private:
         return {is_silent ? Outcome::silent : Outcome::done, rank};
     }
 
+    // Whether anything has moved in this group since the last look.
+    void note_moves(std::int64_t now) {
+        if (const std::uint64_t moves = group_.count_moves(); moves != moves_) {
+            moves_ = moves;
+            moved_ns_ = now;
+        }
+    }
+
+    // At the deadline: ends the wait if a rank can be barred, but not while bytes move in a call that all are in.
+    Ending expire(std::int64_t now) {
+        const bool all_entered = group_.have_all_entered(patience_.sequence);
+        if (!patience_.is_late() || (all_entered && now - moved_ns_ < stall_ns)) {
+            return {};
+        }
+        if (group_.bar_missing()) {
+            return {Outcome::late};
+        }
+        return {all_entered && is_missing(peer_) ? Outcome::late : Outcome::done, peer_};
+    }
+
     Group& group_;
     const int peer_;
     const std::size_t nbytes_;
     const Patience& patience_;
     std::int64_t started_ns_ = 0, looked_ns_ = 0;
+    std::int64_t moved_ns_ = 0;  // when something was last seen to move
+    std::uint64_t moves_ = 0;
     std::vector<Silence> silences_;
 };
 

@@ -13,6 +13,13 @@
 // comes back to a line only when it has left, however little is staged at a time.
 //
 // The first round of a call also carries what was called: that is how a difference is found.
+//
+// *Barring*: who gives a round up at its deadline must first bar those that have not come, by a compare-and-swap on
+// their tick; coming to the round is one too, so exactly one of both succeeds. What a tick says of a round is final
+// then: all who look at every rank find the same ones barred, whichever of them was first. A round from which one
+// is barred is never complete, so nobody can have finished its call; the group error that names the barred ranks
+// concerns all of them alike. If all have come, the round is complete and nobody may give it up.
+// Once all have entered a call, a deadline ends it only if nothing has moved for a while.
 #pragma once
 
 #include <cstdint>
@@ -68,12 +75,31 @@ public:
     std::uint32_t round() const { return round_; }
     // Shows this rank's slot and waits for all others'; they stay readable until next_round().
     Ending meet(const Patience& patience) {
-        publish();
-        return await_others(patience);
+        return publish() ? await_others(patience) : barred(patience.sequence);
     }
-    void publish();
+    // False if this rank was barred from the round.
+    bool publish();
     // The same, with what is called.
-    void publish(const Called& called);
+    bool publish(const Called& called);
+    // How a call ends for a rank that was barred: it has come too late, unless it was in the call before.
+    Ending barred(std::uint64_t sequence) const {
+        return {have_all_entered(sequence) ? Outcome::verdict : Outcome::given_up};
+    }
+    // Bars all ranks that have not come to the round that this rank has published last; false if all have. Any
+    // thread of this rank.
+    bool bar_missing();
+    // The deadline of the current call is over, says a thread that is not in it: late if a rank was barred, or if
+    // nothing has moved for a while.
+    Ending expire();
+    // All ranks were seen in a round of this call.
+    void note_all_entered(std::uint64_t sequence) { all_entered_ = sequence; }
+    bool have_all_entered(std::uint64_t sequence) const { return all_entered_ == sequence; }
+    // Lets waits whose deadline is over see that bytes still move, where no tick tells.
+    void note_move() {
+        // Relaxed: only this rank writes it; pairs with the load in Lookout.
+        Word& mine = words(rank_).num_moves;
+        mine.store(mine.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    }
     Ending await_others(const Patience& patience);
     void next_round() { ++round_; }
     // Whether a rank has not come to the current round, or not staged all it said it would.
@@ -91,6 +117,7 @@ public:
     Ending await_staged(int peer, std::size_t nbytes, const Patience& patience);
     std::size_t staged_nbytes(int rank) const;
 
+    static constexpr std::uint64_t no_call = std::numeric_limits<std::uint64_t>::max();
     static constexpr std::size_t everything = std::numeric_limits<std::size_t>::max();
     static constexpr std::size_t stage_nbytes = 1024 * 1024;
     static constexpr std::size_t piece_nbytes = 512 * 1024;  // staged at a time for one reader
@@ -140,9 +167,12 @@ private:
         // Pairs with the store in publish: what the slot says was written before.
         return slot(rank).tick.load(std::memory_order_acquire) == round_ + 1;
     }
-    void show_tick();
+    bool show_tick();
     bool has_staged(int rank, std::size_t nbytes) const { return staged_nbytes(rank) >= nbytes; }
     Word& staged(int rank) const { return words(rank).staged[round_ & 1]; }
+    std::uint32_t published_round() const;
+    // A number that changes as long as anything moves in this group.
+    std::uint64_t count_moves() const;
     void wake_everybody();
     Ending await(int peer, std::size_t nbytes, const Word& word, const Patience& patience);
 
@@ -154,10 +184,13 @@ private:
     bool has_group_block_;
     std::vector<std::size_t> blocks_;
     std::uint32_t round_ = 0;
+    std::uint64_t all_entered_ = no_call;  // the last call that all were seen in
     std::size_t ring_ = 0;      // offset of the staging area; 0: not yet
     std::size_t ring_end_ = 0;  // of what was staged last, in the ring
     Scratch scratch_;
-    std::mutex ending_;  // held by the thread that gives the verdict or leaves
+    std::mutex ending_;  // held by the thread that gives the verdict, leaves, or lets a call of another expire
+    std::uint64_t expiring_moves_ = 0;  // what had moved at `expiring_ns_`; see expire
+    std::int64_t expiring_ns_ = 0;
     std::uint64_t num_rounds_ = 0;
 };
 

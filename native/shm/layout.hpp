@@ -42,6 +42,7 @@ struct RankWords {
     Word num_receives;  // point-to-point receives in flight
     Word sending_to;    // rank + 1 whom a blocked send is for; 0: none
     Word cycle_next;    // rank + 1 of the next in a cycle of sends; written by whoever found it
+    Word num_moves;     // parts of large shared memory that this rank has copied or folded
     std::uint32_t departure_nbytes;
     std::byte departure[departure_capacity];
 };
@@ -52,7 +53,9 @@ struct RankWords {
 struct alignas(line) Slot {
     static constexpr std::size_t nbytes = 4096;
 
-    Word tick;  // number of the round + 1, stored last
+    // Number of the round + 1, stored last; the number + 2 once this rank is barred from the round. Before, it is
+    // that of an earlier round. See Group::bar_missing.
+    Word tick;
     std::uint32_t kind;
     std::uint64_t sequence;
     std::uint64_t fingerprint;

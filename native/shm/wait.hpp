@@ -63,11 +63,17 @@ struct Patience {
 constexpr int spins_with_locks = 48;     // before letting go of anything: about a microsecond
 constexpr int spins_between_looks = 16;  // at the clock and at the cores of others
 constexpr std::int64_t longest_sleep_ns = 50'000'000;
+// For so long nothing may move in a call that all ranks have entered, before its deadline ends it. A rank that
+// shares its core with others may not run for a good part of that.
+constexpr std::int64_t stall_ns = 200'000'000;
+constexpr std::int64_t late_sleep_ns = 10'000'000;  // in a call that goes on after its deadline
 
 inline std::int64_t sleep_limit(const Patience& patience) {
-    return patience.deadline_ns == 0
-               ? longest_sleep_ns
-               : std::clamp<std::int64_t>(patience.deadline_ns - now_ns(), 1'000, longest_sleep_ns);
+    if (patience.deadline_ns == 0) {
+        return longest_sleep_ns;
+    }
+    const std::int64_t rest = patience.deadline_ns - now_ns();
+    return rest <= 0 ? late_sleep_ns : std::clamp<std::int64_t>(rest, 1'000, longest_sleep_ns);
 }
 
 // Waits until `is_ready()`, which depends on `word`. Whoever changes the word wakes its sleepers if
