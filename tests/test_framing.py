@@ -26,7 +26,7 @@ KEYS = st.binary(min_size=32, max_size=32)
 HEADER_NBYTES = len(encode(Frame(0, 0, 0, b""), 0, 1))
 LENGTH_AT = 48  # where in a header the length of the payload stands
 PIECE = 4096
-NUM_KINDS = 24
+NUM_KINDS = 25
 # The kinds that carry nothing, and those that carry more than a piece may be.
 EMPTY_KINDS = (0, 2, 5, 7, 8, 9, 11, 12, 17, 19, 22, 23)
 LARGEST = 16 * 2**20

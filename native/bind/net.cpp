@@ -301,6 +301,18 @@ void add_group(nb::module_& module) {
             return static_cast<int>(ending.outcome);
         }, "kind"_a, "sequence"_a, "fingerprint"_a,
              "Enter a call whose first part is done elsewhere; return an outcome.")
+        .def("expire", [](TcpGroup& self) {
+            Unlocked unlocked;
+            net::Lock guard = self.group->mesh().lock();
+            shm::Watch nobody;
+            const Ending ending = self.group->expire(guard, {&nobody});
+            return std::pair(static_cast<int>(ending.outcome), ending.culprit);
+        }, "Bar ranks from the current call, which is late: outcome and culprit.")
+        .def_prop_ro("has_barred", [](TcpGroup& self) {
+            Unlocked unlocked;
+            const net::Lock guard = self.group->mesh().lock();
+            return self.group->has_barred();
+        }, "Whether the last call that was given up was for ranks that are barred from it.")
         .def("exit", [](TcpGroup& self) {
             Unlocked unlocked;
             const net::Lock guard = self.group->mesh().lock();

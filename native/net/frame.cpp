@@ -45,6 +45,7 @@ std::uint64_t longest_payload(FrameKind kind, std::uint64_t piece) {
             return longest_statement;
         case FrameKind::join:
         case FrameKind::ring:
+        case FrameKind::bar:
             return longest_members;
         case FrameKind::desk:
             return 2 * longest_members + longest_text;

@@ -22,7 +22,7 @@
 namespace ferrodist::net {
 
 constexpr std::size_t header_nbytes = 72;
-constexpr std::uint8_t wire_version = 3;
+constexpr std::uint8_t wire_version = 4;
 
 enum class FrameKind : std::uint8_t {
     heartbeat,  // I am alive
@@ -49,7 +49,8 @@ enum class FrameKind : std::uint8_t {
     ring,       // we wait for each other in a cycle of sends
     report,     // to the group's keeper: I wait in this call
     received,   // so many bytes of your eager messages were received: sequence
-    last = received,
+    bar,        // are you in call fingerprint? else stay out of it, and refuse pieces of the ranks listed; answered by desk
+    last = bar,
 };
 
 struct Header {

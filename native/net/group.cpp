@@ -52,6 +52,10 @@ void Group::send_to_all(const Header& header, Bytes payload, bool is_urgent) {
 // -- pieces ---------------------------------------------------------------------------------------
 
 Ending Group::enter(std::uint64_t sequence, std::uint32_t kind, std::uint64_t fingerprint) {
+    if (sequence >= desk_.barred_from) {
+        return {Outcome::given_up};
+    }
+    ++desk_.num_moves;
     desk_.sequence = sequence;
     desk_.kind = kind;
     desk_.is_inside = 1;
@@ -83,6 +87,7 @@ void Group::send_piece(int peer, Bytes piece, Ticket& ticket) {
     Link& link = mesh_->link(world_rank(peer));
     Header header{.kind = FrameKind::data, .group = id_, .sequence = desk_.sequence, .fingerprint = fingerprint_};
     peer_of(peer).sent += piece.size();
+    ++desk_.num_moves;
     mesh_->note(true, world_rank(peer), desk_.sequence, piece.size());
     link.send_in_place(header, piece, ticket);
     link.flush();
@@ -142,6 +147,7 @@ void Group::forget(int peer) {
 Place* Group::next_place(int rank, const Header& header) {
     Peer& from = peer_of(rank);
     const bool is_expected = desk_.is_inside && header.sequence == desk_.sequence && from.pieces.empty() &&
+                             header.sequence < from.refused_from &&
                              header.fingerprint == fingerprint_ && from.num_filled < from.places.size();
     Place* place = is_expected ? &from.places[from.num_filled] : nullptr;
     return place != nullptr && place->size == header.length ? place : nullptr;
@@ -169,6 +175,11 @@ std::optional<Payload> Group::take_piece(int peer, std::size_t size, Ending& fla
 
 void Group::on_piece(int rank, const Header& header, Payload payload, bool is_void) {
     Peer& from = peer_of(rank);
+    if (header.sequence >= from.refused_from) {
+        consume(rank, header.length);
+        return;
+    }
+    desk_.num_moves += 1 + header.length;
     from.seen = std::max(from.seen, header.sequence);
     if (is_void || header.sequence < desk_.sequence) {
         consume(rank, header.length);
@@ -356,6 +367,8 @@ void Group::on_frame(int world_rank, const Header& header, Payload payload, bool
             return on_report(rank, header.sequence, header.fingerprint);
         case FrameKind::poll:
             return on_poll(rank, header.sequence);
+        case FrameKind::bar:
+            return on_bar(rank, header, payload.bytes());
         case FrameKind::desk:
             return on_desk(rank, payload.bytes());
         case FrameKind::ring:

@@ -5,6 +5,15 @@
 // Its lowest rank that is still there is the *keeper* of its verdicts, in the thread of its mesh: the
 // first one proposed for a call stands, and all get it from there. When ranks differ in a call, whoever
 // finds out tells it; it asks all for their calls and hands everybody all of them.
+//
+// *Barring*: who wants to give a call up at its deadline asks all ranks whether they have entered it. Whose
+// thread is asked answers: yes, or that it is barred from now on: then that rank takes no part in the call any
+// more. Either is final, under the lock of its mesh, so all who ask get the same answers. If one is barred, nobody
+// can have finished the call (all have to hear of all), and the group error that names the barred ranks concerns
+// all alike. A rank that does not answer (stopped, or its host is gone) cannot bar itself: the others are asked to
+// refuse its pieces. If none of them has had one of this call, nobody can finish it: the rank counts as barred. If
+// one has, the rank has entered. Once all have entered, a deadline ends a call only if nothing has moved on any
+// rank between two questions.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +40,8 @@ struct Place {
 struct Desk {
     std::uint64_t poll = 0;
     std::uint64_t sequence = 0;
+    std::uint64_t barred_from = UINT64_MAX;  // the first call that it takes no part in
+    std::uint64_t num_moves = 0;  // of bytes and calls in this group: it changes as long as something does
     std::uint32_t kind = 0;
     std::uint32_t is_inside = 0;
     std::int32_t waiting_for = -1;
@@ -87,6 +98,11 @@ public:
     Ending trouble(int peer);
     // The same for what takes longer to find; tells the keeper that this rank waits, and in what.
     Ending slow_trouble();
+    // The deadline of the current call is over: late if a rank is barred from it, or if nothing moves any more;
+    // then missing() names who. Otherwise the call goes on, and the deadline is put off. The lock is let go of.
+    Ending expire(Lock& lock, const Patience& patience);
+    // Whether it was given up for ranks that are barred.
+    bool has_barred() const { return has_barred_; }
     void note_wait(int peer, std::int64_t ns) { peer_of(peer).waited_ns += ns; }
     void set_waiting_for(int peer) {
         desk_.waiting_for = peer;
@@ -169,10 +185,12 @@ private:
         std::uint64_t seen = 0;  // the last call of which a piece has come
         Desk desk;
         std::vector<std::uint64_t> has_seen;  // the same of each rank, as this one answered
+        std::uint64_t refused_from = UINT64_MAX;  // pieces of this call and later ones are dropped
         std::uint64_t reported = 0, reported_fingerprint = 0;  // the call it waits in, as the keeper hears
     };
 
     Peer& peer_of(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+    const Peer& peer_of(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
     void keep_piece(int rank, Piece piece);
     Payload take_first(Peer& from);
     void drop_old(Peer& peer, int rank);
@@ -187,8 +205,17 @@ private:
     void ask_all(std::uint64_t sequence);
     void on_ring(Bytes payload);
     void on_poll(int rank, std::uint64_t poll);
+    void on_bar(int rank, const Header& header, Bytes payload);
     void on_desk(int rank, Bytes payload);
-    void poll_all();
+    void poll_all(Lock& lock);
+    std::vector<int> ask_in_call(Lock& lock, const std::vector<int>& refused);
+    std::vector<int> find_barred(const std::vector<int>& silent) const;
+    std::vector<int> find_missing() const;
+    bool is_refused(int rank) const;
+    void refuse(int rank, std::uint64_t sequence);
+    std::uint64_t moves_here() const;
+    std::uint64_t count_moves() const;
+    Ending give_up(std::vector<int> missing, bool are_barred);
     Ending find_dead();
     std::uint64_t seen_of(int rank) const;
 
@@ -209,6 +236,11 @@ private:
     std::uint64_t heard_ = 0;  // the same on the keeper's way back
     std::vector<std::optional<std::string>> heard_statements_;
     std::uint64_t last_report_ = 0;
+    bool has_barred_ = false;      // whether the last call that was given up was for barred ranks
+    std::uint64_t expired_ = 0;    // the last call whose deadline was over
+    std::uint64_t last_moves_ = 0;      // of all ranks, when it was
+    std::int64_t next_expiry_ns_ = 0;   // when to ask again whether anything moves
+    std::vector<int> given_up_for_;     // who is barred or waited for in a call that was given up
     std::uint64_t last_poll_ = 0;  // for dead ranks
     std::int64_t next_poll_ns_ = 0;
     int last_awaited_ = -1;

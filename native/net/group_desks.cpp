@@ -15,13 +15,16 @@ constexpr std::int64_t poll_patience_ns = 300'000'000;
 constexpr std::int64_t poll_interval_ns = 500'000'000;
 constexpr std::size_t longest_report = 4096;
 constexpr std::uint64_t still_here = UINT64_MAX;  // more may come of a rank that is connected
+constexpr std::uint64_t never = UINT64_MAX;       // no call
+// How long a rank may take to answer before the others are asked to refuse it. Its own thread answers, whatever its
+// program does; it takes so long only if its process is stopped, or its host is out of reach.
+constexpr std::int64_t bar_patience_ns = 500'000'000;
 
 }  // namespace
 
 // -- who does what --------------------------------------------------------------------------------
 
-void Group::poll_all() {
-    Lock guard = mesh_->lock();
+void Group::poll_all(Lock& guard) {
     const std::uint64_t poll = mesh_->new_number();
     send_to_all({.kind = FrameKind::poll, .sequence = poll}, {}, true);
     const Patience patience = brief(poll_patience_ns);
@@ -41,6 +44,7 @@ void Group::poll_all() {
 void Group::on_poll(int rank, std::uint64_t poll) {
     Desk desk = desk_;
     desk.poll = poll;
+    desk.num_moves = moves_here();
     std::string answer(reinterpret_cast<const char*>(&desk), sizeof desk);
     for (int other = 0; other < size(); ++other) {
         const std::uint64_t seen = seen_of(other);
@@ -67,8 +71,15 @@ void Group::on_desk(int rank, Bytes payload) {
 }
 
 std::vector<int> Group::missing() {
-    poll_all();
-    const Lock guard = mesh_->lock();
+    Lock guard = mesh_->lock();
+    if (expired_ == desk_.sequence && !given_up_for_.empty()) {
+        return given_up_for_;
+    }
+    poll_all(guard);
+    return find_missing();
+}
+
+std::vector<int> Group::find_missing() const {
     std::vector<int> absent, stuck;
     std::set<int> awaited;
     for (int rank = 0; rank < size(); ++rank) {
@@ -102,8 +113,8 @@ std::pair<std::uint64_t, std::uint32_t> Group::last_call(int rank) {
 }
 
 std::vector<int> Group::find_send_cycle(int peer) {
-    poll_all();
-    const Lock guard = mesh_->lock();
+    Lock guard = mesh_->lock();
+    poll_all(guard);
     std::vector<int> ring{rank_};
     for (int next = peer; next != rank_; next = peer_of(next).desk.sending_to) {
         if (next < 0 || next >= size() || std::find(ring.begin(), ring.end(), next) != ring.end()) {
@@ -171,7 +182,149 @@ Ending Group::find_dead() {
 }
 
 std::uint64_t Group::seen_of(int rank) const {
-    return is_gone(rank) ? peers_[static_cast<std::size_t>(rank)].seen : still_here;
+    return is_gone(rank) || is_refused(rank) ? peer_of(rank).seen : still_here;
+}
+
+// -- barring --------------------------------------------------------------------------------------
+
+bool Group::is_refused(int rank) const { return peer_of(rank).refused_from != never; }
+
+void Group::refuse(int rank, std::uint64_t sequence) {
+    Peer& peer = peer_of(rank);
+    if (rank != rank_ && peer.seen < sequence) {
+        peer.refused_from = std::min(peer.refused_from, sequence);
+    }
+}
+
+void Group::on_bar(int rank, const Header& header, Bytes payload) {
+    if (header.fingerprint == 0) {
+        return;  // no call has it
+    }
+    if (desk_.sequence < header.fingerprint) {
+        desk_.barred_from = std::min(desk_.barred_from, header.fingerprint);
+    }
+    for (std::size_t i = 0; i + sizeof(int) <= payload.size(); i += sizeof(int)) {
+        int silent;
+        std::memcpy(&silent, payload.data() + i, sizeof silent);
+        if (silent >= 0 && silent < size()) {
+            refuse(silent, header.fingerprint);
+        }
+    }
+    on_poll(rank, header.sequence);
+}
+
+// Asks all ranks whether they have entered the current call, and returns those that did not answer.
+std::vector<int> Group::ask_in_call(Lock& lock, const std::vector<int>& refused) {
+    for (const int rank : refused) {
+        refuse(rank, desk_.sequence);
+    }
+    const std::uint64_t question = mesh_->new_number();
+    const Patience patience = brief(bar_patience_ns);
+    Waiter waiter(*mesh_, lock, patience);
+    send_to_all({.kind = FrameKind::bar, .sequence = question, .fingerprint = desk_.sequence},
+                std::as_bytes(std::span(refused)), true);
+    while (true) {
+        std::vector<int> silent;
+        bool is_awaited = false;
+        for (int rank = 0; rank < size(); ++rank) {
+            if (rank != rank_ && !is_gone(rank) && peer_of(rank).desk.poll < question) {
+                silent.push_back(rank);
+                is_awaited = is_awaited || std::find(refused.begin(), refused.end(), rank) == refused.end();
+            }
+        }
+        if (!is_awaited || find_verdict(desk_.sequence) != nullptr || waiter.until_change(mesh_->tick()).failed()) {
+            return silent;
+        }
+    }
+}
+
+// Who takes no part in the current call: those that have said so, and those that say nothing and of whom nobody has
+// had a piece.
+std::vector<int> Group::find_barred(const std::vector<int>& silent) const {
+    std::vector<int> barred;
+    for (int rank = 0; rank < size(); ++rank) {
+        if (rank == rank_ || is_gone(rank)) {
+            continue;  // whoever still needs it finds it lost
+        }
+        if (std::find(silent.begin(), silent.end(), rank) == silent.end()) {
+            if (peer_of(rank).desk.barred_from <= desk_.sequence) {
+                barred.push_back(rank);
+            }
+            continue;
+        }
+        bool is_unseen = peer_of(rank).seen < desk_.sequence;
+        for (int other = 0; other < size() && is_unseen; ++other) {
+            const bool has_answered = other != rank_ && other != rank && !is_gone(other) &&
+                                      std::find(silent.begin(), silent.end(), other) == silent.end();
+            const auto& seen = peer_of(other).has_seen;
+            is_unseen = !has_answered || (seen.size() == members_.size() &&
+                                          seen[static_cast<std::size_t>(rank)] < desk_.sequence);
+        }
+        if (is_unseen) {
+            barred.push_back(rank);
+        }
+    }
+    return barred;
+}
+
+// What has moved here so far, down to the bytes of a piece that is on its way.
+std::uint64_t Group::moves_here() const {
+    std::uint64_t moves = desk_.num_moves;
+    for (const int member : members_) {
+        moves += member == mesh_->rank() ? 0 : mesh_->link(member).num_filled(id_);
+    }
+    return moves;
+}
+
+std::uint64_t Group::count_moves() const {
+    std::uint64_t moves = moves_here();
+    for (int rank = 0; rank < size(); ++rank) {
+        moves += rank == rank_ ? 0 : peer_of(rank).desk.num_moves;
+    }
+    return moves;
+}
+
+Ending Group::give_up(std::vector<int> missing, bool are_barred) {
+    given_up_for_ = std::move(missing);
+    has_barred_ = are_barred;
+    return {Outcome::late};
+}
+
+Ending Group::expire(Lock& lock, const Patience& patience) {
+    const std::int64_t now = shm::now_ns();
+    const bool is_first = expired_ != desk_.sequence;
+    if (!is_first && now < next_expiry_ns_) {
+        patience.deadline_ns = next_expiry_ns_;
+        return {};
+    }
+    if (is_first) {
+        expired_ = desk_.sequence;
+        given_up_for_.clear();
+        last_moves_ = 0;
+    }
+    std::vector<int> silent = ask_in_call(lock, {});
+    std::uint64_t moves = count_moves();
+    if (!silent.empty()) {
+        last_moves_ = moves;
+        silent = ask_in_call(lock, silent);
+        moves = count_moves();
+    }
+    if (find_verdict(desk_.sequence) != nullptr) {
+        return {Outcome::verdict};
+    }
+    if (std::vector<int> barred = find_barred(silent); !barred.empty()) {
+        return give_up(std::move(barred), true);
+    }
+    if (moves == last_moves_) {
+        std::vector<int> held_up_by = find_missing();
+        if (held_up_by.empty()) {
+            held_up_by = silent;
+        }
+        return give_up(std::move(held_up_by), false);
+    }
+    last_moves_ = moves;
+    patience.deadline_ns = next_expiry_ns_ = shm::now_ns() + shm::stall_ns;
+    return {};
 }
 
 }  // namespace ferrodist::net

@@ -109,7 +109,11 @@ Ending Group::hear_all(std::uint64_t sequence, Bytes statement, const Patience& 
                 return ending;
             }
         }
-        if (const Ending ending = waiter.until_change(mesh_->tick()); ending.failed()) {
+        Ending ending = waiter.until_change(mesh_->tick());
+        if (ending.outcome == Outcome::late) {
+            ending = expire(guard, patience);
+        }
+        if (ending.failed()) {
             return ending;
         }
     }

@@ -96,6 +96,10 @@ public:
     // Gives up the place that a payload is going to; what is left of it goes nowhere.
     void give_up_place(const std::byte* begin, std::size_t size);
     std::uint64_t received_nbytes() const { return received_nbytes_; }
+    // How much of a piece of this group has come that is on its way.
+    std::size_t num_filled(std::uint64_t group) const {
+        return has_header_ && header_.kind == FrameKind::data && header_.group == group ? filled_ : 0;
+    }
 
     // Ends the connection: no more goes out. The other side hears it after all that was sent.
     void finish();

@@ -23,6 +23,7 @@ public:
     void progressed();
     // True about every 50 ms of waiting: time for what is too slow to be asked at every change.
     bool is_time_to_look();
+    const Patience& patience() const { return patience_; }
 
 private:
     Ending look();

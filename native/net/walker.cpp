@@ -145,6 +145,9 @@ private:
             ending = waiter_.until_change(tick);
             group_.note_wait(awaited, shm::now_ns() - begin);
         }
+        if (ending.outcome == Outcome::late) {
+            ending = group_.expire(lock_, waiter_.patience());
+        }
         group_.set_waiting_for(-1);
         return ending;
     }

@@ -127,6 +127,13 @@ shm::Ending trade(net::Group& group, const Trade& what, std::int64_t timeout_ns)
     return net::exchange(group, 1, what.to, what.out, what.from, what.in.data(), what.in.size(), task, wait.patience);
 }
 
+shm::Ending trade_in_vain(net::Group& group, const Trade& what, int num_looks) {
+    ActingWatch watch([&] { return --num_looks > 0; });
+    const shm::Patience patience{&watch, 0, shm::no_spins};
+    const net::Task task{nullptr, nullptr, false, what.sequence, what.fingerprint};
+    return net::exchange(group, 1, what.to, what.out, what.from, what.in.data(), what.in.size(), task, patience);
+}
+
 shm::Ending go_round(net::Group& group, std::uint64_t sequence, std::size_t nbytes, std::int64_t timeout_ns) {
     const int size = group.size(), right = (group.rank() + 1) % size, left = (group.rank() + size - 1) % size;
     for (int step = 0; step < size; ++step) {

@@ -101,6 +101,8 @@ struct Trade {
     std::uint64_t fingerprint = 1;
 };
 shm::Ending trade(net::Group& group, const Trade& what, std::int64_t timeout_ns = very_long);
+// The same, but stops waiting after a while; nobody is barred by that.
+shm::Ending trade_in_vain(net::Group& group, const Trade& what, int num_looks = 1);
 
 // Every rank hears from both neighbours, so from all after as many calls as there are ranks.
 shm::Ending go_round(net::Group& group, std::uint64_t sequence, std::size_t nbytes = 1000,

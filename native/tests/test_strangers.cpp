@@ -38,7 +38,7 @@ Buffer list_of(const std::vector<int>& members) {
 // Whether a frame of this kind means something, whatever it says.
 bool makes_sense(FrameKind kind) {
     return kind == FrameKind::propose || kind == FrameKind::verdict || kind == FrameKind::left ||
-           kind == FrameKind::closing || kind == FrameKind::unjoin;
+           kind == FrameKind::closing || kind == FrameKind::bar;
 }
 
 // A small message is the last thing a stranger says: when it is here, all before it was handled.

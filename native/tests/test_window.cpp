@@ -13,7 +13,7 @@ using shm::Outcome;
 // Sends pieces until one has to wait in vain, and counts their bytes.
 std::uint64_t send_all_that_goes(Group& group, std::uint64_t sequence, const Buffer& piece) {
     std::uint64_t nbytes = 0;
-    while (trade(group, {.sequence = sequence, .to = 1, .out = piece}, 4 * soon).outcome == Outcome::done) {
+    while (trade_in_vain(group, {.sequence = sequence, .to = 1, .out = piece}, 4).outcome == Outcome::done) {
         nbytes += piece.size();
         CHECK(nbytes < 1 << 30);
     }
@@ -68,8 +68,8 @@ TEST(pieces_that_never_went_out_leave_the_window_open) {
     Meshes meshes(2, {.piece_nbytes = 1 << 20, .asleep = {1}});
     shrink_buffers(meshes.mesh(0).link(1).socket());
     for (std::uint64_t sequence = 1; sequence <= 30; ++sequence) {
-        CHECK_EQUAL(trade(meshes.group(0), {.sequence = sequence, .to = 1, .out = Buffer(1 << 20)}, soon / 5).outcome,
-                    Outcome::late);
+        CHECK_EQUAL(trade_in_vain(meshes.group(0), {.sequence = sequence, .to = 1, .out = Buffer(1 << 20)}).outcome,
+                    Outcome::interrupted);
     }
     CHECK(meshes.mesh(0).sent_nbytes() < 4 << 20);
     meshes.mesh(1).start();
