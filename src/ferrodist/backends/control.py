@@ -9,6 +9,9 @@ Why nobody is failed wrongly: no rank finishes call #s before all have entered #
 fingerprint. So a difference at #s is seen while every rank is still inside #s, and a loss or a
 timeout at #s is of no concern to a rank still inside #s-1: a final verdict counts from its own
 sequence number on, and a rank further behind may still get one of its own.
+
+A deadline ends a call in which a rank is missing: both its entering and the verdict that bars it
+happen under the lock. If all have entered, it goes on as long as anything moves.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.watches import SendWatch
 
 _NOTHING = Call(Kind.BARRIER)
+STALL = 0.2  # seconds for which nothing may move in a call that all have entered and that is late
 
 
 class Desk:
@@ -73,6 +77,22 @@ class Desk:
         return f"is in {where}" if self.is_inside else f"last call was {where}"
 
 
+class Stall:
+    """Sees whether anything moves in a group, for one whose deadline is over."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._num_moves = -1
+        self._since = 0.0
+
+    def is_over(self) -> bool:
+        """Tell whether nothing has moved for a while. Lock held."""
+        now = time.monotonic()
+        if self._control.num_moves != self._num_moves:
+            self._num_moves, self._since = self._control.num_moves, now
+        return now - self._since >= STALL
+
+
 class Control:
     """Shared by the ranks of a group.
 
@@ -103,6 +123,7 @@ class Control:
         self._mismatch: Verdict | None = None
         self._report: tuple[type[CollectiveMismatch], str] | None = None
         self._arrivals: list[float] = []
+        self.num_moves = 0  # changes as long as calls of this group get on
         groups[group] = self  # last: a finalizer may look at it from now on
 
     def join(self, rank: int) -> None:
@@ -122,6 +143,7 @@ class Control:
             self.refuse_if_final(rank)
             desk.sequence, desk.call, desk.fingerprint = sequence, call, fingerprint
             desk.is_inside, desk.since = True, time.monotonic()
+            self.num_moves += 1
             self._note_arrival(desk)
             self._judge(sequence)
 
@@ -186,8 +208,10 @@ class Control:
             outside = f"rank {rank} of the parent group aborted it: {reason}"
             child.abort(child_rank, outside if is_outsider else reason)
 
-    def expire(self, sequence: int, call: Call, deadline: Deadline) -> None:
-        """Give the verdict of a deadline that ran out in ``sequence``. Lock held."""
+    def expire(self, sequence: int, call: Call, deadline: Deadline, stall: Stall) -> None:
+        """Give the verdict of a deadline that ran out in ``sequence``, if it is due. Lock held."""
+        if not self._absent(sequence) and not stall.is_over():
+            return
         missing = self.missing(sequence)
         last = [f"rank {rank} {self._excuse(rank, sequence)}" for rank in missing]
         self.give(verdict.timeout(call, sequence, missing, deadline, last))
@@ -239,8 +263,7 @@ class Control:
 
     def missing(self, sequence: int) -> list[int]:
         """Name the ranks that hold ``sequence`` up: not arrived, not heard, or stuck inside."""
-        ranks = range(len(self.desks))
-        absent = [rank for rank in ranks if self.desks[rank].sequence < sequence]
+        ranks, absent = range(len(self.desks)), self._absent(sequence)
         waits = {rank: self.desks[rank].waiting_for for rank in ranks if self.desks[rank].is_inside}
         unheard = {
             peer for rank, peer in waits.items() if peer is not None and self._is_cut(peer, rank)
@@ -248,6 +271,10 @@ class Control:
         stuck = [rank for rank, peer in waits.items() if peer is None or peer == rank]
         waited_for = {peer for peer in waits.values() if peer is not None}
         return absent or sorted(unheard) or stuck or sorted(waited_for)
+
+    def _absent(self, sequence: int) -> list[int]:
+        """List the ranks that have not entered a call; once it is given up they never can."""
+        return [rank for rank, desk in enumerate(self.desks) if desk.sequence < sequence]
 
     def lost_rank(self, sequence: int, peer: int, rank: int) -> int | None:
         """Find a rank that is gone and that ``rank``, waiting for ``peer``, still needs."""

@@ -14,7 +14,7 @@ from typing import NoReturn, Self
 from ferrodist import _native
 from ferrodist.backends import verdict
 from ferrodist.backends.base import Statistics
-from ferrodist.backends.control import Control
+from ferrodist.backends.control import Control, Stall
 from ferrodist.backends.messaging import ThreadMessagingBackend
 from ferrodist.backends.messenger import Messenger
 from ferrodist.backends.planner import Planner, walk_plan
@@ -22,7 +22,7 @@ from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCa
 from ferrodist.backends.verdict import Departure
 from ferrodist.backends.watches import CallWatch, SplitWatch
 from ferrodist.buffer import Buffer
-from ferrodist.call import Call, Kind
+from ferrodist.call import Kind
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch, InvalidWorldSize, RankLost
@@ -187,12 +187,14 @@ class SimulatedBackend(ThreadMessagingBackend):
         args: CollectiveArgs,
     ) -> None:
         """Do one whole collective: pick the schedule, walk its table over every segment."""
-        transport, members, watch = self._transport, self._control.members, running.watch
-        expected = Expected(self._control.group, running.sequence, running.fingerprint)
+        transport, control, watch = self._transport, self._control, running.watch
+        members = control.members
+        expected = Expected(control.group, running.sequence, running.fingerprint)
 
         def exchange(
             to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
         ) -> memoryview | None:
+            control.num_moves += 1
             if payload is None:
                 return transport.recv(members[peer], expected, watch)
             frame = Frame(*expected, payload)
@@ -221,16 +223,18 @@ class SimulatedBackend(ThreadMessagingBackend):
         control, deadline = self._control, running.deadline
         with control.switch.lock:
             if deadline.remaining() <= 0 and control.final is None:
-                self._expire_in_queue(running.call, deadline)
-                assert control.final is not None
+                self._expire_in_queue(running)
+                if control.final is None:
+                    return _QUEUE_LOOK
                 raise control.final.now(self.rank)
             control.refuse_if_final(self.rank)
-        return min(deadline.remaining(), _QUEUE_LOOK)
+        return min(max(deadline.remaining(), 0.0), _QUEUE_LOOK)
 
-    def _expire_in_queue(self, call: Call, deadline: Deadline) -> None:
-        desk = self._control.desks[self.rank]
+    def _expire_in_queue(self, running: RunningCall) -> None:
+        call, deadline, desk = running.call, running.deadline, self._control.desks[self.rank]
         if desk.is_inside:
-            self._control.expire(desk.sequence, desk.call, deadline)
+            running.watch = running.watch or Stall(self._control)
+            self._control.expire(desk.sequence, desk.call, deadline, running.watch)
             return
         why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
         held_up = self._tickets.last_ended + 1  # where the other ranks wait for this one

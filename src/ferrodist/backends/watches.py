@@ -12,7 +12,7 @@ import math
 import time
 
 from ferrodist.backends import message_errors, verdict
-from ferrodist.backends.control import Control
+from ferrodist.backends.control import STALL, Control, Stall
 from ferrodist.backends.verdict import Verdict
 from ferrodist.call import Call, caller_site
 from ferrodist.deadline import Deadline
@@ -32,6 +32,7 @@ class CallWatch:
         self.sequence = sequence
         self.call = call
         self.deadline = deadline
+        self._stall = Stall(control)
         self._desk = control.desks[rank]
         self._notice = control.notice
         self._next_notice = time.monotonic() + control.notice
@@ -50,9 +51,10 @@ class CallWatch:
         if lost is not None:
             control.lose(self.sequence, self.call, lost)
         elif self.deadline.remaining() <= 0:
-            control.expire(self.sequence, self.call, self.deadline)
+            control.expire(self.sequence, self.call, self.deadline, self._stall)
         self._raise_verdict()
-        return min(max(self.deadline.remaining(), 0.0), self._seconds_to_notice())
+        remaining = self.deadline.remaining()
+        return min(remaining if remaining > 0 else STALL / 4, self._seconds_to_notice())
 
     def arrived(self) -> None:
         """Hear that the wait is over."""
