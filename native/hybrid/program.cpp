@@ -16,21 +16,26 @@ constexpr std::uint64_t most_instructions = 1 << 20;
 // Polls in a wait inside a host: only here what befell other hosts is noticed.
 class IntraNodeWatch final : public shm::Watch {
 public:
-    IntraNodeWatch(shm::Watch& watch, net::Group& group) : watch_(watch), group_(group) {}
+    IntraNodeWatch(const shm::Patience& patience, net::Group& group) : patience_(patience), group_(group) {}
 
-    void let_go() override { watch_.let_go(); }
+    void let_go() override { patience_.watch->let_go(); }
     bool look() override {
-        if (!watch_.look()) {
+        if (!patience_.watch->look()) {
             return false;
         }
         found = group_.look_round();
+        if (!found.failed() && patience_.is_late()) {  // ranks are barred between hosts, and on this one alike
+            net::Lock guard = group_.mesh().lock();
+            shm::Watch nobody;
+            found = group_.expire(guard, {&nobody});
+        }
         return !found.failed();
     }
 
     Ending found;
 
 private:
-    shm::Watch& watch_;
+    const shm::Patience& patience_;
     net::Group& group_;
 };
 
@@ -46,9 +51,10 @@ Ending run_intra_node(const Levels& levels, const Task& task, const shm::Task& i
     if (!enter(levels, task)) {
         return {shm::Outcome::given_up};
     }
-    IntraNodeWatch watch(*patience.watch, levels.inter_node);
+    IntraNodeWatch watch(patience, levels.inter_node);
     shm::Patience own = patience;
     own.watch = &watch;
+    own.deadline_ns = own.timeout_ns = 0;  // which the watch sees to
     own.spins = patience.spins == shm::no_spins ? shm::no_spins : levels.intra_node.spins();
     Ending ending = shm::run(levels.intra_node, intra, own);
     if (watch.found.failed()) {

@@ -374,6 +374,9 @@ class SharedGroup:
     def missing(self) -> list[int]:
         """List the ranks that have not come to the current round."""
 
+    def expire(self) -> tuple[int, int]:
+        """Bar ranks from the current call, which is late: outcome and culprit."""
+
     def last_call(self, rank: int) -> tuple[int, int]:
         """Return sequence and kind of a rank's last call."""
 
@@ -646,6 +649,13 @@ class TcpGroup:
     def timeout_ns(self, value: int) -> None: ...
     def missing(self) -> list[int]:
         """Ask all ranks, and list those that hold up the current call."""
+
+    def expire(self) -> tuple[int, int]:
+        """Bar ranks from the current call, which is late: outcome and culprit."""
+
+    @property
+    def has_barred(self) -> bool:
+        """Whether the last call that was given up was for ranks that are barred from it."""
 
     def last_call(self, rank: int) -> tuple[int, int]:
         """Return sequence and kind of a rank's last call, as last heard."""

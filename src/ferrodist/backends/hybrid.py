@@ -234,6 +234,12 @@ class HybridBackend(TcpBackend):
             )
         return self._planners[key]
 
+    def _held_up_by(self) -> list[int]:
+        """List the ranks that a call was given up for; between hosts nobody may be waited for."""
+        local = [self.host_map.local[rank] for rank in self.inside.group.missing()]
+        here = [rank for rank in local if rank != self.rank]
+        return self.group.missing() or here or super()._held_up_by()
+
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
     ) -> CollectiveMismatch:

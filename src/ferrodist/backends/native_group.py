@@ -138,6 +138,9 @@ class NativeGroup(Protocol):
     def missing(self) -> list[int]:
         """List the ranks that have not come to where this one is."""
 
+    def expire(self) -> tuple[int, int]:
+        """Bar ranks from the current call, whose deadline is over; DONE if it goes on."""
+
     def last_call(self, rank: int) -> tuple[int, int]:
         """Return sequence and kind of a rank's last call."""
 

@@ -39,7 +39,7 @@ from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
 from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.backends.verdict import Departure, Verdict
 from ferrodist.buffer import Buffer
-from ferrodist.call import Call, Kind, Site, caller_site
+from ferrodist.call import Kind, Site, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -51,6 +51,8 @@ T = TypeVar("T")
 
 _FOR_EVER = 1e9  # seconds: thirty years
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
+_VERDICT_WAIT = 5.0  # seconds that whoever has barred this rank has to say so to all
+_VERDICT_LOOK = 0.001
 _REPORT_AFTER = 0.1  # seconds of waiting after which the others can read what this rank waits in
 
 
@@ -227,18 +229,25 @@ class ProcessBackend(MessagingBackend):
         """Let the call that holds this one up run out of time when this one does."""
         if running.in_background and self.group.is_stopping:
             raise self.cut_short(running.call.kind, running.sequence)
-        call, deadline = running.call, running.deadline
+        deadline = running.deadline
         if deadline.remaining() <= 0 and self.verdict_of(None) is None:
-            sequence = self._tickets.last_ended + 1
-            missing = [rank for rank in self.group.missing() if rank != self.rank]
-            if missing:
-                due = self.expiry(call, sequence, deadline, missing)
-            else:
-                why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
-                due = verdict.timeout(call, sequence, [self.rank], deadline, why)
-            raise self.give(due).now(self.rank)
+            if self._expire_earlier_call():
+                raise self.give(self._expiry_in_queue(running)).now(self.rank)
+            return _QUEUE_LOOK
         self._refuse_if_final()
-        return min(deadline.remaining(), _QUEUE_LOOK)
+        return min(max(deadline.remaining(), 0.0), _QUEUE_LOOK)
+
+    def _expire_earlier_call(self) -> bool:
+        """Bar ranks from the call that this rank is in; tell whether it is to be given up."""
+        return self.group.expire()[0] == StatusCode.LATE
+
+    def _expiry_in_queue(self, running: RunningCall) -> Verdict:
+        sequence = self._tickets.last_ended + 1
+        missing = [rank for rank in self.group.missing() if rank != self.rank]
+        if missing:
+            return self.expiry(running, missing, sequence=sequence, is_barred=self._has_barred())
+        why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
+        return verdict.timeout(running.call, sequence, [self.rank], running.deadline, why)
 
     def _is_settled(self, running: RunningCall) -> bool:
         if running.in_background and self.group.is_stopping:
@@ -262,10 +271,9 @@ class ProcessBackend(MessagingBackend):
         if code == StatusCode.MISMATCH:
             return self._settle_mismatch(running, None)
         if code in (StatusCode.VERDICT, StatusCode.GIVEN_UP):
-            given = self.verdict_of(running.sequence)
-            assert given is not None
-            is_missed = self.rank in (given.facts.get("missing") or ())  # it came too late
-            is_late = (code == StatusCode.GIVEN_UP or is_missed) and running.num_collectives <= 1
+            given = self._await_verdict(running)
+            is_late = code == StatusCode.GIVEN_UP or given.bars(self.rank)
+            is_late = is_late and running.num_collectives <= 1
             return given.later(self.rank) if is_late else given.now(self.rank)
         return self.give(self._verdict_on(running, status)).now(self.rank)
 
@@ -274,12 +282,25 @@ class ProcessBackend(MessagingBackend):
         name = f"{Kind(kind).label} #{sequence}"
         return BackendClosed(f"{name}: rank {self.rank} left the group before it was done")
 
+    def _await_verdict(self, running: RunningCall) -> Verdict:
+        """Return the verdict on a call that this rank is in, or was barred from.
+
+        Whoever has barred a rank gives the verdict next; if it died in between, this rank does.
+        """
+        end = time.monotonic() + _VERDICT_WAIT
+        while (given := self.verdict_of(running.sequence)) is None:
+            if time.monotonic() > end:
+                due = self.expiry(running, [self.rank], is_barred=True)
+                return self.give(due)
+            time.sleep(_VERDICT_LOOK)
+        return given
+
     def _verdict_on(self, running: RunningCall, status: Status) -> Verdict:
         """Make the verdict that is due when this rank is the first to see a failure."""
         call, sequence, rank = running.call, running.sequence, status.failed_rank
         if status.code == StatusCode.LATE:
-            missing = self.group.missing() if rank < 0 else [rank]
-            return self.expiry(call, sequence, running.deadline, missing)
+            missing = self._held_up_by() if rank < 0 else [rank]
+            return self.expiry(running, missing, is_barred=rank < 0 and self._has_barred())
         if status.code == StatusCode.LOST:
             return verdict.loss(call, sequence, rank, self.departure_of(rank))
         if status.code == StatusCode.SILENT:
@@ -347,10 +368,28 @@ class ProcessBackend(MessagingBackend):
         if final is not None and final.error is not RankLost:
             raise final.later(self.rank)
 
-    def expiry(self, call: Call, sequence: int, deadline: Deadline, missing: list[int]) -> Verdict:
-        """Make the verdict of a deadline that ran out."""
+    def expiry(
+        self,
+        running: RunningCall,
+        missing: list[int],
+        *,
+        sequence: int | None = None,
+        is_barred: bool = False,
+    ) -> Verdict:
+        """Make the verdict of a deadline that ran out, in this call or the one it waits behind."""
+        sequence = running.sequence if sequence is None else sequence
         last = [f"rank {rank} {self._last_seen(rank, sequence)}" for rank in missing]
-        return verdict.timeout(call, sequence, missing, deadline, last)
+        call, deadline = running.call, running.deadline
+        return verdict.timeout(call, sequence, missing, deadline, last, is_barred=is_barred)
+
+    def _held_up_by(self) -> list[int]:
+        """List the ranks that a call was given up for; never empty."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return self.group.missing() or others
+
+    def _has_barred(self) -> bool:
+        """Tell whether those ranks were barred, so that they may not know it themselves."""
+        return False
 
     def _last_seen(self, rank: int, sequence: int) -> str:
         """Say what a rank that did not get through is doing, as a clause."""

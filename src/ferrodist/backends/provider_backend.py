@@ -172,7 +172,7 @@ class ProviderBackend(ThreadMessagingBackend):
         for peer in peers:
             if (departure := link.left(peer)) is not None:
                 raise self._give(running, verdict.loss(call, sequence, peer, departure))
-        if running.deadline.remaining() <= 0:
+        if peers and running.deadline.remaining() <= 0:
             raise self._give(running, self._expiry(running, peers))
 
     def _error_from(self, running: RunningCall, found: Verdict) -> DistributedError:

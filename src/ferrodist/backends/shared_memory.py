@@ -9,7 +9,7 @@ fingerprints of all are compared there. Then all exchange their descriptors, aga
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -134,7 +134,6 @@ class SharedMemoryBackend(ProcessBackend):
         args: CollectiveArgs = NO_ARGS,
         *,
         fingerprint: int | None = None,
-        poll: Callable[[], None] | None = None,
     ) -> NativeStatus:
         """Do collective ``number`` of a call in native code, or one of a ``fingerprint``."""
         counts = args.counts
@@ -153,7 +152,7 @@ class SharedMemoryBackend(ProcessBackend):
             (running.fingerprint + number) & _64_BITS if fingerprint is None else fingerprint,
             running.deadline.end,
             running.in_background,
-            poll or running.poll,
+            running.poll,
         )
 
     def _exchange(

@@ -252,6 +252,10 @@ class TcpBackend(ProcessBackend):
             running.poll,
         )
 
+    def _has_barred(self) -> bool:
+        """Tell whether those missing were barred, be it by all others because they are silent."""
+        return self.group.has_barred
+
     def _verdict_on(self, running: RunningCall, status: Status) -> verdict.Verdict:
         code, rank, _ = status
         if code == StatusCode.LATE:

@@ -14,6 +14,7 @@ from ferrodist import errors
 from ferrodist.call import Call, Kind, Site
 from ferrodist.deadline import Deadline
 
+_BARRED = "barred"  # the fact that those missing never entered the call; not for users
 _FOLD_ROWS_ABOVE = 8  # larger worlds show runs of equal rows as one
 
 
@@ -29,7 +30,12 @@ class Verdict(NamedTuple):
     def now(self, this_rank: int) -> errors.DistributedError:
         """Make the error of a rank in the call."""
         sequence = self.sequence or None  # zero stands for "whatever you are in"
-        return self.error(self.text, sequence=sequence, this_rank=this_rank, **self.facts)
+        facts = {name: fact for name, fact in self.facts.items() if name != _BARRED}
+        return self.error(self.text, sequence=sequence, this_rank=this_rank, **facts)
+
+    def bars(self, rank: int) -> bool:
+        """Tell whether a rank was barred from the call: it came too late."""
+        return bool(self.facts.get(_BARRED)) and rank in (self.facts.get("missing") or ())
 
     def later(self, this_rank: int) -> errors.DistributedError:
         """Make the error of a call that comes after a final verdict."""
@@ -123,20 +129,28 @@ def reported_mismatch(
 
 
 def timeout(
-    call: Call, sequence: int, missing: Sequence[int], deadline: Deadline, last: Sequence[str]
+    call: Call,
+    sequence: int,
+    missing: Sequence[int],
+    deadline: Deadline,
+    last: Sequence[str],
+    *,
+    is_barred: bool = False,
 ) -> Verdict:
-    """A deadline ran out: name who did not get through and what each was last seen doing."""
+    """A deadline ran out: name who did not get through and what each was last seen doing.
+
+    ``is_barred``: those missing never entered the call, and can no longer.
+    """
+    assert missing, "a deadline ran out, and nobody is missing"
     who = f"{names_of_ranks(missing)} did not get through within {deadline}"
     seen = "; ".join(last)
     text = (
         f"{call.kind.label} #{sequence}{_at(call)}: {who} ({seen}); find out what is in the way, "
         "or raise the limit with timeout=, backend.timeout or FERRODIST_TIMEOUT"
     )
-    facts = {
-        "op": call.kind.label,
-        "missing": list(missing),
-        "rank": missing[0] if missing else None,
-    }
+    facts = {"op": call.kind.label, "missing": list(missing), "rank": missing[0]}
+    if is_barred:
+        facts[_BARRED] = True
     return Verdict(errors.CollectiveTimeout, sequence, text, facts)
 
 
