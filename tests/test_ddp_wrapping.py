@@ -353,3 +353,21 @@ def test_a_rank_with_one_parameter_less_is_named_on_every_rank():
     for error in errors_by_rank(3, body, timeout=60):
         assert "rank 2" in str(error)
         assert "'bias: float32[2], trained' is there on rank 0 alone" in str(error)
+
+
+@pytest.mark.parametrize("what", ["module", "parameter"])
+def test_what_is_put_into_the_module_later_is_trained_too(what):
+    def body(backend: ferrodist.Backend) -> Any:
+        module = mlp()
+        ddp = ferrodist.DDP(module, backend)
+        squares(ddp, backend.rank, 0).backward()
+        if what == "module":
+            module[0] = fill(nn.Linear(8, 16), 5)
+        else:
+            module[0].weight = nn.Parameter(module[0].weight.detach() * 2)
+        ddp.zero_grad()
+        squares(ddp, backend.rank, 1).backward()
+        return bits(module[0].weight.grad)
+
+    first, second = run_ranks(2, body, timeout=60)
+    assert first == second
