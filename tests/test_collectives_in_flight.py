@@ -184,3 +184,22 @@ def test_a_call_in_flight_that_cannot_end_does_not_hold_up_the_end_of_its_rank(s
         assert job[0].hear() == "left"
         job[1].tell()
         job.results()
+
+
+def test_calls_that_have_not_begun_when_their_rank_leaves_end_too(start):
+    def body(backend, pipe):
+        if backend.rank == 0:
+            x = {"a": np.ones(3), "b": np.ones(3, np.float32)}
+            works = [ferrodist.allreduce(one, backend, async_op=True) for one in (x, x, x["a"])]
+            backend._fail(ValueError("the program has failed"))
+            for work in works:
+                with pytest.raises(ferrodist.BackendClosed, match="left the group before"):
+                    work.wait(30)
+            pipe.send("left")
+        pipe.recv()
+
+    with start(2, body) as job:
+        assert job[0].hear() == "left"
+        job[0].tell()
+        job[1].tell()
+        job.results()

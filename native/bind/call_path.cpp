@@ -418,15 +418,8 @@ public:
         complete();
     }
 
-    bool has_failed() override { return ending_.failed(); }
-    nb::object error() override {
-        if (!error_.is_valid()) {
-            error_ = nb::steal(PyObject_CallFunction(hooks().left_error, "OiK", args_[arg_backend],
-                                                     static_cast<int>(call_.kind),
-                                                     static_cast<unsigned long long>(ticket_)));
-        }
-        return error_.is_valid() ? error_ : throw nb::python_error();
-    }
+    bool has_failed() override { return is_cut_short_ || ending_.failed(); }
+    nb::object error() override { return error_.is_valid() ? error_ : left_error(); }
     nb::object result() override { return call_.has_output ? call_.out.finish(args_[arg_x]) : nb::none(); }
     shm::Kind kind() const { return call_.kind; }
 

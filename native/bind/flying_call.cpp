@@ -33,8 +33,8 @@ public:
         complete();
     }
 
-    bool has_failed() override { return error_.is_valid(); }
-    nb::object error() override { return error_; }
+    bool has_failed() override { return is_cut_short_ || error_.is_valid(); }
+    nb::object error() override { return is_cut_short_ ? left_error() : error_; }
     nb::object result() override {
         nb::object made = nb::steal(PyObject_CallNoArgs(finish_.ptr()));
         return made.is_valid() ? made : throw nb::python_error();
@@ -63,6 +63,7 @@ private:
 PyObject* FlyingCall::start(int kind, std::unique_ptr<FlyingCall> call) {
     FlyingCall& self = *call;
     NewWork work({.kind = kind}, std::move(call));
+    self.kind_ = kind;
     self.token = work.token();
     self.ticket_ = self.tickets_.take();
     work.set_number(self.ticket_);
@@ -95,6 +96,18 @@ bool FlyingCall::test() {
     }
     const nb::gil_scoped_release unlocked;
     return progress_.wait(*this, longest_moment_ns);
+}
+
+void FlyingCall::cut_short() {
+    is_cut_short_ = true;
+    tickets_.end(ticket_);
+    complete();
+}
+
+nb::object FlyingCall::left_error() const {
+    nb::object made = nb::steal(PyObject_CallFunction(hooks().left_error, "OiK", backend_.ptr(), kind_,
+                                                      static_cast<unsigned long long>(ticket_)));
+    return made.is_valid() ? made : throw nb::python_error();
 }
 
 void FlyingCall::complete() {

@@ -37,6 +37,7 @@ public:
     static PyObject* start(int kind, std::unique_ptr<FlyingCall> call);
 
     nanobind::object wait(std::int64_t end_ns) override;
+    void cut_short() override;
     bool is_complete() override { return progress_.is_complete(*this); }
     bool test() override;
     bool hear(std::uint64_t its_token) override { return progress_.hear(*this, its_token); }
@@ -47,6 +48,8 @@ public:
 protected:
     // Hears of its ticket before it is queued.
     virtual void on_ticket() {}
+    // The error of a call that its rank has cut short by leaving.
+    nanobind::object left_error() const;
     // Runs a call that nobody has begun on the thread of who waits for it, which has the GIL.
     virtual void run_here() = 0;
     // The last that is done with the call on a thread that does not own it.
@@ -70,7 +73,9 @@ protected:
     Tickets& tickets_;
     Progress& progress_;
     const nanobind::object group_object_, backend_;
+    int kind_ = -1;
     std::uint64_t ticket_ = 0;
+    bool is_cut_short_ = false;
 };
 
 // Starts a call whose collectives Python does, one after the other: `run(ticket, in_background)`, then `finish()`

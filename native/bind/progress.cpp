@@ -36,11 +36,16 @@ thread_local const Progress* runs_here = nullptr;
 bool Progress::is_stopping_here() { return runs_here != nullptr && runs_here->is_stopping(); }
 
 void Progress::post(CallInFlight& call) {
-    const std::lock_guard guard(state_->mutex);
+    std::unique_lock lock(state_->mutex);
+    if (state_->is_stopping) {
+        call.state = CallInFlight::State::running;
+        lock.unlock();
+        return call.cut_short();
+    }
     call.state = CallInFlight::State::queued;
     call.posted_ns = shm::now_ns();
     call.place = state_->queue.insert(state_->queue.end(), &call);
-    if (!state_->thread.joinable() && !state_->is_stopping) {
+    if (!state_->thread.joinable()) {
         const SignalsBlocked blocked;
         state_->thread = std::thread([this, state = state_.get()] {
             runs_here = this;
@@ -108,6 +113,17 @@ void Progress::stop() {
     }
     if (state_->thread.joinable() && state_->thread.get_id() != std::this_thread::get_id()) {
         state_->thread.join();
+    }
+    std::list<CallInFlight*> left;
+    {
+        const std::lock_guard guard(state_->mutex);
+        left.swap(state_->queue);
+        for (CallInFlight* call : left) {
+            call->state = CallInFlight::State::running;
+        }
+    }
+    for (CallInFlight* call : left) {
+        call->cut_short();
     }
 }
 

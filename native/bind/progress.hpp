@@ -43,7 +43,7 @@ public:
     bool is_stopping() const;
     // Whether this thread is one of progress, and about to end.
     static bool is_stopping_here();
-    // Ends the thread: a call that it runs is interrupted. None is begun any more.
+    // Ends the thread: a call that it runs is interrupted, those that wait are cut short. None is begun any more.
     void stop();
 
 private:
@@ -69,6 +69,8 @@ public:
     virtual ~CallInFlight() = default;
     // Runs it on the progress thread, from its ticket to its end.
     virtual void run() = 0;
+    // Ends it, as failed, before it has begun.
+    virtual void cut_short() = 0;
 
     // Guarded by the queue's lock.
     State state = State::queued;
