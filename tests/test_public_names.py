@@ -92,6 +92,7 @@ def test_every_error_is_a_distributed_error_and_a_builtin_too():
         "AuthenticationError": ConnectionError,
         "ProtocolError": ConnectionError,
         "BackendUnavailable": ImportError,
+        "OutOfMemory": MemoryError,
     }
     for name, base in builtin.items():
         error = getattr(ferrodist, name)

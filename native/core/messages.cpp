@@ -6,12 +6,14 @@
 
 #include "copy.hpp"
 #include "core/completions.hpp"
+#include "core/require_memory.hpp"
 
 namespace ferrodist::core {
 namespace {
 
 // Memory with the body of a message and, behind it, its header.
 OwnBytes copy_of(Bytes header, Bytes body) {
+    require_memory(body.size() + header.size());
     OwnBytes memory(new std::byte[body.size() + header.size() + 1], [](std::byte* bytes) { delete[] bytes; });
     copy_bytes(memory.get(), body.data(), body.size());
     copy_bytes(memory.get() + body.size(), header.data(), header.size());
@@ -25,6 +27,10 @@ OwnBytes copy_of(Bytes header, Bytes body) {
 void Messages::isend(Request& send, Bytes header) {
     const Lock guard = lock();
     send.is_send = true;
+    if (is_refused_[static_cast<std::size_t>(send.peer)] && send.tag < first_internal_tag) {
+        is_refused_[static_cast<std::size_t>(send.peer)] = false;
+        return fail_at_once(send, {StatusCode::no_memory, send.peer});
+    }
     std::uint64_t& sent = eager_sent_[static_cast<std::size_t>(send.peer)];
     const std::uint64_t cost = send.nbytes + message_overhead;
     const auto has_room = [&] {
@@ -52,10 +58,23 @@ void Messages::irecv(Request& receive) {
     receive.number = 0;
     track(receive);
     count_receives(1);
+    std::size_t& lost = num_lost_[static_cast<std::size_t>(receive.peer)];
     if (const auto message = queue_.take_unexpected(receive)) {
         give(receive, *message);
+    } else if (lost > 0 && receive.tag < first_internal_tag) {
+        --lost;
+        complete(receive, {StatusCode::no_memory, receive.peer});
     } else {
         queue_.post(receive);
+    }
+}
+
+// Fails a send that was not posted.
+void Messages::fail_at_once(Request& send, const Status& status) {
+    const std::uint64_t token = send.token;
+    send.finish(status);
+    if (token != 0) {
+        Completions::of_process().add(token);
     }
 }
 
@@ -173,8 +192,13 @@ bool Messages::fits(Request& receive, int peer, Bytes header, std::uint64_t nbyt
     if (nbytes == receive.nbytes && std::ranges::equal(header, receive.header)) {
         return true;
     }
-    receive.found.assign(header.begin(), header.end());
-    complete(receive, {StatusCode::unexpected, peer});
+    StatusCode code = StatusCode::unexpected;
+    try {
+        receive.found.assign(header.begin(), header.end());
+    } catch (const std::bad_alloc&) {
+        code = StatusCode::no_memory;
+    }
+    complete(receive, {code, peer});
     return false;
 }
 
@@ -200,26 +224,44 @@ void Messages::on_eager(int peer, std::uint32_t tag, Bytes header, Bytes body, O
             body = {memory.get(), body.size()};
             header = {memory.get() + body.size(), header.size()};
         }
-        queue_.keep(std::unique_ptr<Unexpected>(
-            new Unexpected{peer, tag, false, 0, body.size(), std::move(memory), header, body}));
-        return;
+        return keep({peer, tag, false, 0, body.size(), std::move(memory), header, body});
     }
     count_received(peer, body.size() + message_overhead);
 }
 
+void Messages::keep(Unexpected message) {
+    require_memory(sizeof message);
+    queue_.keep(std::make_unique<Unexpected>(std::move(message)));
+}
+
 void Messages::on_rts(int peer, std::uint32_t tag, std::uint64_t number, std::uint64_t nbytes, Bytes header) {
-    Request* const receive = queue_.take_posted(peer, tag);
-    if (receive == nullptr) {
-        OwnBytes memory = copy_of(header, {});
-        const Bytes kept(memory.get(), header.size());
-        queue_.keep(std::unique_ptr<Unexpected>(
-            new Unexpected{peer, tag, true, number, nbytes, std::move(memory), kept, {}}));
+    if (Request* const receive = queue_.take_posted(peer, tag)) {
+        if (fits(*receive, peer, header, nbytes)) {
+            begin_receive(*receive, peer, tag, number);
+        } else {
+            send_taken(peer, number, StatusCode::done);
+        }
         return;
     }
-    if (fits(*receive, peer, header, nbytes)) {
-        begin_receive(*receive, peer, tag, number);
+    OwnBytes memory = copy_of(header, {});
+    const Bytes kept(memory.get(), header.size());
+    keep({peer, tag, true, number, nbytes, std::move(memory), kept, {}});
+}
+
+void Messages::on_lost(int peer, std::uint32_t tag, std::uint64_t number) {
+    if (Request* const receive = queue_.take_posted(peer, tag)) {
+        complete(*receive, {StatusCode::no_memory, peer});
     } else {
-        send_taken(peer, number);
+        ++num_lost_[static_cast<std::size_t>(peer)];
+    }
+    tell_no_memory(peer, number);
+}
+
+void Messages::tell_no_memory(int peer, std::uint64_t number) {
+    try {
+        send_taken(peer, number, StatusCode::no_memory);
+    } catch (const std::bad_alloc&) {
+        // Its send fails at its deadline.
     }
 }
 
@@ -231,7 +273,7 @@ void Messages::give(Request& receive, Unexpected& message) {
         if (is_fitting) {
             begin_receive(receive, peer, message.tag, message.number);
         } else {
-            send_taken(peer, message.number);
+            send_taken(peer, message.number, StatusCode::done);
         }
         return;
     }
@@ -246,9 +288,14 @@ void Messages::give(Request& receive, Unexpected& message) {
 
 // Has the data of a large message sent.
 void Messages::begin_receive(Request& receive, int peer, std::uint32_t tag, std::uint64_t number) {
-    if (!arrivals_.emplace(std::pair(peer, number), &receive).second) {
-        complete(receive, {StatusCode::corrupt, peer});  // two messages cannot have one number
-        return;
+    try {
+        if (!arrivals_.emplace(std::pair(peer, number), &receive).second) {
+            complete(receive, {StatusCode::corrupt, peer});  // two messages cannot have one number
+            return;
+        }
+    } catch (const std::bad_alloc&) {
+        complete(receive, {StatusCode::no_memory, peer});
+        return tell_no_memory(peer, number);
     }
     receive.found_source = peer;
     receive.found_tag = tag;
@@ -272,16 +319,34 @@ Request* Messages::on_cts(int peer, std::uint64_t number) {
     if (!is_awaited) {
         return nullptr;
     }
-    found->second->set_matched();
-    begin_data(*found->second);
-    return found->second;
+    Request& send = *found->second;
+    send.set_matched();
+    try {
+        begin_data(send);
+    } catch (const std::bad_alloc&) {
+        end_data(send);
+        complete(send, {StatusCode::no_memory, peer});
+    }
+    return &send;
 }
 
-void Messages::on_taken(int peer, std::uint64_t number) {
+void Messages::on_taken(int peer, std::uint64_t number, StatusCode code) {
     const auto found = sends_.find(number);
     if (found != sends_.end() && found->second->peer == peer && found->second->state() == Request::State::pending) {
-        complete(*found->second);
+        complete(*found->second, code == StatusCode::done ? Status{} : Status{StatusCode::no_memory, peer});
     }
+}
+
+void Messages::on_refused(int peer, bool is_lost) {
+    bool is_told = false;
+    for (Request *one = in_flight(peer).front(), *next = nullptr; one != nullptr; one = next) {
+        next = Flight::after(*one);
+        if (one->is_send && one->state() == Request::State::pending) {
+            end(*one, {StatusCode::no_memory, peer});
+            is_told = true;
+        }
+    }
+    is_refused_[static_cast<std::size_t>(peer)] = is_lost && !is_told;
 }
 
 void Messages::on_withdraw(int peer, std::uint64_t number) {

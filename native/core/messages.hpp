@@ -11,7 +11,7 @@
 //     RTS        a large message is there: its number, size and header
 //     CTS        the receiver has matched it: send the data
 //     data       moved as the transport likes, straight into the receiver's memory
-//     taken      the receiver does not want it: the send is done
+//     taken      the receiver does not want it: the send is done. Or it had no memory for it: the send fails
 //     withdraw   the sender takes its RTS back; a receive that has matched it meanwhile waits for the next
 //     abandoned  no more data comes of a message whose data was on its way: as withdraw
 //
@@ -85,7 +85,8 @@ protected:
     virtual void send_eager(Request& send, Bytes header) = 0;
     virtual void send_rts(Request& send, Bytes header) = 0;
     virtual void send_cts(int peer, std::uint64_t number) = 0;
-    virtual void send_taken(int peer, std::uint64_t number) = 0;
+    // With another code than done the send of this number fails; 0 stands for all that wait for this rank.
+    virtual void send_taken(int peer, std::uint64_t number, StatusCode code) = 0;
     virtual void send_withdraw(int peer, std::uint64_t number) = 0;
     // Begins to send the data of a message whose receiver has matched it.
     virtual void begin_data(Request& send) = 0;
@@ -115,7 +116,8 @@ protected:
 
     // -- what a transport hears: with the lock held ----------------------------------------------------
 
-    // `memory`, if it is given, holds header and body, and is kept if nobody wants the message yet.
+    // Both throw std::bad_alloc if nobody wants the message yet and there is no memory to keep it: then nothing has
+    // become of it. `memory`, if it is given, holds header and body, and is kept.
     void on_eager(int peer, std::uint32_t tag, Bytes header, Bytes body, OwnBytes memory);
     void on_rts(int peer, std::uint32_t tag, std::uint64_t number, std::uint64_t nbytes, Bytes header);
     // Whether a send of this number to a rank is in flight.
@@ -125,7 +127,14 @@ protected:
     }
     // Null if no such send waits for it.
     Request* on_cts(int peer, std::uint64_t number);
-    void on_taken(int peer, std::uint64_t number);
+    void on_taken(int peer, std::uint64_t number, StatusCode code);
+    // An eager message (number 0) or an RTS was lost for want of memory: whose receive it was for is told, or who
+    // receives from that rank next; and so is its sender.
+    void on_lost(int peer, std::uint32_t tag, std::uint64_t number);
+    // Tells a rank that there was no memory for what it sent.
+    void tell_no_memory(int peer, std::uint64_t number);
+    // The rank has lost an eager message of ours: if no send waits, the next one fails.
+    void on_refused(int peer, bool is_lost);
     // The RTS was withdrawn, or the rest of the data is not coming.
     void on_withdraw(int peer, std::uint64_t number);
     // The receive that the data of a message goes to; null if there is none.
@@ -154,6 +163,8 @@ protected:
     bool has_unattended() const { return num_unattended_ > 0; }
 
 private:
+    void keep(Unexpected message);
+    void fail_at_once(Request& send, const Status& status);
     bool try_cancel(Request& request, const Status& why);
     void end(Request& request, const Status& why);
     void track(Request& request);
@@ -176,6 +187,8 @@ private:
     std::unordered_map<std::pair<int, std::uint64_t>, Request*, ArrivalHash> arrivals_;  // matched receives
     std::set<std::pair<std::int64_t, Request*>> deadlines_;
     std::vector<std::uint64_t> eager_sent_ = std::vector<std::uint64_t>(in_flight_.size());  // bytes, by peer
+    std::vector<std::size_t> num_lost_ = std::vector<std::size_t>(in_flight_.size());  // no receive has been told of
+    std::vector<bool> is_refused_ = std::vector<bool>(in_flight_.size());  // the next send to it is told
     std::uint64_t last_number_ = 0, unexpected_limit_ = default_unexpected_limit;
 };
 

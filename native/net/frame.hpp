@@ -28,11 +28,12 @@ enum class FrameKind : std::uint8_t {
     heartbeat,  // I am alive
     data,       // a piece of a collective
     credit,     // I have consumed so many bytes of this group's pieces: sequence
-    eager,      // a whole message: payload is its header and its content
+    eager,      // a whole message: payload is its header and its content, fingerprint the size of that
     rts,        // a large message: sequence is its number, fingerprint its size, payload its header
     cts,        // send it
     bulk,       // a part of it
-    taken,      // I do not want it: your memory may change
+    taken,      // I do not want it: your memory may change. Not so if fingerprint is not 0: I had no memory for it,
+                // or, if sequence is 0, for an eager message
     withdraw,   // forget it
     abandoned,  // there is nothing more of it to come
     join,       // I want to be in this group: payload lists its members

@@ -374,7 +374,7 @@ void Group::on_frame(int world_rank, const Header& header, Payload payload, bool
         case FrameKind::ring:
             return on_ring(payload.bytes());
         default:
-            return messages_.on_frame(rank, header, std::move(payload));
+            return messages_.on_frame(rank, header, std::move(payload), is_void);
     }
 }
 

@@ -17,6 +17,8 @@
 #include <utility>
 #include <variant>
 
+#include "core/require_memory.hpp"
+
 namespace ferrodist::net {
 namespace {
 
@@ -288,11 +290,11 @@ bool Link::pump(FrameHandler& handler) {
         }
         // A payload that is under way goes to its place, and what is behind it to the staging: after a
         // large one only a header, for what follows is probably as large and need not be copied.
-        const std::size_t rest = has_header_ ? header_.length - filled_ : 0;
+        const std::size_t rest = has_header_ && into_ != nullptr ? header_.length - filled_ : 0;
         const std::size_t room = header_.length >= large_payload && end_ - begin_ < header_nbytes
                                      ? std::min(header_nbytes - (end_ - begin_), staging_.size() - end_)
                                      : staging_.size() - end_;
-        iovec parts[2] = {{into_ == nullptr ? nullptr : into_ + filled_, rest}, {staging_.data() + end_, room}};
+        iovec parts[2] = {{rest == 0 ? nullptr : into_ + filled_, rest}, {staging_.data() + end_, room}};
         const bool is_direct = rest > 0;
         const ssize_t got = is_direct ? ::readv(socket_, parts, 2)
                                       : ::recv(socket_, parts[1].iov_base, parts[1].iov_len, MSG_DONTWAIT);
@@ -347,7 +349,9 @@ void Link::parse(FrameHandler& handler) {
         }
         const std::size_t part = std::min(header_.length - filled_, end_ - begin_);
         if (part > 0) {
-            std::memcpy(into_ + filled_, staging_.data() + begin_, part);
+            if (into_ != nullptr) {  // else there was no memory for it
+                std::memcpy(into_ + filled_, staging_.data() + begin_, part);
+            }
             filled_ += part;
             begin_ += part;
         }
@@ -376,10 +380,26 @@ bool Link::begin_payload(FrameHandler& handler) {
     into_ = header_.length == 0 ? nullptr : handler.place_for(static_cast<int>(peer_), header_);
     payload_ = {nullptr, header_.length};
     if (into_ == nullptr && header_.length > 0) {
-        payload_.memory = new_memory(header_.length);
-        into_ = payload_.memory.get();
+        make_room();
     }
     return true;
+}
+
+// Makes room for a payload. One without which the link can go on is left out if there is none.
+void Link::make_room() {
+    const bool is_message = header_.kind == FrameKind::eager || header_.kind == FrameKind::rts;
+    try {
+        if (is_message) {
+            core::require_memory(header_.length);
+        }
+        payload_.memory = new_memory(header_.length);
+        into_ = payload_.memory.get();
+    } catch (const std::bad_alloc&) {
+        if (!is_message) {
+            throw;
+        }
+        is_void_ = true;
+    }
 }
 
 // A payload is complete: checks it and hands it on.

@@ -37,7 +37,8 @@ public:
     virtual ~FrameHandler() = default;
     // Where the payload of a frame is to go; null for memory of its own.
     virtual std::byte* place_for(int peer, const Header& header) = 0;
-    // A frame has arrived whole and is what was sent; `is_void` if its place was given up meanwhile.
+    // A frame has arrived whole and is what was sent; `is_void` if its place was given up meanwhile, or
+    // there was no memory for it.
     virtual void on_frame(int peer, const Header& header, Payload payload, bool is_void) = 0;
 };
 
@@ -127,6 +128,7 @@ private:
     Outgoing* begun();
     void parse(FrameHandler& handler);
     bool begin_payload(FrameHandler& handler);
+    void make_room();
     bool end_payload(FrameHandler& handler);
     void parse_all(FrameHandler& handler);
     bool has_frame() const { return end_ - begin_ >= header_nbytes; }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "net/group.hpp"
 #include "net/waiter.hpp"
@@ -72,8 +73,8 @@ void Messages::note_completed() { group_.mesh().note_change(); }
 
 // -- frames that go out ----------------------------------------------------------------------------
 
-void Messages::send_frame(int peer, FrameKind kind, std::uint64_t number) {
-    group_.send(peer, {.kind = kind, .sequence = number});
+void Messages::send_frame(int peer, FrameKind kind, std::uint64_t number, std::uint64_t code) {
+    group_.send(peer, {.kind = kind, .sequence = number, .fingerprint = code});
 }
 
 void Messages::send_eager(Request& send, core::Bytes header) {
@@ -82,7 +83,7 @@ void Messages::send_eager(Request& send, core::Bytes header) {
     std::memcpy(whole.data(), &length, 2);
     std::copy(header.begin(), header.end(), whole.begin() + 2);
     std::copy_n(send.source, send.nbytes, whole.begin() + 2 + static_cast<std::ptrdiff_t>(header.size()));
-    group_.send(send.peer, {.kind = FrameKind::eager, .tag = send.tag}, whole);
+    group_.send(send.peer, {.kind = FrameKind::eager, .tag = send.tag, .fingerprint = send.nbytes}, whole);
 }
 
 void Messages::send_rts(Request& send, core::Bytes header) {
@@ -126,7 +127,9 @@ void Messages::end_data(Request& request) {
     if (request.is_send) {
         group_.set_sending_to(-1);
         std::erase(sending_, &request);
-        mesh.link(group_.world_rank(request.peer)).detach(static_cast<SendData&>(*request.transfer).ticket);
+        if (request.transfer != nullptr) {  // else there was no memory for it
+            mesh.link(group_.world_rank(request.peer)).detach(static_cast<SendData&>(*request.transfer).ticket);
+        }
         send_frame(request.peer, FrameKind::abandoned, request.number);
     } else {
         mesh.link(group_.world_rank(request.found_source)).give_up_place(request.target, request.nbytes);
@@ -150,7 +153,7 @@ std::byte* Messages::place_for(int peer, const Header& header) {
     return receive->target + data_of(*receive).filled;
 }
 
-void Messages::on_whole(int peer, std::uint32_t tag, Payload payload) {
+void Messages::on_whole(int peer, const Header& header, Payload payload) {
     std::uint16_t length = 0;
     if (payload.size < sizeof length) {
         return;
@@ -160,7 +163,17 @@ void Messages::on_whole(int peer, std::uint32_t tag, Payload payload) {
     const std::size_t begins = sizeof length + std::size_t{length};
     if (begins <= all.size()) {
         core::OwnBytes memory(payload.memory.release(), [](std::byte* bytes) { Recycle{}(bytes); });
-        on_eager(peer, tag, all.subspan(sizeof length, length), all.subspan(begins), std::move(memory));
+        on_eager(peer, header.tag, all.subspan(sizeof length, length), all.subspan(begins), std::move(memory));
+    }
+}
+
+// There was no memory for a message.
+void Messages::on_lost(int peer, const Header& header) {
+    if (header.kind == FrameKind::eager) {
+        count_received(peer, std::min(header.fingerprint, header.length) + core::message_overhead);
+        core::Messages::on_lost(peer, header.tag, 0);
+    } else {
+        core::Messages::on_lost(peer, header.tag, header.sequence);
     }
 }
 
@@ -176,12 +189,26 @@ void Messages::on_bulk(int peer, const Header& header, const Payload& payload) {
     }
 }
 
-void Messages::on_frame(int peer, const Header& header, Payload payload) {
+void Messages::on_frame(int peer, const Header& header, Payload payload, bool is_void) {
+    const bool is_message = header.kind == FrameKind::eager || header.kind == FrameKind::rts;
+    if (!is_message) {
+        return on_answer(peer, header, payload);
+    }
+    try {
+        if (is_void) {
+            on_lost(peer, header);
+        } else if (header.kind == FrameKind::eager) {
+            on_whole(peer, header, std::move(payload));
+        } else {
+            on_rts(peer, header.tag, header.sequence, header.fingerprint, payload.bytes());
+        }
+    } catch (const std::bad_alloc&) {
+        on_lost(peer, header);
+    }
+}
+
+void Messages::on_answer(int peer, const Header& header, const Payload& payload) {
     switch (header.kind) {
-        case FrameKind::eager:
-            return on_whole(peer, header.tag, std::move(payload));
-        case FrameKind::rts:
-            return on_rts(peer, header.tag, header.sequence, header.fingerprint, payload.bytes());
         case FrameKind::cts:
             if (on_cts(peer, header.sequence) == nullptr && !is_sent(peer, header.sequence)) {
                 send_frame(peer, FrameKind::abandoned, header.sequence);
@@ -190,7 +217,8 @@ void Messages::on_frame(int peer, const Header& header, Payload payload) {
         case FrameKind::bulk:
             return on_bulk(peer, header, payload);
         case FrameKind::taken:
-            return on_taken(peer, header.sequence);
+            return header.sequence == 0 ? on_refused(peer, true)
+                                        : on_taken(peer, header.sequence, static_cast<core::StatusCode>(header.fingerprint));
         case FrameKind::withdraw:
         case FrameKind::abandoned:
             return on_withdraw(peer, header.sequence);

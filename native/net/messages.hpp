@@ -28,7 +28,8 @@ public:
     // -- for mesh and group: with the lock held -----------------------------------------------------
 
     std::byte* place_for(int peer, const Header& header);
-    void on_frame(int peer, const Header& header, Payload payload);
+    // `is_void`: there was no memory for the payload.
+    void on_frame(int peer, const Header& header, Payload payload, bool is_void);
     // Ends the sends whose memory the kernel has all of.
     void finish_sent();
     // Ends all requests, as this rank's part in the group does.
@@ -44,7 +45,9 @@ protected:
     void send_eager(core::Request& send, core::Bytes header) override;
     void send_rts(core::Request& send, core::Bytes header) override;
     void send_cts(int peer, std::uint64_t number) override { send_frame(peer, FrameKind::cts, number); }
-    void send_taken(int peer, std::uint64_t number) override { send_frame(peer, FrameKind::taken, number); }
+    void send_taken(int peer, std::uint64_t number, core::StatusCode code) override {
+        send_frame(peer, FrameKind::taken, number, static_cast<std::uint64_t>(code));
+    }
     void send_withdraw(int peer, std::uint64_t number) override;
     void begin_data(core::Request& send) override;
     void end_data(core::Request& request) override;
@@ -74,8 +77,10 @@ private:
     };
 
     Peer& at(int peer) { return peers_[static_cast<std::size_t>(peer)]; }
-    void send_frame(int peer, FrameKind kind, std::uint64_t number);
-    void on_whole(int peer, std::uint32_t tag, Payload payload);
+    void send_frame(int peer, FrameKind kind, std::uint64_t number, std::uint64_t code = 0);
+    void on_whole(int peer, const Header& header, Payload payload);
+    void on_lost(int peer, const Header& header);
+    void on_answer(int peer, const Header& header, const Payload& payload);
     void on_bulk(int peer, const Header& header, const Payload& payload);
     static ReceiveData& data_of(core::Request& receive);
 

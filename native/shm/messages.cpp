@@ -158,7 +158,12 @@ bool Messages::read_records(int peer) {
             break;
         }
         at(peer).is_corrupt = look == QueueReader::Look::corrupt;
-        if (at(peer).is_corrupt || !read_one(peer, message)) {
+        try {
+            if (at(peer).is_corrupt || !read_one(peer, message)) {
+                break;
+            }
+        } catch (const std::bad_alloc&) {  // it stays where it is, and so does all behind it
+            starve(peer);
             break;
         }
         queue->pop();
@@ -177,12 +182,7 @@ bool Messages::read_one(int peer, const Message& message) {
             if (at(peer).partial || message.num_there() < message.body.size()) {
                 return read_long(peer, message);
             }
-            try {
-                on_eager(peer, message.tag, message.header, message.body, {nullptr, nullptr});
-            } catch (const std::bad_alloc&) {  // it stays where it is, and so does all behind it
-                fail_receives(peer, {Outcome::no_memory, peer});
-                return false;
-            }
+            on_eager(peer, message.tag, message.header, message.body, {nullptr, nullptr});
             return true;
         case Record::rts: {
             std::uint64_t nbytes = 0;
@@ -202,7 +202,11 @@ bool Messages::read_one(int peer, const Message& message) {
             on_data(peer, message);
             return true;
         case Record::taken:
-            on_taken(peer, message.number);
+            if (message.number == 0) {
+                on_refused(peer, false);
+            } else {
+                on_taken(peer, message.number, static_cast<core::StatusCode>(message.tag));
+            }
             return true;
         case Record::withdraw:
             on_withdraw(peer, message.number);
@@ -211,6 +215,18 @@ bool Messages::read_one(int peer, const Message& message) {
         default:
             at(peer).is_corrupt = true;
             return true;
+    }
+}
+
+// There is no memory for the next message of a rank: who waits for one behind it must not wait for ever, nor must its
+// sender. Both may try again.
+void Messages::starve(int peer) {
+    constexpr std::int64_t pause_ns = 20'000'000;
+    fail_receives(peer, {Outcome::no_memory, peer});
+    const std::int64_t now = now_ns();
+    if (now - at(peer).told_ns >= pause_ns) {
+        at(peer).told_ns = now;
+        tell_no_memory(peer, 0);
     }
 }
 

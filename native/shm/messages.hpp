@@ -48,7 +48,9 @@ protected:
     void send_eager(core::Request& send, core::Bytes header) override;
     void send_rts(core::Request& send, core::Bytes header) override;
     void send_cts(int peer, std::uint64_t number) override { append(peer, Record::cts, number); }
-    void send_taken(int peer, std::uint64_t number) override { append(peer, Record::taken, number); }
+    void send_taken(int peer, std::uint64_t number, core::StatusCode code) override {
+        append(peer, Record::taken, number, static_cast<std::uint32_t>(code));
+    }
     void send_withdraw(int peer, std::uint64_t number) override;
     void begin_data(core::Request& send) override;
     void end_data(core::Request& request) override;
@@ -105,6 +107,7 @@ private:
         std::vector<std::uint64_t> given_up;  // numbers of messages whose data is still to come
         Silence silence;
         std::int64_t looked_ns = 0;
+        std::int64_t told_ns = 0;  // when it was told last that there is no memory for what it sends
     };
 
     Peer& at(int peer) { return peers_[static_cast<std::size_t>(peer)]; }
@@ -115,6 +118,7 @@ private:
     QueueReader* reader(int peer);
     bool read_records(int peer);
     bool read_one(int peer, const Message& message);
+    void starve(int peer);
     bool read_long(int peer, const Message& message);
     bool go_on(int peer, const Message& message);
     void on_data(int peer, const Message& message);

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "core/messages.hpp"
+#include "core/require_memory.hpp"
 #include "ranks.hpp"
 #include "wires.hpp"
 
@@ -53,6 +54,18 @@ inline core::Status wait_for(core::Messages& messages, core::Request& request, s
     const core::Status status = messages.wait(request, options, holds_caller);
     return status.failed() ? status : request.status();
 }
+
+// While it lives there is no memory for messages that nobody has asked for yet.
+class NoMemory {
+public:
+    // Relaxed, both: pairs with the load in require_memory, which may as well come a little later.
+    NoMemory() {
+        core::has_memory.store([](std::size_t) { return false; }, std::memory_order_relaxed);
+    }
+    ~NoMemory() { core::has_memory.store(nullptr, std::memory_order_relaxed); }
+    NoMemory(const NoMemory&) = delete;
+    NoMemory& operator=(const NoMemory&) = delete;
+};
 
 // A receive that is withdrawn when it takes too long.
 inline core::Status receive(core::Messages& messages, int peer, std::uint32_t tag, Buffer& into,

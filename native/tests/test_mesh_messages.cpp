@@ -266,4 +266,29 @@ TEST(a_verdict_ends_the_waits_for_messages) {
     CHECK_EQUAL(receive(meshes.group(1), 0, 1, 10).ending.outcome == Outcome::done, false);
 }
 
+TEST(without_memory_for_a_message_both_sides_are_told_and_the_link_goes_on) {
+    Meshes meshes(2);
+    Group &sender = meshes.group(0), &receiver = meshes.group(1);
+    const Buffer content = random_bytes(large, 7);
+    {
+        const NoMemory none;
+        const auto send = isend(sender, 1, 3, content);
+        CHECK_EQUAL(wait_for(sender, *send).outcome, Outcome::no_memory);
+        CHECK_EQUAL(receive(receiver, 0, 3, large).ending.outcome, Outcome::no_memory);
+        deliver(sender, 1, 1, random_bytes(1000, 1));
+        CHECK_EQUAL(receive(receiver, 0, 1, 1000).ending.outcome, Outcome::no_memory);
+    }
+    // The small one was done at once: the next send is told of it.
+    CHECK(eventually([&] { return isend(sender, 1, 2, Buffer(10))->status().outcome == Outcome::no_memory; }));
+    meshes.run([&](Group& group) {
+        if (group.rank() == 0) {
+            deliver(group, 1, 1, random_bytes(1000, 2));
+            deliver(group, 1, 3, content);
+        } else {
+            CHECK(receive(group, 0, 1, 1000).content == random_bytes(1000, 2));
+            CHECK(receive(group, 0, 3, large).content == content);
+        }
+    });
+}
+
 }  // namespace ferrodist::tests

@@ -285,18 +285,57 @@ TEST(who_wants_to_hear_of_a_request_does) {
     auto& completions = core::Completions::of_process();
     Buffer first(10), second(10), third(10);
     const auto heard = irecv(mail.of(1), 0, 1, first), unheard = irecv(mail.of(1), 0, 1, second);
-    mail.of(1).hear_of(*heard, 17);
+    CHECK(mail.of(1).hear_of(*heard, 17));
     deliver(mail.of(0), 1, 1, Buffer(10));
     deliver(mail.of(0), 1, 1, Buffer(10));
     CHECK(completions.take(very_long) == std::vector<std::uint64_t>({17}));
     CHECK(eventually([&] { return unheard->is_complete(); }));
-    mail.of(1).hear_of(*unheard, 18);  // it is complete
-    CHECK(completions.take(very_long) == std::vector<std::uint64_t>({18}));
+    CHECK(!mail.of(1).hear_of(*unheard, 18));  // it is complete
     const auto failing = irecv(mail.of(1), 0, 1, third);
     failing->token = 19;  // of those nobody asks for only failures are told
     mail.of(1).cancel(*failing, {Outcome::late});
     CHECK(completions.take(very_long) == std::vector<std::uint64_t>({19}));
     CHECK(completions.take(1'000'000).empty());
+}
+
+TEST(without_memory_for_a_message_both_sides_are_told_and_nothing_is_lost) {
+    Mail mail(2);
+    const Buffer content = random_bytes(large, 7);
+    deliver(mail.of(0), 1, 1, random_bytes(100, 1));
+    const auto behind = isend(mail.of(0), 1, 2, content);
+    {
+        const NoMemory none;
+        Buffer here(10);
+        CHECK_EQUAL(receive(mail.of(1), 0, 9, here).outcome, Outcome::no_memory);
+        CHECK_EQUAL(wait_for(mail.of(0), *behind).outcome, Outcome::no_memory);
+        check_next(mail.of(1), 0, 1, random_bytes(100, 1));  // which goes to its place
+        deliver(mail.of(0), 1, 3, random_bytes(1000, 3));
+    }
+    check_next(mail.of(1), 0, 3, random_bytes(1000, 3));
+    CHECK(mail.of(1).unexpected_tags(0).empty());
+    run_threads(2, [&](int rank) {
+        if (rank == 0) {
+            deliver(mail.of(0), 1, 2, content);
+        } else {
+            check_next(mail.of(1), 0, 2, content);
+        }
+    });
+}
+
+TEST(without_memory_to_note_a_large_message_its_send_fails_and_so_does_who_waits_for_another) {
+    Mail mail(2);
+    const Buffer content = random_bytes(large, 7);
+    Buffer here(large);
+    {
+        const NoMemory none;
+        const auto send = isend(mail.of(0), 1, 2, content);
+        CHECK_EQUAL(receive(mail.of(1), 0, 9, here).outcome, Outcome::no_memory);
+        CHECK_EQUAL(wait_for(mail.of(0), *send).outcome, Outcome::no_memory);
+    }
+    const auto again = irecv(mail.of(1), 0, 2, here);
+    deliver(mail.of(0), 1, 2, content);
+    CHECK_EQUAL(wait_for(mail.of(1), *again).outcome, Outcome::done);
+    CHECK(here == content);
 }
 
 TEST(several_threads_send_and_receive_on_one_group) {

@@ -45,6 +45,7 @@ from ferrodist.errors import (
     InvalidShape,
     InvalidWorldSize,
     NotInitialized,
+    OutOfMemory,
     ProtocolError,
     RankLost,
     RendezvousError,
@@ -138,6 +139,7 @@ __all__ = [
     "BackendUnavailable",
     "BackendClosed",
     "NotInitialized",
+    "OutOfMemory",
 ]
 
 _LAZY = {

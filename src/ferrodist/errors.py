@@ -16,6 +16,7 @@
       RendezvousError(ConnectionError)     the ranks did not find each other
       AuthenticationError(ConnectionError) a peer could not prove that it belongs to the job
       ProtocolError(ConnectionError)       bytes that cannot be right
+      OutOfMemory(MemoryError)             no memory for a message, here or where it was sent
       BackendUnavailable(ImportError)      a dependency is missing
       BackendClosed                        used after close(), or in a forked child
       NotInitialized                       no backend was passed and init() was not called
@@ -127,6 +128,10 @@ class AuthenticationError(DistributedError, ConnectionError):
 
 class ProtocolError(DistributedError, ConnectionError):
     """Bytes arrived that cannot be right; nothing of them was used."""
+
+
+class OutOfMemory(DistributedError, MemoryError):
+    """There was no memory for a message, here or on the rank it was for; the group goes on."""
 
 
 class BackendUnavailable(DistributedError, ImportError):

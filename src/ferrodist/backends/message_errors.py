@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from ferrodist.backends.verdict import Departure, died
 from ferrodist.call import Leaf
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveTimeout, ProtocolError, RankLost, SizeMismatch
+from ferrodist.errors import (
+    CollectiveTimeout,
+    OutOfMemory,
+    ProtocolError,
+    RankLost,
+    SizeMismatch,
+)
 
 GONE = died("is gone, and has not said why")
 """How a rank left of which nothing is known but that it cannot be reached."""
@@ -41,6 +47,15 @@ def damaged(what: str, peer: int, this_rank: int, reason: str) -> ProtocolError:
     """Make the error of bytes that cannot be right."""
     text = f"{what}: bytes from rank {peer} cannot be right ({reason})"
     return ProtocolError(text, rank=peer, this_rank=this_rank, reason=reason)
+
+
+def no_memory(what: str, peer: int, this_rank: int) -> OutOfMemory:
+    """Make the error of a message that its receiver, or its sender, had no memory for."""
+    text = (
+        f"{what}: no memory for a message with rank {peer}, here or there; messages that nobody "
+        "receives fill it, up to FERRODIST_UNEXPECTED_NBYTES for each rank"
+    )
+    return OutOfMemory(text, rank=peer, this_rank=this_rank)
 
 
 def send_cycle(what: str, peer: int, this_rank: int, ranks: Sequence[int]) -> CollectiveTimeout:

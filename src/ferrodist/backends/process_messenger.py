@@ -78,7 +78,7 @@ class MessageCall:
         if outcome == StatusCode.GIVEN_UP:
             return BackendClosed(f"rank {backend.rank} has left this group", this_rank=backend.rank)
         if outcome == StatusCode.NO_MEMORY:
-            return MemoryError(f"{self.what}: no memory for a message with rank {peer}")
+            return message_errors.no_memory(self.what, peer, backend.rank)
         if outcome == StatusCode.CORRUPT:
             reason = backend.damage_of(peer, "its queue")
             return message_errors.damaged(self.what, peer, backend.rank, reason)
