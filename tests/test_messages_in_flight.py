@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -197,6 +198,46 @@ def test_unreceived_messages_are_bounded_and_small_sends_wait_beyond_that(start)
         most = 65536 // (8000 + 128)
         assert most - 1 <= num_done <= most  # ranks may have told each other their settings before
         assert is_in_order
+
+
+def test_a_rank_without_memory_for_messages_says_so_to_both_sides_and_goes_on(start_job):
+    """Rank 1 may not grow while 64 MB that it has not asked for stand before what it wants."""
+    count, nbytes = 1000, 64_000
+
+    def body(backend, pipe):
+        x = np.zeros(nbytes // 8)
+        if backend.rank == 0:
+            for number in range(count):
+                ferrodist.send(x + number, 1, backend, tag=1)
+            work = ferrodist.send(np.ones(LARGE), 1, backend, tag=2, async_op=True)
+            ferrodist.barrier(backend)
+            error = work.exception(60)
+            ferrodist.barrier(backend)
+            ferrodist.send(np.ones(LARGE), 1, backend, tag=2)
+            return type(error).__name__, str(error)
+        ferrodist.barrier(backend)
+        with open("/proc/self/statm") as sizes:
+            used = int(sizes.read().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
+        try:
+            with pytest.raises(ferrodist.OutOfMemory) as caught:
+                ferrodist.recv(0.0, 0, backend, tag=9)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        error = caught.value
+        ferrodist.barrier(backend)
+        found = [int(ferrodist.recv(x, 0, backend, tag=1)[-1]) for _ in range(count)]
+        assert found == list(range(count))
+        assert ferrodist.recv(np.empty(LARGE), 0, backend, tag=2).sum() == LARGE
+        return type(error).__name__, str(error)
+
+    with start_job(2, body, FERRODIST_UNEXPECTED_NBYTES=str(2 * count * nbytes)) as job:
+        sent, received = job.results()
+    for call, peer, (name, text) in (("send", 1, sent), ("recv", 0, received)):
+        assert name == "OutOfMemory"
+        assert call in text
+        assert f"no memory for a message with rank {peer}" in text
 
 
 def test_works_of_messages_are_futures(start):

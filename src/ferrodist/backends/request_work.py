@@ -97,8 +97,12 @@ class _Callbacks:
     def start(self) -> None:
         """Start the thread: something is in flight."""
         thread = ProgressThread(target=self._run, name="ferrodist-callbacks", daemon=True)
-        self._thread = thread
-        thread.start()
+        self._thread = thread  # before it runs: it looks there whether it is still wanted
+        try:
+            thread.start()
+        except BaseException:
+            self._thread = None
+            raise
 
     def _run(self) -> None:
         while True:
