@@ -214,7 +214,7 @@ private:
     bool is_refused(int rank) const;
     void refuse(int rank, std::uint64_t sequence);
     std::uint64_t moves_here() const;
-    std::uint64_t count_moves() const;
+    std::uint64_t count_moves(std::uint64_t here) const;
     Ending give_up(std::vector<int> missing, bool are_barred);
     Ending find_dead();
     std::uint64_t seen_of(int rank) const;

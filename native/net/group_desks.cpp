@@ -276,8 +276,9 @@ std::uint64_t Group::moves_here() const {
     return moves;
 }
 
-std::uint64_t Group::count_moves() const {
-    std::uint64_t moves = moves_here();
+// The same on all ranks, as they have answered.
+std::uint64_t Group::count_moves(std::uint64_t here) const {
+    std::uint64_t moves = here;
     for (int rank = 0; rank < size(); ++rank) {
         moves += rank == rank_ ? 0 : peer_of(rank).desk.num_moves;
     }
@@ -302,12 +303,13 @@ Ending Group::expire(Lock& lock, const Patience& patience) {
         given_up_for_.clear();
         last_moves_ = 0;
     }
+    const std::uint64_t here = moves_here();
     std::vector<int> silent = ask_in_call(lock, {});
-    std::uint64_t moves = count_moves();
-    if (!silent.empty()) {
+    std::uint64_t moves = count_moves(here);
+    if (!silent.empty()) {  // that took long enough to see whether anything moves
         last_moves_ = moves;
         silent = ask_in_call(lock, silent);
-        moves = count_moves();
+        moves = count_moves(moves_here());
     }
     if (find_verdict(desk_.sequence) != nullptr) {
         return {Outcome::verdict};
