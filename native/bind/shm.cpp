@@ -240,6 +240,8 @@ void add_group(nb::module_& module) {
         .def_rw("fuse_nbytes", &SharedGroup::fuse_nbytes, "Up to which size arrays of a tree travel together.")
         .def_rw("timeout_ns", &SharedGroup::timeout_ns, "How long a call may wait; 0 is for ever.")
         .def("missing", &missing, "List the ranks that have not come to the current round.")
+        .def("note_move", [](SharedGroup& self) { self.group->note_move(); },
+             "Let the others see that the current call gets on.")
         .def("expire", [](SharedGroup& self) {
             const shm::Ending ending = self.group->expire();
             return std::pair(static_cast<int>(ending.outcome), ending.culprit);

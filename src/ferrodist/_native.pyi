@@ -374,6 +374,9 @@ class SharedGroup:
     def missing(self) -> list[int]:
         """List the ranks that have not come to the current round."""
 
+    def note_move(self) -> None:
+        """Let the others see that the current call gets on."""
+
     def expire(self) -> tuple[int, int]:
         """Bar ranks from the current call, which is late: outcome and culprit."""
 

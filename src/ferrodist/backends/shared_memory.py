@@ -9,7 +9,8 @@ fingerprints of all are compared there. Then all exchange their descriptors, aga
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -33,6 +34,7 @@ MISMATCH_FOUND = _native.hash_text("objection")
 """The fingerprint of a round that a rank joins only to stop the others with a difference."""
 
 _DESCRIPTORS = _native.hash_text("table of calls")
+_LATE_WAIT = 0.05  # seconds between looks at whether a call gets on that is late
 _64_BITS = (1 << 64) - 1
 _SCHEDULE_TAG = MAX_TAG + 1  # no user's
 
@@ -178,14 +180,25 @@ class SharedMemoryBackend(ProcessBackend):
                 sending = group.isend(to, _SCHEDULE_TAG, b"", payload)
             for request, rank in ((receiving, peer), (sending, to)):
                 if request is not None:
-                    code, _, error = request.wait(running.deadline.end, False, poll)
+                    code, error = self._wait_for(request, running.deadline.end, poll)
                     self._check(running, (code, rank, error))
+            group.note_move()
         except BaseException:
             for request in (receiving, sending):
                 if request is not None:
                     request.abandon(StatusCode.LATE)
             raise
         return arrived
+
+    def _wait_for(
+        self, request: _native.Request, end: float, poll: Callable[[], None]
+    ) -> tuple[int, BaseException | None]:
+        """Wait for a message of a schedule, beyond the deadline as long as the call gets on."""
+        while True:
+            code, _, error = request.wait(end, False, poll)
+            if code != StatusCode.LATE or self.group.expire()[0] != StatusCode.DONE:
+                return code, error
+            end = time.monotonic() + _LATE_WAIT
 
     def _poll_in_schedule(self, running: RunningCall) -> None:
         """Poll in a message of a schedule; only here a verdict ends a wait for a message."""
