@@ -40,16 +40,17 @@ private:
 };
 
 // Shows the ranks of other hosts that this one is in the call, though it sends nothing.
-bool enter(const Levels& levels, const Task& task) {
+Ending enter(const Levels& levels, const Task& task) {
     const net::Lock guard = levels.inter_node.mesh().lock();
     const Ending ending = levels.inter_node.enter(task.sequence, task.call_kind, task.fingerprint);
     levels.inter_node.set_waiting_for(net::waits_elsewhere);
-    return ending.outcome != shm::Outcome::given_up;
+    const bool is_over = ending.outcome == shm::Outcome::given_up || ending.outcome == shm::Outcome::verdict;
+    return is_over ? ending : Ending{};  // the ranks of this host find out together that ranks differ
 }
 
 Ending run_intra_node(const Levels& levels, const Task& task, const shm::Task& intra, const shm::Patience& patience) {
-    if (!enter(levels, task)) {
-        return {shm::Outcome::given_up};
+    if (const Ending ending = enter(levels, task); ending.failed()) {
+        return ending;
     }
     IntraNodeWatch watch(patience, levels.inter_node);
     shm::Patience own = patience;

@@ -55,6 +55,7 @@ Ending Group::enter(std::uint64_t sequence, std::uint32_t kind, std::uint64_t fi
     if (sequence >= desk_.barred_from) {
         return {Outcome::given_up};
     }
+    const bool was_in_call = desk_.sequence == sequence;  // with an earlier part of it
     ++desk_.num_moves;
     desk_.sequence = sequence;
     desk_.kind = kind;
@@ -72,7 +73,7 @@ Ending Group::enter(std::uint64_t sequence, std::uint32_t kind, std::uint64_t fi
         on_report(rank_, sequence, fingerprint);
     }
     if (find_verdict(sequence) != nullptr) {
-        return {Outcome::given_up};
+        return {was_in_call ? Outcome::verdict : Outcome::given_up};
     }
     return asked_ == sequence ? Ending{Outcome::mismatch} : Ending{};
 }
