@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -16,6 +15,7 @@
 #include "bind/gil_watch.hpp"
 #include "bind/hooks.hpp"
 #include "core/completions.hpp"
+#include "core/list.hpp"
 
 namespace nb = nanobind;
 
@@ -26,6 +26,7 @@ struct WorkObject {
     WorkRequest* request;  // null: the call was done at once
     PyObject* outcome;     // the result or the error, once somebody has made it
     CallFacts facts;
+    core::Link<WorkObject> link;  // in the registry
     std::uint32_t place;      // in the registry, from 1 on; 0: it is not there
     int num_users;            // threads that use the request without the GIL: it stays as long
     bool is_error, is_asked;  // whether anybody looked at the outcome, so that no error is lost
@@ -47,7 +48,9 @@ public:
     static void begin_anew() { current() = new Registry; }
 
     void add(WorkObject& work) {
-        drop_some_done();
+        drop_oldest();
+        drop_next();
+        drop_next();
         if (free_.empty()) {
             places_.push_back({});
             free_.reserve(places_.capacity());  // so that remove needs no memory
@@ -58,12 +61,8 @@ public:
         places_[index].work = &work;
         ++places_[index].generation;
         work.place = index + 1;
+        in_order_.push_back(work);
         Py_INCREF(&work);
-        ++size_;
-        order_.push_back(token(work));
-        if (order_.size() > 2 * size_ + 64) {  // behind one that stays in flight
-            std::erase_if(order_, [&](std::uint64_t one) { return find(one) == nullptr; });
-        }
     }
 
     // Takes a Work out; the caller gets the reference.
@@ -72,7 +71,7 @@ public:
         places_[index].work = nullptr;
         free_.push_back(index);
         work.place = 0;
-        --size_;
+        in_order_.erase(work);
         return &work;
     }
     void remove(WorkObject& work) {
@@ -90,31 +89,23 @@ public:
         return is_there ? places_[index].work : nullptr;
     }
 
-    // Calls of a group end in order: who asks for the last one lets go of those before it.
-    void drop_oldest_done() {
-        while (!order_.empty()) {
-            WorkObject* const work = find(order_.front());
-            if (work != nullptr && !is_unwanted(*work)) {
-                return;
-            }
-            order_.pop_front();
-            if (work != nullptr) {
-                remove(*work);
-            }
+    // Lets go of those that are done and that nobody has asked for, up to the first that is not.
+    void drop_oldest() {
+        while (in_order_.front() != nullptr && is_done_unasked(*in_order_.front())) {
+            remove(*in_order_.front());
         }
     }
-
     void drop_done() {
-        for (std::size_t left = places_.size(); left > 0; --left) {
-            drop_next_done();
+        for (const nb::object& work : all()) {
+            if (auto* const one = reinterpret_cast<WorkObject*>(work.ptr()); is_done_unasked(*one)) {
+                remove(*one);
+            }
         }
     }
     std::vector<nb::object> all() const {
         std::vector<nb::object> found;
-        for (const Place& place : places_) {
-            if (place.work != nullptr) {
-                found.push_back(nb::borrow(reinterpret_cast<PyObject*>(place.work)));
-            }
+        for (WorkObject* work = in_order_.front(); work != nullptr; work = in_order_.after(*work)) {
+            found.push_back(nb::borrow(reinterpret_cast<PyObject*>(work)));
         }
         return found;
     }
@@ -132,31 +123,25 @@ private:
         return registry;
     }
 
-    // Done, and nobody wants to know.
-    static bool is_unwanted(const WorkObject& work) {
-        return work.request != nullptr && !work.is_heard && work.request->is_complete() && !work.request->has_failed();
-    }
-
-    // As many as are added, and one more: those that nobody asks for do not pile up.
-    void drop_some_done() {
-        drop_oldest_done();
-        if (size_ > 0) {
-            drop_next_done();
-            drop_next_done();
-        }
-    }
-    void drop_next_done() {
+    // The oldest may stay in flight for long: behind it those that are done go as well, two for one that comes.
+    void drop_next() {
         next_ = next_ + 1 < places_.size() ? next_ + 1 : 0;
         WorkObject* const work = places_.empty() ? nullptr : places_[next_].work;
-        if (work != nullptr && is_unwanted(*work)) {
+        if (work != nullptr && is_done_unasked(*work)) {
             remove(*work);
         }
     }
 
+    // One in use is about to be posted, or somebody waits for it.
+    static bool is_done_unasked(const WorkObject& work) {
+        return work.num_users == 0 && !work.is_heard && work.request != nullptr && work.request->is_complete() &&
+               !work.request->has_failed();
+    }
+
     std::vector<Place> places_;
     std::vector<std::uint32_t> free_;
-    std::deque<std::uint64_t> order_;  // tokens as they were given, also of those that have gone
-    std::size_t next_ = 0, size_ = 0;
+    std::size_t next_ = 0;
+    core::List<WorkObject, &WorkObject::link> in_order_;
 };
 
 Registry& registry() { return Registry::of_process(); }
@@ -238,8 +223,8 @@ void settle(WorkObject& work) {
     has_settled.notify_all();
     if (!work.is_heard) {
         registry().remove(work);
+        registry().drop_oldest();
     }
-    registry().drop_oldest_done();
     if (work.is_error && !work.is_asked) {
         tell_of_unasked(work);
     }
