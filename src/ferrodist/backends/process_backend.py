@@ -23,7 +23,6 @@ from ferrodist.backends import message_errors, verdict
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.deaths import Deaths
 from ferrodist.backends.messaging import MessagingBackend
-from ferrodist.backends.native_group import NativeGroup, NativeSplit, NativeWorld
 from ferrodist.backends.planner import Planner
 from ferrodist.backends.process_messenger import ProcessMessenger
 from ferrodist.backends.process_texts import (
@@ -95,8 +94,8 @@ class ProcessBackend(MessagingBackend):
 
     def __init__(
         self,
-        world: NativeWorld,
-        group: NativeGroup,
+        world: _native.World | _native.Mesh,
+        group: _native.SharedGroup | _native.TcpGroup,
         members: tuple[int, ...],
         rank: int,
         config: Config,
@@ -171,7 +170,7 @@ class ProcessBackend(MessagingBackend):
         """Make what finds and checks algorithms."""
 
     @abc.abstractmethod
-    def _new_split(self, members: Sequence[int], identity: int) -> NativeSplit:
+    def _new_split(self, members: Sequence[int], identity: int) -> _native.Split | _native.TcpSplit:
         """Begin to make a group of some ranks; ``identity`` is the same on all of them."""
 
     @abc.abstractmethod
@@ -486,7 +485,7 @@ class ProcessBackend(MessagingBackend):
 
     def _split_failure(
         self,
-        split: NativeSplit,
+        split: _native.Split | _native.TcpSplit,
         members: tuple[int, ...],
         deadline: Deadline,
         status: Status,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist import _native
 from ferrodist.backends import message_errors, verdict
-from ferrodist.backends.native_group import NativeRequest
 from ferrodist.backends.request_work import name_of_message
 from ferrodist.backends.status import StatusCode
 from ferrodist.backends.verdict import Departure
@@ -158,7 +157,7 @@ class ProcessMessenger:
             raise
         self._wait(call, sending, holds_caller=False)
 
-    def _isend(self, call: MessageCall, source: Buffer, peer: int, tag: int) -> NativeRequest:
+    def _isend(self, call: MessageCall, source: Buffer, peer: int, tag: int) -> _native.Request:
         self._refuse_if_gone(call, peer)
         header = pack_array_header(source.dtype, source.shape)
         return self._group.isend(peer, tag, header, source.memory)
@@ -168,11 +167,11 @@ class ProcessMessenger:
         if self._group.is_gone(peer):
             raise call.failure(self.backend.loss_of(peer), peer, None)
 
-    def _irecv(self, target: Buffer, peer: int, tag: int) -> NativeRequest:
+    def _irecv(self, target: Buffer, peer: int, tag: int) -> _native.Request:
         header = pack_array_header(target.dtype, target.shape)
         return self._group.irecv(peer, tag, header, target.memory)
 
-    def _wait(self, call: MessageCall, request: NativeRequest, *, holds_caller: bool) -> None:
+    def _wait(self, call: MessageCall, request: _native.Request, *, holds_caller: bool) -> None:
         """Wait for a request, which is over in any case; raise what became of it."""
         outcome, rank, error = request.wait(call.deadline.end, holds_caller, None)
         if outcome == StatusCode.DONE:
