@@ -100,7 +100,8 @@ Signature = tuple[list[str], int, str | None]
 
 
 def describe(function: ast.FunctionDef) -> Signature:
-    names = [argument.arg for argument in function.args.args]
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     return names, len(function.args.defaults), ast.get_docstring(function)
 
 
@@ -128,7 +129,7 @@ def signature_of(record: Any, name: str) -> Signature:
 
 
 def plain_signature_of(function: Any) -> Signature:
-    """Read the signature of a method that is not nanobind's."""
+    """Read the signature of a function that is not nanobind's."""
     parameters = inspect.signature(function).parameters
     num_defaults = sum(one.default is not one.empty for one in parameters.values())
     return list(parameters), num_defaults, function.__doc__
@@ -140,7 +141,9 @@ def functions_of_module() -> dict[str, Signature]:
         if name.startswith("_"):
             continue
         if not isinstance(value, type):
-            found[name] = signature_of(value.__nb_signature__[0], name)
+            records = getattr(value, "__nb_signature__", None)
+            is_plain = records is None
+            found[name] = plain_signature_of(value) if is_plain else signature_of(records[0], name)
             continue
         for member, function in vars(value).items():
             function = getattr(function, "fget", function)

@@ -540,6 +540,46 @@ bool can_call(const TcpGroup& group) {
 
 bool can_call(const HybridGroup& group) { return can_call(group.tcp) && can_call(group.shared); }
 
+// -- the way from the public functions ---------------------------------------------------------------
+
+namespace {
+
+// args: kind, backend (None: that of the process), x, out, op, root
+template <const char* const& name>
+PyObject* find_and_call(PyObject*, Arguments args, Py_ssize_t) {
+    static PyObject* const attribute = PyUnicode_InternFromString(name);
+    const nb::object backend =
+        args[1] == Py_None ? nb::steal(PyObject_CallNoArgs(hooks().current_backend)) : nb::borrow(args[1]);
+    if (!backend.is_valid()) {
+        return nullptr;
+    }
+    const nb::object path = nb::steal(PyObject_GetAttr(backend.ptr(), attribute));
+    if (!path.is_valid()) {  // it is no backend, which the general path says
+        PyErr_Clear();
+        return decline();
+    }
+    if (path.is_none()) {
+        return decline();
+    }
+    PyObject* const passed[num_arguments] = {backend.ptr(), args[0], args[2], args[3], args[4], args[5]};
+    return PyObject_Vectorcall(path.ptr(), passed, num_arguments, nullptr);
+}
+
+constexpr const char* call_path_name = "_call_path";
+constexpr const char* start_path_name = "_start_path";
+
+PyMethodDef path_functions[] = {
+    {"fast_path", as_function<&find_and_call<call_path_name>, num_arguments>(), METH_FASTCALL,
+     "fast_path(kind, backend, x, out, op, root, /)\n--\n\n"
+     "Do a call in native code: return its result, or NotImplemented for the general path."},
+    {"fast_start", as_function<&find_and_call<start_path_name>, num_arguments>(), METH_FASTCALL,
+     "fast_start(kind, backend, x, out, op, root, /)\n--\n\n"
+     "Start a call in native code: return its Work, or NotImplemented for the general path."},
+    {},
+};
+
+}  // namespace
+
 // -- hooks ---------------------------------------------------------------------------------------
 
 namespace {
@@ -557,14 +597,16 @@ bool is_progress_thread() { return is_marked; }
 
 void add_hooks(nb::module_& module) {
     using namespace nb::literals;
+    PyModule_AddFunctions(module.ptr(), path_functions);
     module.def("set_hooks", [](nb::handle on_wait, nb::handle on_wait_end, nb::handle on_error, nb::handle make_plan,
-                               nb::handle left_error) {
+                               nb::handle left_error, nb::handle current_backend) {
         hooks().on_wait = on_wait.inc_ref().ptr();
         hooks().on_wait_end = on_wait_end.inc_ref().ptr();
         hooks().on_error = on_error.inc_ref().ptr();
         hooks().make_plan = make_plan.inc_ref().ptr();
         hooks().left_error = left_error.inc_ref().ptr();
-    }, "on_wait"_a, "on_wait_end"_a, "on_error"_a, "make_plan"_a, "left_error"_a,
+        hooks().current_backend = current_backend.inc_ref().ptr();
+    }, "on_wait"_a, "on_wait_end"_a, "on_error"_a, "make_plan"_a, "left_error"_a, "current_backend"_a,
                "Set what native code calls while it runs a call.");
     module.def("set_message_hooks", [](nb::handle message_error, nb::handle on_message_interrupt) {
         hooks().message_error = message_error.inc_ref().ptr();

@@ -17,6 +17,7 @@ struct Hooks {
     // (backend, kind, dtype, op, root, nbytes, in place): how a collective is executed that was not made before. In
     // two levels a Program; over TCP a Plan, and whether the result may lie where the input does.
     PyObject* make_plan = nullptr;
+    PyObject* current_backend = nullptr;  // () -> the backend of the process, None before init()
 
     // -- messages ----------------------------------------------------------------------------------------
     // (backend, status, failed rank, error, header found, send cycle, header expected, dst, src, tag, timeout, site,

@@ -72,8 +72,15 @@ def set_hooks(
     on_error: Callable[..., Any],
     make_plan: Callable[..., Any],
     left_error: Callable[[Any, int, int], BaseException],
+    current_backend: Callable[[], Any],
 ) -> None:
     """Set what native code calls while it runs a call."""
+
+def fast_path(kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, /) -> Any:
+    """Do a call in native code: return its result, or NotImplemented for the general path."""
+
+def fast_start(kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, /) -> Any:
+    """Start a call in native code: return its Work, or NotImplemented for the general path."""
 
 def set_message_hooks(
     message_error: Callable[..., BaseException],

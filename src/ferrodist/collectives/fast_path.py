@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist import _native
 from ferrodist.arrays import flatten, take
-from ferrodist.backends.base import Backend
 from ferrodist.backends.default import current_backend
 from ferrodist.backends.running_call import RunningCall
 from ferrodist.backends.status import Status
@@ -27,26 +26,11 @@ if TYPE_CHECKING:
     from ferrodist.backends.process_backend import ProcessBackend
     from ferrodist.backends.tcp import TcpBackend
 
+fast_path, fast_start = _native.fast_path, _native.fast_start
+
 # The kinds as plain numbers: on this path an enum costs more than the call it names.
 ALLREDUCE, BROADCAST, REDUCE, ALL_GATHER, GATHER = 0, 1, 2, 3, 4
 SCATTER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER = 5, 6, 7, 8
-
-
-def fast_path(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, root: Any) -> Any:
-    """Do a call in native code: return its result, or NotImplemented for the general path."""
-    group: Any = current_backend() if backend is None else backend
-    try:  # what is no backend has no such attribute, and getattr() would cost every call
-        call = group._call_path
-    except AttributeError:
-        return NotImplemented
-    return NotImplemented if call is None else call(group, kind, x, out, op, root)
-
-
-def fast_start(kind: int, backend: Backend | None, x: Any, out: Any, op: Any, root: Any) -> Any:
-    """Start a call in native code: return its Work, or NotImplemented for the general path."""
-    group = current_backend() if backend is None else backend
-    start = getattr(group, "_start_path", None)
-    return NotImplemented if start is None else start(group, kind, x, out, op, root)
 
 
 def _on_error(
@@ -110,4 +94,5 @@ _native.set_hooks(
     on_error=_on_error,
     make_plan=_make_plan,
     left_error=lambda backend, kind, sequence: backend.cut_short(kind, sequence),
+    current_backend=current_backend,
 )
