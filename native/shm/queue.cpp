@@ -10,7 +10,9 @@ namespace ferrodist::shm {
 namespace {
 
 constexpr std::size_t largest_segment = 256 * 1024;
-constexpr std::size_t num_kept = 2;  // spare segments
+constexpr std::size_t num_kept = 8;  // spare segments at most
+// Long bodies go round so many: lines that are still in the receiver's cache are slow to write.
+constexpr std::size_t num_rotated = 6;
 constexpr std::size_t body_piece = 16 * 1024;  // written at one go: the receiver copies it meanwhile
 
 constexpr std::size_t round_up(std::size_t nbytes) { return (nbytes + line - 1) / line * line; }
@@ -105,14 +107,22 @@ void QueueWriter::open_segment(std::size_t nbytes) {
 
 Segment QueueWriter::take_segment(std::size_t nbytes) {
     const auto fits = [&](const Segment& segment) { return segment.nbytes >= nbytes; };
-    if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
-        const Segment segment = *found;
-        spare_.erase(found);
-        return segment;
+    const auto found = std::find_if(spare_.begin(), spare_.end(), fits);
+    const bool has_spare = found != spare_.end();
+    if (!has_spare || (nbytes > body_piece && spare_.size() < num_rotated)) {
+        try {
+            const std::size_t size = std::max(nbytes, next_nbytes_);
+            const Segment segment{arena_.allocate(size), size};
+            next_nbytes_ = std::min(2 * next_nbytes_, largest_segment);
+            return segment;
+        } catch (const OutOfMemory&) {
+            if (!has_spare) {
+                throw;
+            }
+        }
     }
-    const std::size_t size = std::max(nbytes, next_nbytes_);
-    const Segment segment{arena_.allocate(size), size};
-    next_nbytes_ = std::min(2 * next_nbytes_, largest_segment);
+    const Segment segment = *found;
+    spare_.erase(found);
     return segment;
 }
 
