@@ -27,7 +27,7 @@ Job::Job(Script& script) : script_(script), rank_(static_cast<int>(script.below(
         voices_.push_back(std::make_unique<Voice>(ends[1], specs[peer].session, peer, [this] { read_all(); }));
     }
     constexpr std::int64_t for_ever = 1'000'000'000'000;
-    mesh_ = std::make_shared<net::Mesh>(rank_, specs, net::MeshOptions{for_ever, for_ever, piece});
+    mesh_ = std::make_shared<net::Mesh>(rank_, specs, net::MeshOptions{for_ever, for_ever, piece, 10'000});
     std::vector<int> members(size);
     std::iota(members.begin(), members.end(), 0);
     const net::Lock guard = mesh_->lock();

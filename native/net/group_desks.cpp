@@ -16,9 +16,6 @@ constexpr std::int64_t poll_interval_ns = 500'000'000;
 constexpr std::size_t longest_report = 4096;
 constexpr std::uint64_t still_here = UINT64_MAX;  // more may come of a rank that is connected
 constexpr std::uint64_t never = UINT64_MAX;       // no call
-// How long a rank may take to answer before the others are asked to refuse it. Its own thread answers, whatever its
-// program does; it takes so long only if its process is stopped, or its host is out of reach.
-constexpr std::int64_t bar_patience_ns = 500'000'000;
 
 }  // namespace
 
@@ -219,7 +216,7 @@ std::vector<int> Group::ask_in_call(Lock& lock, const std::vector<int>& refused)
         refuse(rank, desk_.sequence);
     }
     const std::uint64_t question = mesh_->new_number();
-    const Patience patience = brief(bar_patience_ns);
+    const Patience patience = brief(mesh_->options().answer_ns);
     Waiter waiter(*mesh_, lock, patience);
     send_to_all({.kind = FrameKind::bar, .sequence = question, .fingerprint = desk_.sequence},
                 std::as_bytes(std::span(refused)), true);

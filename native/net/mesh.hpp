@@ -40,6 +40,9 @@ struct LinkSpec {
 struct MeshOptions {
     std::int64_t heartbeat_ns, silence_ns;
     std::uint64_t piece_nbytes;  // the longest piece of a collective
+    // How long a rank may take to say whether it has entered a call, before the others are asked to refuse it. Its own
+    // thread answers: it takes so long only if its process is stopped, or its host is out of reach.
+    std::int64_t answer_ns = 500'000'000;
 };
 
 // Ranks on their way to be a group, as far as this process has heard.
