@@ -320,7 +320,7 @@ def test_a_program_that_ends_without_close_ends_quietly_soon_and_with_its_own_co
     ended = time.monotonic()
     assert done.returncode == 7, done.stderr
     times = [float(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert ended - max(times) < 10  # no timeout is as short; a busy machine takes its time
+    assert ended - max(times) < 3.5  # of which the launcher has a part
     assert "Traceback" not in done.stderr
     assert "Error" not in done.stderr
 

@@ -89,7 +89,6 @@ class Wait:
 class ProcessBackend(MessagingBackend):
     """One rank of a group of processes; ``members`` are the ranks of the group in the world."""
 
-    _wait: Wait | None = None  # of a call on the fast path
     _messenger: ProcessMessenger
 
     def __init__(
@@ -108,6 +107,7 @@ class ProcessBackend(MessagingBackend):
         self._deaths = deaths
         super().__init__(rank, len(members), config)
         self._tickets = group.tickets
+        self._wait: Wait | None = None  # of a call on the fast path
         self._messenger = ProcessMessenger(self)
         group.set_unexpected_limit(config.unexpected_nbytes)
         self._fast_send = group.fast_send
