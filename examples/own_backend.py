@@ -9,7 +9,7 @@ starts three ranks of it. Installed with the entry point
     sockets = "own_backend:SocketsBackend"
 
 it is what ``ferrodist.init(backend="sockets")`` makes, under every launcher. docs/own_backend.md
-walks through this file.
+leads through this file.
 """
 
 # ruff: noqa: D102 -- ferrodist.backends.provider says what the methods do

@@ -16,32 +16,32 @@ from ferrodist.schedules import (
     Schedule,
     Send,
     Step,
-    fold_or_copy,
     mine,
     one_chunk,
     out,
+    reduce_or_copy,
     scratch,
     verify,
 )
 from ferrodist.testing import run_ranks
 
 
-def everybody_folds(rank, world, root):
-    """Send my whole array to everybody, then fold all arrays in rank order."""
+def everybody_reduces(rank, world, root):
+    """Send my whole array to everybody, then reduce all arrays in rank order."""
     for distance in range(1, world):
         above, below = (rank + distance) % world, (rank - distance) % world
         yield Step(Send(above, (mine(0),)), Recv(below, (scratch(0, below),)))
     inputs = tuple(mine(0) if peer == rank else scratch(0, peer) for peer in range(world))
-    yield Step(then=(fold_or_copy(out(0), inputs),))
+    yield Step(then=(reduce_or_copy(out(0), inputs),))
 
 
 def forgets_the_last(rank, world, root):
     """Do the same, with a mistake: the last round is left out."""
-    *steps, _, fold = everybody_folds(rank, world, root)
-    yield from [*steps, fold]
+    *steps, _, local_reduce = everybody_reduces(rank, world, root)
+    yield from [*steps, local_reduce]
 
 
-good = Schedule("everybody_folds", Kind.ALLREDUCE, everybody_folds, chunks=one_chunk)
+good = Schedule("everybody_reduces", Kind.ALLREDUCE, everybody_reduces, chunks=one_chunk)
 bad = Schedule("forgets_the_last", Kind.ALLREDUCE, forgets_the_last, chunks=one_chunk)
 
 

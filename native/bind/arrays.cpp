@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "warm_memory.hpp"
+#include "core/warm_memory.hpp"
 
 namespace nb = nanobind;
 

@@ -8,7 +8,7 @@
 #include <memory>
 #include <optional>
 
-#include "fold/fold.hpp"
+#include "reduce/reduce.hpp"
 #include "shm/arena.hpp"
 
 namespace ferrodist::bind {

@@ -13,7 +13,7 @@
 #include "bind/tree.hpp"
 #include "bind/work.hpp"
 #include "bind/flying_call.hpp"
-#include "net/walker.hpp"
+#include "net/executor.hpp"
 
 namespace nb = nanobind;
 
@@ -26,9 +26,9 @@ PyObject* decline() { Py_RETURN_NOTIMPLEMENTED; }
 
 // -- what differs between groups -----------------------------------------------------------------
 
-shm::Spins* spins_of(const SharedGroup& group) { return group.group->spins(); }
-shm::Spins* spins_of(const TcpGroup& group) { return group.group->mesh().spins(); }
-shm::Spins* spins_of(const HybridGroup& group) { return spins_of(group.tcp); }
+core::Spins* spins_of(const SharedGroup& group) { return group.group->spins(); }
+core::Spins* spins_of(const TcpGroup& group) { return group.group->mesh().spins(); }
+core::Spins* spins_of(const HybridGroup& group) { return spins_of(group.tcp); }
 
 // Below this a call in shared memory takes a microsecond or two: to let go of the GIL would cost more than it
 // gives.
@@ -57,7 +57,7 @@ bool can_alias(const NoPlan&) { return true; }
 bool can_alias(const TcpGroup::KeptPlan& plan) { return plan.is_alias_safe; }
 bool can_alias(const HybridGroup::KeptPlan&) { return true; }  // it was made for that
 
-shm::Ending run(SharedGroup& group, const Collective& one, const NoPlan&, const shm::Patience& patience) {
+core::Status run(SharedGroup& group, const Collective& one, const NoPlan&, const core::WaitOptions& options) {
     const bool is_cut = one.kind == Kind::reduce_scatter || one.kind == Kind::all_to_all;
     const shm::Task task{one.kind,
                          one.dtype,
@@ -69,26 +69,26 @@ shm::Ending run(SharedGroup& group, const Collective& one, const NoPlan&, const 
                          nullptr,
                          one.in_place,
                          one.fingerprint + static_cast<std::uint64_t>(one.index)};
-    return shm::run(*group.group, task, patience);
+    return shm::run(*group.group, task, options);
 }
 
-shm::Ending run(TcpGroup& group, const Collective& one, const TcpGroup::KeptPlan& plan, const shm::Patience& patience) {
-    patience.begin();
-    return net::walk(*group.group, *plan.plan,
-                     {one.source, one.target, one.in_place, patience.sequence, one.fingerprint}, patience);
+core::Status run(TcpGroup& group, const Collective& one, const TcpGroup::KeptPlan& plan, const core::WaitOptions& options) {
+    options.begin();
+    return net::execute(*group.group, *plan.plan,
+                     {one.source, one.target, one.in_place, options.sequence, one.fingerprint}, options);
 }
 
-shm::Ending run(HybridGroup& group, const Collective& one, const HybridGroup::KeptPlan& plan,
-                const shm::Patience& patience) {
+core::Status run(HybridGroup& group, const Collective& one, const HybridGroup::KeptPlan& plan,
+                const core::WaitOptions& options) {
     const hybrid::Task task{one.source,        one.target,      static_cast<std::uint32_t>(one.kind),
-                            patience.sequence, one.fingerprint, one.index};
-    return hybrid::execute(group.levels, *plan, task, patience);
+                            options.sequence, one.fingerprint, one.index};
+    return hybrid::execute(group.levels, *plan, task, options);
 }
 
 // -- one call ------------------------------------------------------------------------------------
 
 // Lets Python tell all ranks what became of a call, raise, and end its ticket.
-PyObject* raise_failure(Arguments args, const CollectiveCall& call, const shm::Ending& ending, nb::object error,
+PyObject* raise_failure(Arguments args, const CollectiveCall& call, const core::Status& status, nb::object error,
                         std::uint64_t ticket, int num_begun, nb::handle part, nb::handle site) {
     nb::object shape = nb::none();
     if (call.has_input) {
@@ -98,7 +98,7 @@ PyObject* raise_failure(Arguments args, const CollectiveCall& call, const shm::E
         }
     }
     return PyObject_CallFunction(hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend],
-                                 static_cast<int>(ending.outcome), ending.culprit,
+                                 static_cast<int>(status.code), status.failed_rank,
                                  error.is_valid() ? error.ptr() : Py_None, static_cast<unsigned long long>(ticket),
                                  static_cast<int>(call.kind), static_cast<int>(call.x.dtype), shape.ptr(), call.op,
                                  call.root, num_begun, part.ptr(), args[arg_x], args[arg_out], site.ptr());
@@ -109,43 +109,43 @@ template <class Group>
 class FastCall {
 public:
     FastCall(Group& group, Arguments args, const CollectiveCall& call, std::uint64_t ticket)
-        : group_(group), args_(args), call_(call), ticket_(ticket), watch_(hooks().on_wait, args[arg_backend], Py_None),
-          patience_{&watch_, 0, spins_of(group), ticket, group.timeout_ns} {}
+        : group_(group), args_(args), call_(call), ticket_(ticket), hook_(hooks().on_wait, args[arg_backend], Py_None),
+          options_{&hook_, 0, spins_of(group), ticket, group.timeout_ns} {}
 
     // Does one collective; false if it failed.
     template <class Plan>
     bool run_collective(const Collective& one, const Plan& plan) {
         if (lets_go_of_gil(group_, one)) {
-            watch_.let_go();
+            hook_.let_go();
         }
         ++num_begun_;
         try {
-            ending_ = run(group_, one, plan, patience_);
-            watch_.take_back();
+            status_ = run(group_, one, plan, options_);
+            hook_.take_back();
         } catch (const std::bad_alloc& error) {  // no room for what it needs besides the arrays
-            watch_.take_back();
+            hook_.take_back();
             PyErr_SetString(PyExc_MemoryError, error.what());
             keep_error();
         }
-        return !ending_.failed();
+        return !status_.failed();
     }
 
     // The call ends with the exception that is set.
     void keep_error() {
-        watch_.keep_error();
-        ending_ = {shm::Outcome::interrupted};
+        hook_.keep_error();
+        status_ = {core::StatusCode::interrupted};
     }
 
     void end() {
         group_.tickets.end(ticket_);
-        if (watch_.has_looked() && !nb::steal(PyObject_CallOneArg(hooks().on_wait_end, args_[arg_backend])).is_valid()) {
+        if (hook_.has_polled() && !nb::steal(PyObject_CallOneArg(hooks().on_wait_end, args_[arg_backend])).is_valid()) {
             throw nb::python_error();
         }
     }
 
     // Lets Python tell all ranks and raise; `part` is what the root of a scatter has told, or None.
     PyObject* fail(nb::handle part = nb::none()) {
-        return raise_failure(args_, call_, ending_, watch_.error(), ticket_, num_begun_, part, nb::none());
+        return raise_failure(args_, call_, status_, hook_.error(), ticket_, num_begun_, part, nb::none());
     }
 
 private:
@@ -153,9 +153,9 @@ private:
     Arguments args_;
     const CollectiveCall& call_;
     std::uint64_t ticket_;
-    GilWatch watch_;
-    shm::Patience patience_;
-    shm::Ending ending_;
+    GilHook hook_;
+    core::WaitOptions options_;
+    core::Status status_;
     int num_begun_ = 0;
 };
 
@@ -272,7 +272,7 @@ PyObject* call_tree(Group& group, Arguments args, const Place& place) {
     Tree tree;
     if (args[arg_out] != Py_None || !call.read_options(args, place) ||
         (call.kind != Kind::allreduce && call.kind != Kind::broadcast) || !tree.read(args[arg_x], group.fuse_nbytes) ||
-        (call.op >= 0 && (!can_fold(tree.dtype(), static_cast<Op>(call.op)) || tree.has_integers())) ||
+        (call.op >= 0 && (!can_reduce(tree.dtype(), static_cast<Op>(call.op)) || tree.has_integers())) ||
         !tree.make_results()) {
         return decline();
     }
@@ -331,20 +331,20 @@ PyObject* call_collective(PyObject* self, Arguments args, Py_ssize_t) {
 // -- in flight -----------------------------------------------------------------------------------
 
 // The waits of a call that nobody waits for: without the GIL, but for a log line now and then.
-class BackgroundWatch final : public shm::Watch {
+class BackgroundHook final : public core::ProgressHook {
 public:
-    BackgroundWatch(const Progress& progress, PyObject* backend, PyObject* site)
+    BackgroundHook(const Progress& progress, PyObject* backend, PyObject* site)
         : progress_(progress), backend_(backend), site_(site) {}
 
-    bool look() override {
+    bool poll() override {
         if (is_abandoned || progress_.is_stopping()) {
             return false;
         }
-        if (++num_looks_ % looks_between_hooks != 0) {
+        if (++num_polls_ % polls_between_hooks != 0) {
             return true;
         }
         const WithGil gil;
-        has_looked = true;
+        has_polled = true;
         PyObject* const answer = PyObject_CallFunctionObjArgs(hooks().on_wait, backend_, site_, nullptr);
         Py_XDECREF(answer);
         if (answer == nullptr) {
@@ -355,15 +355,15 @@ public:
 
     // Pairs with nothing: it is only a wish, and the wait ends a look later at the latest.
     std::atomic<bool> is_abandoned{false};
-    bool has_looked = false;
+    bool has_polled = false;
     PyObject* error = nullptr;
 
 private:
-    static constexpr int looks_between_hooks = 10;
+    static constexpr int polls_between_hooks = 10;
 
     const Progress& progress_;
     PyObject *backend_, *site_;
-    int num_looks_ = 0;
+    int num_polls_ = 0;
 };
 
 // The object that Works of a group are listed under.
@@ -403,13 +403,13 @@ public:
 
     void run() override {
         bool is_ours = true;
-        while (is_ours && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(look_ns))) {
-            is_ours = background_.look();
+        while (is_ours && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(poll_ns))) {
+            is_ours = background_.poll();
         }
-        is_ours ? execute(background_, shm::no_spins) : interrupt();
+        is_ours ? execute(background_, core::no_spins) : interrupt();
         if (background_.is_abandoned || group_.progress.is_stopping()) {
             group_.tickets.end(ticket_);  // the program ends, and the other ranks hear that of their own
-        } else if (ending_.failed() || background_.has_looked) {
+        } else if (status_.failed() || background_.has_polled) {
             const WithGil gil;
             end(nb::steal(background_.error));
         } else {
@@ -418,51 +418,51 @@ public:
         complete();
     }
 
-    bool has_failed() override { return is_cut_short_ || ending_.failed(); }
+    bool has_failed() override { return is_cut_short_ || status_.failed(); }
     nb::object error() override { return error_.is_valid() ? error_ : left_error(); }
     nb::object result() override { return call_.has_output ? call_.out.finish(args_[arg_x]) : nb::none(); }
     shm::Kind kind() const { return call_.kind; }
 
 private:
     void on_ticket() override {
-        deadline_ns_ = group_.timeout_ns == 0 ? 0 : shm::now_ns() + group_.timeout_ns;
+        deadline_ns_ = group_.timeout_ns == 0 ? 0 : core::now_ns() + group_.timeout_ns;
     }
 
     void run_here() override {
         nb::object error;
         {
-            GilWatch watch(hooks().on_wait, args_[arg_backend], site_.ptr());
-            watch.let_go();
+            GilHook hook(hooks().on_wait, args_[arg_backend], site_.ptr());
+            hook.let_go();
             bool goes_on = true;
-            while (goes_on && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(look_ns))) {
-                goes_on = watch.look();
+            while (goes_on && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(poll_ns))) {
+                goes_on = hook.poll();
             }
-            goes_on ? execute(watch, spins_of(group_)) : interrupt();
-            watch.take_back();
-            background_.has_looked = watch.has_looked();
-            error = watch.error();
+            goes_on ? execute(hook, spins_of(group_)) : interrupt();
+            hook.take_back();
+            background_.has_polled = hook.has_polled();
+            error = hook.error();
         }
         end(error);
         complete();
     }
 
-    void execute(shm::Watch& watch, shm::Spins* spins) {
-        const shm::Patience patience{&watch, deadline_ns_, spins, ticket_, 0};
+    void execute(core::ProgressHook& hook, core::Spins* spins) {
+        const core::WaitOptions options{&hook, deadline_ns_, spins, ticket_, 0};
         try {
-            ending_ = bind::run(group_, one_, plan_, patience);
+            status_ = bind::run(group_, one_, plan_, options);
         } catch (const std::bad_alloc&) {
             is_out_of_memory_ = true;
             interrupt();
         }
     }
 
-    void interrupt() { ending_ = {shm::Outcome::interrupted}; }
+    void interrupt() { status_ = {core::StatusCode::interrupted}; }
 
     // With the GIL: ends the ticket of a call that was done, or failed.
     void end(nb::object error) {
-        if (!ending_.failed()) {
+        if (!status_.failed()) {
             group_.tickets.end(ticket_);
-            if (background_.has_looked) {
+            if (background_.has_polled) {
                 nb::steal(PyObject_CallOneArg(hooks().on_wait_end, args_[arg_backend]));
                 PyErr_Clear();
             }
@@ -471,7 +471,7 @@ private:
         if (is_out_of_memory_) {
             error = nb::steal(PyObject_CallFunction(PyExc_MemoryError, "s", "no memory for what the call needs"));
         }
-        Py_XDECREF(raise_failure(args_, call_, ending_, error, ticket_, 1, nb::none(), site_));
+        Py_XDECREF(raise_failure(args_, call_, status_, error, ticket_, 1, nb::none(), site_));
         error_ = nb::steal(fetch_exception());
     }
 
@@ -483,9 +483,9 @@ private:
     CollectiveCall call_;
     Collective one_{Kind::barrier};
     decltype(plan_for(std::declval<Group&>(), std::declval<const Collective&>(), Arguments{})) plan_;
-    BackgroundWatch background_;
+    BackgroundHook background_;
     std::int64_t deadline_ns_ = 0;
-    shm::Ending ending_;
+    core::Status status_;
     bool is_out_of_memory_ = false;
     nb::object error_;
 };

@@ -9,14 +9,14 @@
 #include <new>
 
 #include "bind/collective_call.hpp"
-#include "bind/gil_watch.hpp"
+#include "bind/gil_hook.hpp"
 #include "bind/hooks.hpp"
 #include "bind/hybrid_group.hpp"
 #include "bind/progress.hpp"
 #include "bind/shared_group.hpp"
 #include "bind/tcp_group.hpp"
 #include "bind/tickets.hpp"
-#include "shm/wait.hpp"
+#include "core/wait.hpp"
 
 namespace ferrodist::bind {
 

@@ -62,7 +62,7 @@ bool CollectiveCall::read(Arguments args, const Place& place) {
     if (kind == Kind::barrier || kind == Kind::scatter) {  // in scatter what ranks pass may differ
         return true;
     }
-    if (!x.read(args[arg_x]) || (op >= 0 && !can_fold(x.dtype, static_cast<Op>(op))) ||
+    if (!x.read(args[arg_x]) || (op >= 0 && !can_reduce(x.dtype, static_cast<Op>(op))) ||
         !is_number_in_range(place.world) || !find_result_shape(place.world)) {
         return false;
     }

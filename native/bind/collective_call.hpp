@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "bind/convert.hpp"
-#include "hash.hpp"
+#include "core/hash.hpp"
 #include "shm/collectives.hpp"
 
 namespace ferrodist::bind {

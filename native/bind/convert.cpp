@@ -7,7 +7,7 @@
 #include <optional>
 #include <unordered_map>
 
-#include "warm_memory.hpp"
+#include "core/warm_memory.hpp"
 
 namespace nb = nanobind;
 

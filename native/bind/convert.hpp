@@ -16,7 +16,7 @@
 
 #include "bind/arrays.hpp"
 #include "bind/dlpack.hpp"
-#include "fold/fold.hpp"
+#include "reduce/reduce.hpp"
 
 namespace ferrodist::bind {
 

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include "bind/gil_watch.hpp"
+#include "bind/gil_hook.hpp"
 #include "bind/hooks.hpp"
 #include "core/completions.hpp"
-#include "shm/futex.hpp"
+#include "core/futex.hpp"
 
 namespace nb = nanobind;
 
@@ -77,16 +77,16 @@ nb::object FlyingCall::wait(std::int64_t end_ns) {
         run_here();
         return {};
     }
-    GilWatch watch;
-    watch.let_go();
+    GilHook hook;
+    hook.let_go();
     bool is_complete = false, goes_on = true;
-    while (!is_complete && goes_on && (end_ns == 0 || shm::now_ns() < end_ns)) {
-        const std::int64_t rest = end_ns == 0 ? look_ns : std::min(look_ns, end_ns - shm::now_ns());
+    while (!is_complete && goes_on && (end_ns == 0 || core::now_ns() < end_ns)) {
+        const std::int64_t rest = end_ns == 0 ? poll_ns : std::min(poll_ns, end_ns - core::now_ns());
         is_complete = progress_.wait(*this, std::max<std::int64_t>(rest, 0));
-        goes_on = is_complete || watch.look();
+        goes_on = is_complete || hook.poll();
     }
-    watch.take_back();
-    return watch.error();
+    hook.take_back();
+    return hook.error();
 }
 
 // A call whose ticket has ended is complete a moment later: whoever saw that, by a later call, finds it so.

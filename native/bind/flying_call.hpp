@@ -13,7 +13,7 @@
 
 namespace ferrodist::bind {
 
-constexpr std::int64_t look_ns = 50'000'000;
+constexpr std::int64_t poll_ns = 50'000'000;
 
 // Holds the GIL on a thread that is not Python's.
 class WithGil {
@@ -66,7 +66,7 @@ protected:
         }
         abandon();
         const nanobind::gil_scoped_release unlocked;
-        while (!progress_.wait(*this, look_ns)) {
+        while (!progress_.wait(*this, poll_ns)) {
         }
     }
 

@@ -9,7 +9,7 @@
 #include <variant>
 
 #include "bind/buffers.hpp"
-#include "bind/rooms.hpp"
+#include "bind/module.hpp"
 #include "net/frame.hpp"
 
 namespace nb = nanobind;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "hash.hpp"
+#include "core/hash.hpp"
 
 #include <nanobind/stl/string_view.h>
 
 #include "bind/items.hpp"
-#include "bind/rooms.hpp"
+#include "bind/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

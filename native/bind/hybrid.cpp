@@ -10,7 +10,7 @@
 #include "bind/call_path.hpp"
 #include "bind/hybrid_group.hpp"
 #include "bind/net_arguments.hpp"
-#include "bind/rooms.hpp"
+#include "bind/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,7 +35,7 @@ DType dtype_of(std::size_t dtype) {
 void add_intra_node(Program& self, std::uint32_t kind, std::size_t dtype, std::size_t op, int root,
                     const SpanTuple& source, const SpanTuple& target, std::uint64_t nbytes, bool in_place) {
     require(kind <= static_cast<std::uint32_t>(shm::Kind::barrier), "unknown kind");
-    require(op < num_ops && can_fold(dtype_of(dtype), static_cast<Op>(op)), "this op makes no sense for this dtype");
+    require(op < num_ops && can_reduce(dtype_of(dtype), static_cast<Op>(op)), "this op makes no sense for this dtype");
     self.add(hybrid::IntraNode{static_cast<shm::Kind>(kind), dtype_of(dtype), static_cast<Op>(op), root,
                                span_of(source), span_of(target), nbytes, in_place});
 }
@@ -47,9 +47,9 @@ void add_inter_node(Program& self, const std::shared_ptr<net::Plan>& plan, const
     self.add(hybrid::InterNode{plan, input, output, in_place});
 }
 
-Answer execute(HybridGroup& self, const Program& program, nb::handle source, nb::handle target,
+CallStatus execute(HybridGroup& self, const Program& program, nb::handle source, nb::handle target,
                std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint, int index, double deadline,
-               bool in_background, nb::handle look) {
+               bool in_background, nb::handle poll) {
     std::optional<View> input, output;
     hybrid::Task task{nullptr, nullptr, call_kind, sequence, fingerprint, index};
     if (!source.is_none()) {
@@ -60,25 +60,25 @@ Answer execute(HybridGroup& self, const Program& program, nb::handle source, nb:
     }
     require((input ? input->nbytes() : 0) >= program.nbytes_of(hybrid::Space::input), "the source is too short");
     require((output ? output->nbytes() : 0) >= program.nbytes_of(hybrid::Space::output), "the target is too short");
-    GilWatch watch(look.ptr(), in_background);
-    shm::Patience patience = patience_of(self.tcp, watch, deadline, in_background);
-    patience.sequence = sequence;
-    watch.let_go();
-    const shm::Ending ending = hybrid::execute(self.levels, program, task, patience);
-    watch.take_back();
-    return answer(ending, watch);
+    GilHook hook(poll.ptr(), in_background);
+    core::WaitOptions options = options_of(self.tcp, hook, deadline, in_background);
+    options.sequence = sequence;
+    hook.let_go();
+    const core::Status status = hybrid::execute(self.levels, program, task, options);
+    hook.take_back();
+    return CallStatus(status, hook);
 }
 
-Answer tell_mismatch(HybridGroup& self, std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint,
-                     double deadline, bool in_background, nb::handle look) {
-    GilWatch watch(look.ptr(), in_background);
-    shm::Patience patience = patience_of(self.tcp, watch, deadline, in_background);
-    patience.sequence = sequence;
-    watch.let_go();
-    const shm::Ending ending =
-        hybrid::tell_mismatch(self.levels, {nullptr, nullptr, call_kind, sequence, fingerprint, 0}, patience);
-    watch.take_back();
-    return answer(ending, watch);
+CallStatus tell_mismatch(HybridGroup& self, std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint,
+                     double deadline, bool in_background, nb::handle poll) {
+    GilHook hook(poll.ptr(), in_background);
+    core::WaitOptions options = options_of(self.tcp, hook, deadline, in_background);
+    options.sequence = sequence;
+    hook.let_go();
+    const core::Status status =
+        hybrid::tell_mismatch(self.levels, {nullptr, nullptr, call_kind, sequence, fingerprint, 0}, options);
+    hook.take_back();
+    return CallStatus(status, hook);
 }
 
 void add_program(nb::module_& module) {
@@ -114,10 +114,10 @@ void add_hybrid(nb::module_& module) {
         .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<HybridGroup>(self); },
                      "The same in flight: (backend, kind, x, out, op, root, site, token).")
         .def("execute", &execute, "program"_a, "source"_a.none(), "target"_a.none(), "call_kind"_a, "sequence"_a,
-             "fingerprint"_a, "index"_a, "deadline"_a, "in_background"_a, "look"_a,
-             "Execute a program; return outcome, culprit and the error that ended a wait.")
+             "fingerprint"_a, "index"_a, "deadline"_a, "in_background"_a, "poll"_a,
+             "Execute a program; return its status.")
         .def("tell_mismatch", &tell_mismatch, "call_kind"_a, "sequence"_a, "fingerprint"_a, "deadline"_a,
-             "in_background"_a, "look"_a, "Tell the ranks of this host of a mismatch that was found elsewhere.");
+             "in_background"_a, "poll"_a, "Tell the ranks of this host of a mismatch that was found elsewhere.");
 }
 
 }  // namespace ferrodist::bind

@@ -9,11 +9,11 @@
 #include <optional>
 #include <utility>
 
-#include "bind/answer.hpp"
+#include "bind/status.hpp"
 #include "bind/buffers.hpp"
 #include "bind/call_path.hpp"
 #include "bind/convert.hpp"
-#include "bind/gil_watch.hpp"
+#include "bind/gil_hook.hpp"
 #include "bind/site.hpp"
 #include "bind/work.hpp"
 
@@ -70,8 +70,8 @@ nb::object make_error(nb::handle backend, const Failure& failure, const MessageF
     const nb::object cycle = nb::cast(failure.cycle), timeout = facts.timeout < 0 ? nb::none() : nb::cast(facts.timeout);
     const nb::bytes found(failure.found.data(), failure.found.size()), expected(facts.expected.data(), facts.expected.size());
     nb::object made = nb::steal(PyObject_CallFunction(
-        hooks().message_error, "OiiOOOOiiIOOz", backend.ptr(), static_cast<int>(failure.status.outcome),
-        failure.status.culprit, failure.error.is_valid() ? failure.error.ptr() : Py_None, found.ptr(), cycle.ptr(),
+        hooks().message_error, "OiiOOOOiiIOOz", backend.ptr(), static_cast<int>(failure.status.code),
+        failure.status.failed_rank, failure.error.is_valid() ? failure.error.ptr() : Py_None, found.ptr(), cycle.ptr(),
         expected.ptr(), facts.dst, facts.src, static_cast<unsigned int>(facts.tag), timeout.ptr(), facts.site.ptr(),
         facts.waits_in));
     return made.is_valid() ? made : throw nb::python_error();
@@ -92,16 +92,16 @@ public:
     HeldRequest(const HeldRequest&) = delete;
     HeldRequest& operator=(const HeldRequest&) = delete;
 
-    // Outcome, rank and error of the request if it is complete, else of the wait that ended before.
-    Answer wait(double deadline, bool holds_caller, nb::handle look) {
-        GilWatch watch(look.is_none() ? nullptr : look.ptr());
-        const core::WaitOptions options{&watch, deadline_ns(deadline), spins_};
-        watch.let_go();
+    // StatusCode, rank and error of the request if it is complete, else of the wait that ended before.
+    CallStatus wait(double deadline, bool holds_caller, nb::handle poll) {
+        GilHook hook(poll.is_none() ? nullptr : poll.ptr());
+        const core::WaitOptions options{&hook, deadline_ns(deadline), spins_};
+        hook.let_go();
         const Status status = messages_.wait(request, options, holds_caller);
-        watch.take_back();
-        return answer(status.failed() ? status : request.status(), watch);
+        hook.take_back();
+        return CallStatus(status.failed() ? status : request.status(), hook);
     }
-    void abandon(int outcome) { messages_.abandon(request, {static_cast<StatusCode>(outcome), request.peer}); }
+    void abandon(int code) { messages_.abandon(request, {static_cast<StatusCode>(code), request.peer}); }
 
     Request request;
     View view;
@@ -109,7 +109,7 @@ public:
 private:
     nb::object group_;
     Messages& messages_;
-    shm::Spins* spins_;
+    core::Spins* spins_;
 };
 
 template <class G>
@@ -209,14 +209,14 @@ public:
         return messages().test(request);
     }
     nb::object wait(std::int64_t end_ns) override {
-        GilWatch watch;
-        const core::WaitOptions options{&watch, end_ns, GroupAccess<G>::spins(self_)};
+        GilHook hook;
+        const core::WaitOptions options{&hook, end_ns, GroupAccess<G>::spins(self_)};
         if (!GroupAccess<G>::keeps_gil) {
-            watch.let_go();
+            hook.let_go();
         }
         messages().wait(request, options, false);
-        watch.take_back();
-        return watch.error();
+        hook.take_back();
+        return hook.error();
     }
     bool hear(std::uint64_t token) override {
         return without_gil<GroupAccess<G>::keeps_gil>([&] { return messages().hear_of(request, token); });
@@ -373,7 +373,7 @@ class FastCall {
 public:
     FastCall(G& self, const char* name)
         : self_(self), messages_(GroupAccess<G>::messages(self)), name_(name),
-          options_{&watch_, 0, GroupAccess<G>::spins(self), 0, self.timeout_ns} {
+          options_{&hook_, 0, GroupAccess<G>::spins(self), 0, self.timeout_ns} {
         if constexpr (!GroupAccess<G>::keeps_gil) {
             options_.begin();  // waits there begin with the deadline
         }
@@ -391,7 +391,7 @@ public:
         failure_.status = status;
         failure_.found = request.found;
         const bool may_be_cycle = holds_caller && request.is_send &&
-                                  (status.outcome == StatusCode::late || status.outcome == StatusCode::lost);
+                                  (status.code == StatusCode::late || status.code == StatusCode::lost);
         if (may_be_cycle) {
             failure_.cycle = GroupAccess<G>::find_send_cycle(self_, request.peer);
         }
@@ -400,24 +400,24 @@ public:
     }
     void end(Request& request) { messages_.abandon(request, failure_.status); }
     bool has_misfit() const {
-        return failure_.status.outcome == StatusCode::unexpected || failure_.status.outcome == StatusCode::corrupt;
+        return failure_.status.code == StatusCode::unexpected || failure_.status.code == StatusCode::corrupt;
     }
     PyObject* raise(PyObject* backend, int dst, int src, std::uint32_t tag, core::Bytes expected = {}) {
-        watch_.take_back();
-        failure_.error = watch_.error();
+        hook_.take_back();
+        failure_.error = hook_.error();
         const MessageFacts facts{dst, src, tag, seconds_of(self_.timeout_ns), expected, nb::none(), name_};
         const nb::object error = make_error(backend, failure_, facts);
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
         return nullptr;
     }
-    void take_gil_back() { watch_.take_back(); }
+    void take_gil_back() { hook_.take_back(); }
     Messages& messages() { return messages_; }
 
 private:
     G& self_;
     Messages& messages_;
     const char* name_;
-    GilWatch watch_;
+    GilHook hook_;
     core::WaitOptions options_;
     Failure failure_;
 };
@@ -500,7 +500,7 @@ PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t
 
 template <class G, class Memory>
 void set_default_deadline(MessageInFlight<G, Memory>& call, const G& self) {
-    call.set_deadline(self.timeout_ns == 0 ? 0 : shm::now_ns() + self.timeout_ns, seconds_of(self.timeout_ns));
+    call.set_deadline(self.timeout_ns == 0 ? 0 : core::now_ns() + self.timeout_ns, seconds_of(self.timeout_ns));
 }
 
 // args: backend, x, dst, tag
@@ -584,9 +584,9 @@ template void add_messages<TcpGroup>(nb::class_<TcpGroup>& group);
 
 void add_requests(nb::module_& module) {
     nb::class_<HeldRequest>(module, "Request", "A send or receive that is waited for.")
-        .def("wait", &HeldRequest::wait, "deadline"_a, "holds_caller"_a, "look"_a.none(),
-             "Wait until it is complete; return outcome, failed rank, the error that ended the wait.")
-        .def("abandon", &HeldRequest::abandon, "outcome"_a, "End it, whatever has become of it.")
+        .def("wait", &HeldRequest::wait, "deadline"_a, "holds_caller"_a, "poll"_a.none(),
+             "Wait until it is complete; return a status.")
+        .def("abandon", &HeldRequest::abandon, "code"_a, "End it, whatever has become of it.")
         .def_prop_ro("found", [](const HeldRequest& self) {
             return nb::bytes(self.request.found.data(), self.request.found.size());
         }, "The header of a message that did not fit.");

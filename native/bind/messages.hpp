@@ -23,13 +23,13 @@ template <>
 struct GroupAccess<SharedGroup> {
     static constexpr bool keeps_gil = true;  // its lock is held for moments only
     static core::Messages& messages(SharedGroup& self) { return self.messages; }
-    static shm::Spins* spins(const SharedGroup& self) { return self.group->spins(); }
+    static core::Spins* spins(const SharedGroup& self) { return self.group->spins(); }
     static std::vector<int> find_send_cycle(SharedGroup& self, int peer) { return self.messages.find_send_cycle(peer); }
     // Whether a call with a rank may be made from this thread, and nothing is known to be wrong.
     static bool can_call(SharedGroup& self, int peer) {
         const shm::Group& group = *self.group;
         return self.is_open && !is_progress_thread() && !group.world().is_of_ancestor() && !group.has_left() &&
-               !group.has_verdict(std::numeric_limits<std::uint64_t>::max()) && !group.has_left(peer);
+               !group.has_error(std::numeric_limits<std::uint64_t>::max()) && !group.has_left(peer);
     }
 };
 
@@ -37,7 +37,7 @@ template <>
 struct GroupAccess<TcpGroup> {
     static constexpr bool keeps_gil = false;
     static core::Messages& messages(TcpGroup& self) { return self.group->messages(); }
-    static shm::Spins* spins(const TcpGroup& self) { return self.group->mesh().spins(); }
+    static core::Spins* spins(const TcpGroup& self) { return self.group->mesh().spins(); }
     static std::vector<int> find_send_cycle(TcpGroup& self, int peer) { return self.group->find_send_cycle(peer); }
     static bool can_call(TcpGroup& self, int peer) {
         net::Group& group = *self.group;
@@ -46,7 +46,7 @@ struct GroupAccess<TcpGroup> {
         }
         const net::Lock guard = group.mesh().lock();
         return !group.has_left(group.rank()) && !group.is_gone(peer) &&
-               group.find_verdict(std::numeric_limits<std::uint64_t>::max()) == nullptr;
+               group.find_error(std::numeric_limits<std::uint64_t>::max()) == nullptr;
     }
 };
 

@@ -19,9 +19,9 @@
 #include "bind/flying_call.hpp"
 #include "bind/messages.hpp"
 #include "bind/net_arguments.hpp"
-#include "bind/rooms.hpp"
+#include "bind/module.hpp"
 #include "net/split.hpp"
-#include "net/walker.hpp"
+#include "net/executor.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -29,7 +29,7 @@ using namespace nb::literals;
 namespace ferrodist::bind {
 namespace {
 
-using net::Ending;
+using net::Status;
 using net::Group;
 using net::Mesh;
 using net::Plan;
@@ -44,7 +44,7 @@ std::optional<nb::bytes> maybe_bytes(const std::optional<std::string>& text) {
 // -- meshes ----------------------------------------------------------------------------------------
 
 std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::pair<int, nb::bytes>>& links, double heartbeat,
-                               double silence, std::uint64_t piece_nbytes) {
+                               double heartbeat_timeout, std::uint64_t piece_nbytes) {
     std::vector<net::LinkSpec> specs;
     for (const auto& [socket, key] : links) {
         const Bytes session = bytes_of(key);
@@ -55,7 +55,7 @@ std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::pair<int, nb::by
     }
     require(rank >= 0 && static_cast<std::size_t>(rank) < specs.size(), "no such rank");
     require(piece_nbytes > 0, "a piece has at least one byte");
-    return std::make_shared<Mesh>(rank, specs, net::MeshOptions{to_ns(heartbeat), to_ns(silence), piece_nbytes});
+    return std::make_shared<Mesh>(rank, specs, net::MeshOptions{to_ns(heartbeat), to_ns(heartbeat_timeout), piece_nbytes});
 }
 
 TcpGroup* first_group(const std::shared_ptr<Mesh>& mesh) {
@@ -80,21 +80,21 @@ std::vector<std::tuple<bool, int, std::uint64_t, std::uint64_t>> stop_trace(Mesh
 // -- collectives -----------------------------------------------------------------------------------
 
 std::shared_ptr<Plan> new_plan(nb::handle table, nb::handle ranges, nb::handle scratch, std::size_t dtype,
-                               std::size_t op, std::uint64_t divisor, bool is_wide, bool divides_at_end,
+                               std::size_t op, std::uint64_t divisor, bool is_float32, bool divides_at_end,
                                const std::vector<int>& peers) {
-    require(dtype < num_dtypes && op < num_ops && can_fold(static_cast<DType>(dtype), static_cast<Op>(op)),
+    require(dtype < num_dtypes && op < num_ops && can_reduce(static_cast<DType>(dtype), static_cast<Op>(op)),
             "this op makes no sense for this dtype");
     const View ints = readable(table), spans = readable(ranges), sizes = readable(scratch);
-    const net::Folding folding{static_cast<DType>(dtype), static_cast<Op>(op), divisor, is_wide, divides_at_end};
+    const net::Reduction reduction{static_cast<DType>(dtype), static_cast<Op>(op), divisor, is_float32, divides_at_end};
     return std::make_shared<Plan>(
         std::span(static_cast<const std::int32_t*>(ints.data()), ints.nbytes() / 4),
         std::span(static_cast<const std::uint64_t*>(spans.data()), spans.nbytes() / 8),
-        std::span(static_cast<const std::uint64_t*>(sizes.data()), sizes.nbytes() / 8), folding, peers);
+        std::span(static_cast<const std::uint64_t*>(sizes.data()), sizes.nbytes() / 8), reduction, peers);
 }
 
-Answer walk(TcpGroup& self, const Plan& plan, nb::handle source, nb::handle target, bool in_place,
+CallStatus execute(TcpGroup& self, const Plan& plan, nb::handle source, nb::handle target, bool in_place,
             std::uint64_t sequence, std::uint64_t fingerprint, double deadline, bool in_background,
-            nb::handle look) {
+            nb::handle poll) {
     require(plan.num_ranks() <= self.group->size(), "a plan of another world");
     std::optional<View> input, output;
     net::Task task{nullptr, nullptr, in_place, sequence, fingerprint};
@@ -106,17 +106,17 @@ Answer walk(TcpGroup& self, const Plan& plan, nb::handle source, nb::handle targ
     }
     require((input ? input->nbytes() : 0) >= plan.source_nbytes(), "the source is too short");
     require((output ? output->nbytes() : 0) >= plan.target_nbytes(), "the target is too short");
-    GilWatch watch(look.ptr(), in_background);
-    const shm::Patience patience = patience_of(self, watch, deadline, in_background);
-    watch.let_go();
-    const Ending ending = net::walk(*self.group, plan, task, patience);
-    watch.take_back();
-    return answer(ending, watch);
+    GilHook hook(poll.ptr(), in_background);
+    const core::WaitOptions options = options_of(self, hook, deadline, in_background);
+    hook.let_go();
+    const Status status = net::execute(*self.group, plan, task, options);
+    hook.take_back();
+    return CallStatus(status, hook);
 }
 
-Answer exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgoing, int peer, nb::handle incoming,
+CallStatus exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgoing, int peer, nb::handle incoming,
                 std::uint64_t sequence, std::uint64_t fingerprint, double deadline, bool in_background,
-                nb::handle look) {
+                nb::handle poll) {
     std::optional<View> out, in;
     if (!outgoing.is_none()) {
         require_peer(self, to);
@@ -127,30 +127,30 @@ Answer exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgoing,
         in.emplace(writable(incoming));
     }
     const net::Task task{nullptr, nullptr, false, sequence, fingerprint};
-    GilWatch watch(look.ptr(), in_background);
-    const shm::Patience patience = patience_of(self, watch, deadline, in_background);
-    watch.let_go();
-    const Ending ending =
+    GilHook hook(poll.ptr(), in_background);
+    const core::WaitOptions options = options_of(self, hook, deadline, in_background);
+    hook.let_go();
+    const Status status =
         net::exchange(*self.group, kind, out ? to : -1, out ? bytes_of(*out) : Bytes{}, in ? peer : -1,
-                      in ? static_cast<std::byte*>(in->data()) : nullptr, in ? in->nbytes() : 0, task, patience);
-    watch.take_back();
-    return answer(ending, watch);
+                      in ? static_cast<std::byte*>(in->data()) : nullptr, in ? in->nbytes() : 0, task, options);
+    hook.take_back();
+    return CallStatus(status, hook);
 }
 
-std::tuple<int, int, nb::object, nb::list> hear_all(TcpGroup& self, std::uint64_t sequence, const nb::bytes& statement,
-                                                    double deadline, bool in_background, nb::handle look) {
-    GilWatch watch(look.ptr(), in_background);
-    const shm::Patience patience = patience_of(self, watch, deadline, in_background);
-    std::vector<std::string> statements;
-    watch.let_go();
-    const Ending ending = self.group->hear_all(sequence, bytes_of(statement), patience, statements);
-    watch.take_back();
+std::pair<CallStatus, nb::list> exchange_descriptors(TcpGroup& self, std::uint64_t sequence,
+                                                     const nb::bytes& descriptor, double deadline,
+                                                     bool in_background, nb::handle poll) {
+    GilHook hook(poll.ptr(), in_background);
+    const core::WaitOptions options = options_of(self, hook, deadline, in_background);
+    std::vector<std::string> descriptors;
+    hook.let_go();
+    const Status status = self.group->exchange_descriptors(sequence, bytes_of(descriptor), options, descriptors);
+    hook.take_back();
     nb::list found;
-    for (const std::string& one : statements) {
+    for (const std::string& one : descriptors) {
         found.append(nb::bytes(one.data(), one.size()));
     }
-    const auto [outcome, culprit, error] = answer(ending, watch);
-    return {outcome, culprit, error, found};
+    return {CallStatus(status, hook), found};
 }
 
 void add_settings(nb::class_<TcpGroup>& group) {
@@ -190,14 +190,14 @@ void add_endings(nb::class_<TcpGroup>& group) {
             require_rank(self, rank);
             Unlocked unlocked;
             const net::Lock guard = self.group->mesh().lock();
-            return static_cast<int>(self.group->loss(rank).outcome);
-        }, "rank"_a, "Return the outcome of a wait for a rank that is gone.")
-        .def("departure_of", [](TcpGroup& self, int rank) {
+            return static_cast<int>(self.group->loss(rank).code);
+        }, "rank"_a, "Return the status code of a wait for a rank that is gone.")
+        .def("leave_reason_of", [](TcpGroup& self, int rank) {
             require_rank(self, rank);
             std::optional<std::string> found;
             {
                 Unlocked unlocked;
-                found = self.group->departure_of(rank);
+                found = self.group->leave_reason_of(rank);
             }
             return maybe_bytes(found);
         }, "rank"_a, "Return how a rank left, None if it did not say.")
@@ -206,28 +206,28 @@ void add_endings(nb::class_<TcpGroup>& group) {
             Unlocked unlocked;
             return self.group->flaw_of(rank);
         }, "rank"_a, "Say what is wrong with the connection to a rank; empty if nothing is.")
-        .def("verdict", [](TcpGroup& self, std::optional<std::uint64_t> sequence) {
+        .def("group_error", [](TcpGroup& self, std::optional<std::uint64_t> sequence) {
             std::optional<std::string> found;
             {
                 Unlocked unlocked;
-                found = self.group->verdict(sequence.value_or(any_sequence));
+                found = self.group->group_error(sequence.value_or(any_sequence));
             }
             return maybe_bytes(found);
-        }, "sequence"_a.none(), "Return the verdict that concerns a call, or any.")
-        .def("give_verdict", [](TcpGroup& self, std::uint64_t sequence, const nb::bytes& text) {
+        }, "sequence"_a.none(), "Return the group error that concerns a call, or any.")
+        .def("set_error", [](TcpGroup& self, std::uint64_t sequence, const nb::bytes& text) {
             Unlocked unlocked;
-            self.group->give_verdict(sequence, {text.c_str(), text.size()});
+            self.group->set_error(sequence, {text.c_str(), text.size()});
             return true;
-        }, "sequence"_a, "text"_a, "Propose a verdict; the first one on a call stands.")
+        }, "sequence"_a, "text"_a, "Propose a group error; the first one on a call stands.")
         .def("announce_closing", [](TcpGroup& self) {
             Unlocked unlocked;
             self.group->announce_closing();
         }, "Say that no new calls come from this rank.")
-        .def("leave", [](TcpGroup& self, const nb::bytes& departure) {
+        .def("leave", [](TcpGroup& self, const nb::bytes& leave_reason) {
             const std::uint64_t after = self.tickets.ended();
             Unlocked unlocked;
-            self.group->leave({departure.c_str(), departure.size()}, after);
-        }, "departure"_a, "Say that nothing more comes from this rank, and how it left.")
+            self.group->leave({leave_reason.c_str(), leave_reason.size()}, after);
+        }, "leave_reason"_a, "Say that nothing more comes from this rank, and how it left.")
         .def_prop_ro("has_left", [](TcpGroup& self) {
             Unlocked unlocked;
             return self.group->has_left();
@@ -236,7 +236,7 @@ void add_endings(nb::class_<TcpGroup>& group) {
 
 void add_mesh(nb::module_& module) {
     nb::class_<Mesh>(module, "Mesh", "A process's connections to all other ranks.")
-        .def(nb::new_(&new_mesh), "rank"_a, "links"_a, "heartbeat"_a, "silence"_a, "piece_nbytes"_a)
+        .def(nb::new_(&new_mesh), "rank"_a, "links"_a, "heartbeat"_a, "heartbeat_timeout"_a, "piece_nbytes"_a)
         .def("first_group", &first_group, nb::rv_policy::take_ownership, "Make the group of all.")
         .def("report", [](Mesh& self, std::string text) {
             Unlocked unlocked;
@@ -268,9 +268,9 @@ void add_mesh(nb::module_& module) {
 }
 
 void add_group(nb::module_& module) {
-    nb::class_<Plan>(module, "Plan", "The steps of one rank, where its cells lie, and how to fold.")
+    nb::class_<Plan>(module, "Plan", "The steps of one rank, where its cells lie, and how to reduce.")
         .def(nb::new_(&new_plan), "table"_a, "ranges"_a, "scratch_nbytes"_a, "dtype"_a, "op"_a, "divisor"_a,
-             "is_wide"_a, "divides_at_end"_a, "peers"_a);
+             "is_float32"_a, "divides_at_end"_a, "peers"_a);
     nb::class_<TcpGroup> group(module, "TcpGroup", "Ranks that do collectives over TCP.");
     add_messages(group);
     add_settings(group);
@@ -296,18 +296,18 @@ void add_group(nb::module_& module) {
         .def("enter", [](TcpGroup& self, std::uint32_t kind, std::uint64_t sequence, std::uint64_t fingerprint) {
             Unlocked unlocked;
             const net::Lock guard = self.group->mesh().lock();
-            const Ending ending = self.group->enter(sequence, kind, fingerprint);
+            const Status status = self.group->enter(sequence, kind, fingerprint);
             self.group->set_waiting_for(net::waits_elsewhere);
-            return static_cast<int>(ending.outcome);
+            return static_cast<int>(status.code);
         }, "kind"_a, "sequence"_a, "fingerprint"_a,
-             "Enter a call whose first part is done elsewhere; return an outcome.")
+             "Enter a call whose first part is done elsewhere; return a status code.")
         .def("expire", [](TcpGroup& self) {
             Unlocked unlocked;
             net::Lock guard = self.group->mesh().lock();
-            shm::Watch nobody;
-            const Ending ending = self.group->expire(guard, {&nobody});
-            return std::pair(static_cast<int>(ending.outcome), ending.culprit);
-        }, "Bar ranks from the current call, which is late: outcome and culprit.")
+            core::ProgressHook nobody;
+            const Status status = self.group->expire(guard, {&nobody});
+            return CallStatus(status);
+        }, "Bar ranks from the current call, which is late; return its status.")
         .def_prop_ro("has_barred", [](TcpGroup& self) {
             Unlocked unlocked;
             const net::Lock guard = self.group->mesh().lock();
@@ -318,14 +318,15 @@ void add_group(nb::module_& module) {
             const net::Lock guard = self.group->mesh().lock();
             self.group->exit();
         }, "Leave a call whose last part was done elsewhere.")
-        .def("walk", &walk, "plan"_a, "source"_a.none(), "target"_a.none(), "in_place"_a, "sequence"_a,
-             "fingerprint"_a, "deadline"_a, "in_background"_a, "look"_a,
-             "Do what a plan says; return outcome, culprit and the error that ended a wait.")
+        .def("execute", &execute, "plan"_a, "source"_a.none(), "target"_a.none(), "in_place"_a, "sequence"_a,
+             "fingerprint"_a, "deadline"_a, "in_background"_a, "poll"_a,
+             "Do what a plan says; return its status.")
         .def("exchange", &exchange, "kind"_a, "to"_a, "outgoing"_a.none(), "peer"_a, "incoming"_a.none(),
-             "sequence"_a, "fingerprint"_a, "deadline"_a, "in_background"_a, "look"_a,
-             "Send one piece of a collective and receive one at once; either may lack.")
-        .def("hear_all", &hear_all, "sequence"_a, "statement"_a, "deadline"_a, "in_background"_a, "look"_a,
-             "Tell all ranks what this one has called; return an ending, and what all have.");
+             "sequence"_a, "fingerprint"_a, "deadline"_a, "in_background"_a, "poll"_a,
+             "Send one piece of a collective and receive one at once; either may be None.")
+        .def("exchange_descriptors", &exchange_descriptors, "sequence"_a, "descriptor"_a, "deadline"_a,
+             "in_background"_a, "poll"_a,
+             "Tell all ranks what this one has called; return a status, and what all have.");
     nb::class_<net::Split>(module, "TcpSplit", "Some ranks of a group on their way to be a group.")
         .def("__init__", [](net::Split* self, const TcpGroup& parent, std::vector<int> members,
                             std::uint64_t identity) {
@@ -334,14 +335,14 @@ void add_group(nb::module_& module) {
             }
             new (self) net::Split(parent.group, std::move(members), identity);
         }, "parent"_a, "members"_a, "identity"_a)
-        .def("wait", [](net::Split& self, double deadline, nb::handle look) {
-            GilWatch watch(look.ptr());
-            const shm::Patience patience{&watch, deadline_ns(deadline), shm::no_spins};
-            watch.let_go();
-            const Ending ending = self.wait(patience);
-            watch.take_back();
-            return answer(ending, watch);
-        }, "deadline"_a, "look"_a, "Wait for all members; return outcome, culprit and the error that ended the wait.")
+        .def("wait", [](net::Split& self, double deadline, nb::handle poll) {
+            GilHook hook(poll.ptr());
+            const core::WaitOptions options{&hook, deadline_ns(deadline), core::no_spins};
+            hook.let_go();
+            const Status status = self.wait(options);
+            hook.take_back();
+            return CallStatus(status, hook);
+        }, "deadline"_a, "poll"_a, "Wait for all members; return a status.")
         .def("absent", [](net::Split& self) {
             Unlocked unlocked;
             return self.absent();

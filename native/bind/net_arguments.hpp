@@ -4,9 +4,9 @@
 
 #include <nanobind/nanobind.h>
 
-#include "bind/answer.hpp"
+#include "bind/status.hpp"
 #include "bind/buffers.hpp"
-#include "bind/gil_watch.hpp"
+#include "bind/gil_hook.hpp"
 #include "bind/tcp_group.hpp"
 
 namespace ferrodist::bind {
@@ -33,8 +33,8 @@ inline void require_rank(const TcpGroup& self, int rank) {
     require(rank >= 0 && rank < self.group->size(), "no such rank");
 }
 
-inline shm::Patience patience_of(const TcpGroup& self, GilWatch& watch, double deadline, bool in_background) {
-    return {&watch, deadline_ns(deadline), in_background ? shm::no_spins : self.group->mesh().spins()};
+inline core::WaitOptions options_of(const TcpGroup& self, GilHook& hook, double deadline, bool in_background) {
+    return {&hook, deadline_ns(deadline), in_background ? core::no_spins : self.group->mesh().spins()};
 }
 
 }  // namespace ferrodist::bind

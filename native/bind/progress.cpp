@@ -5,7 +5,7 @@
 
 #include <chrono>
 
-#include "shm/futex.hpp"
+#include "core/futex.hpp"
 
 namespace ferrodist::bind {
 namespace {
@@ -43,7 +43,7 @@ void Progress::post(CallInFlight& call) {
         return call.cut_short();
     }
     call.state = CallInFlight::State::queued;
-    call.posted_ns = shm::now_ns();
+    call.posted_ns = core::now_ns();
     call.place = state_->queue.insert(state_->queue.end(), &call);
     if (!state_->thread.joinable()) {
         const SignalsBlocked blocked;
@@ -149,7 +149,7 @@ void Progress::run(State& state) {
         }
         CallInFlight& call = *state.queue.front();
         // Whoever made the call may be about to wait for it, and is quicker.
-        if (const std::int64_t rest = call.posted_ns + head_start_ns - shm::now_ns(); rest > 0) {
+        if (const std::int64_t rest = call.posted_ns + head_start_ns - core::now_ns(); rest > 0) {
             nap(lock, rest);
             continue;
         }

@@ -16,7 +16,7 @@
 #include <mutex>
 #include <thread>
 
-#include "shm/forks.hpp"
+#include "core/forks.hpp"
 
 namespace ferrodist::bind {
 
@@ -53,7 +53,7 @@ private:
         std::list<CallInFlight*> queue;
         bool is_stopping = false, is_napping = false;
         std::thread thread;
-        shm::Birth birth;
+        core::Birth birth;
     };
 
     static void run(State& state);

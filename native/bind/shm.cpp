@@ -15,17 +15,17 @@
 #include <string>
 #include <vector>
 
-#include "bind/answer.hpp"
+#include "bind/status.hpp"
 #include "bind/arrays.hpp"
 #include "bind/buffers.hpp"
 #include "bind/call_path.hpp"
 #include "bind/flying_call.hpp"
-#include "bind/gil_watch.hpp"
+#include "bind/gil_hook.hpp"
 #include "bind/items.hpp"
 #include "bind/messages.hpp"
-#include "bind/rooms.hpp"
+#include "bind/module.hpp"
 #include "bind/shared_group.hpp"
-#include "shm/cpus.hpp"
+#include "core/cpus.hpp"
 #include "shm/collectives.hpp"
 #include "shm/split.hpp"
 
@@ -36,7 +36,7 @@ namespace ferrodist::bind {
 namespace {
 
 using shm::Arena;
-using shm::Ending;
+using core::Status;
 using shm::Group;
 using shm::Split;
 using shm::World;
@@ -59,13 +59,13 @@ shm::Peer map_peer(const Arena& own, bool is_own, int arena_fd, int watch_fd) {
 
 std::shared_ptr<World> new_world(int rank, const std::shared_ptr<Arena>& arena,
                                  const std::vector<std::pair<int, int>>& fds, double heartbeat,
-                                 double silence) {
+                                 double heartbeat_timeout) {
     std::vector<shm::Peer> peers;
     for (std::size_t peer = 0; peer < fds.size(); ++peer) {
         const bool is_own = peer == static_cast<std::size_t>(rank);
         peers.push_back(map_peer(*arena, is_own, fds[peer].first, fds[peer].second));
     }
-    return std::make_shared<World>(rank, arena, std::move(peers), to_ns(heartbeat), to_ns(silence));
+    return std::make_shared<World>(rank, arena, std::move(peers), to_ns(heartbeat), to_ns(heartbeat_timeout));
 }
 
 SharedGroup* first_group(const std::shared_ptr<World>& world) {
@@ -96,13 +96,13 @@ void require(bool is_right, const char* problem) {
     }
 }
 
-Answer run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dtype, std::size_t op, int root,
+CallStatus run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dtype, std::size_t op, int root,
                       nb::handle source, nb::handle target, std::size_t count, nb::handle counts,
                       bool in_place, std::uint64_t sequence, std::uint64_t fingerprint, double deadline,
-                      bool in_background, nb::handle look) {
+                      bool in_background, nb::handle poll) {
     require(kind <= static_cast<std::uint32_t>(shm::Kind::barrier), "unknown kind");
     require(dtype < num_dtypes, "unknown dtype");
-    require(op < num_ops && can_fold(static_cast<DType>(dtype), static_cast<Op>(op)),
+    require(op < num_ops && can_reduce(static_cast<DType>(dtype), static_cast<Op>(op)),
             "this op makes no sense for this dtype");
     require(root >= 0 && root < self.group->size(), "no such root");
     std::optional<View> input, output;
@@ -124,13 +124,13 @@ Answer run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dtype, 
     task.nbytes = count * item_size(task.dtype);
     task.in_place = in_place;
     task.fingerprint = fingerprint;
-    GilWatch watch(look.ptr(), in_background);
-    const shm::Patience patience{&watch, deadline_ns(deadline),
-                                 in_background ? shm::no_spins : self.group->spins(), sequence};
-    watch.let_go();
-    const Ending ending = shm::run(*self.group, task, patience);
-    watch.take_back();
-    return answer(ending, watch);
+    GilHook hook(poll.ptr(), in_background);
+    const core::WaitOptions options{&hook, deadline_ns(deadline),
+                                 in_background ? core::no_spins : self.group->spins(), sequence};
+    hook.let_go();
+    const Status status = shm::run(*self.group, task, options);
+    hook.take_back();
+    return CallStatus(status, hook);
 }
 
 // -- what errors tell ------------------------------------------------------------------------------
@@ -160,25 +160,25 @@ double waited(const SharedGroup& self, std::size_t rank, std::size_t for_rank) {
                self.group->layout().waited(rank, for_rank).load(std::memory_order_relaxed)) * 1e-9;
 }
 
-std::optional<nb::bytes> verdict(const SharedGroup& self, std::optional<std::uint64_t> sequence) {
-    const auto found = self.group->verdict(sequence.value_or(any_sequence));
+std::optional<nb::bytes> group_error(const SharedGroup& self, std::optional<std::uint64_t> sequence) {
+    const auto found = self.group->group_error(sequence.value_or(any_sequence));
     return found ? std::optional(nb::bytes(found->data(), found->size())) : std::nullopt;
 }
 
-std::optional<nb::bytes> departure_of(const SharedGroup& self, int rank) {
-    const auto found = self.group->departure_of(rank);
+std::optional<nb::bytes> leave_reason_of(const SharedGroup& self, int rank) {
+    const auto found = self.group->leave_reason_of(rank);
     return found ? std::optional(nb::bytes(found->data(), found->size())) : std::nullopt;
 }
 
 // -- splitting -------------------------------------------------------------------------------------
 
-Answer wait_for_members(Split& self, double deadline, nb::handle look) {
-    GilWatch watch(look.ptr());
-    const shm::Patience patience{&watch, deadline_ns(deadline), shm::no_spins};
-    watch.let_go();
-    const Ending ending = self.wait(patience);
-    watch.take_back();
-    return answer(ending, watch);
+CallStatus wait_for_members(Split& self, double deadline, nb::handle poll) {
+    GilHook hook(poll.ptr());
+    const core::WaitOptions options{&hook, deadline_ns(deadline), core::no_spins};
+    hook.let_go();
+    const Status status = self.wait(options);
+    hook.take_back();
+    return CallStatus(status, hook);
 }
 
 void add_world(nb::module_& module) {
@@ -196,7 +196,7 @@ void add_world(nb::module_& module) {
             return self.find(view.data(), view.nbytes()).has_value();
         }, "buffer"_a, "Tell whether memory lies in this arena.");
     nb::class_<World>(module, "World", "The processes of a host that share their arenas.")
-        .def(nb::new_(&new_world), "rank"_a, "arena"_a, "fds"_a, "heartbeat"_a, "silence"_a)
+        .def(nb::new_(&new_world), "rank"_a, "arena"_a, "fds"_a, "heartbeat"_a, "heartbeat_timeout"_a)
         .def("first_group", &first_group, nb::rv_policy::take_ownership, "Make the group of all.")
         .def("report", &World::report, "text"_a, "Show the others what this process waits in.")
         .def("report_of", [](const World& self, int rank) { return self.peer(rank).header().report.read(); },
@@ -216,8 +216,8 @@ void add_group(nb::module_& module) {
     shared_group
         .def("run", &run_collective, "kind"_a, "dtype"_a, "op"_a, "root"_a, "source"_a.none(), "target"_a.none(),
              "count"_a, "counts"_a.none(), "in_place"_a, "sequence"_a, "fingerprint"_a, "deadline"_a,
-             "in_background"_a, "look"_a,
-             "Do one whole collective; return outcome, culprit and the error that ended a wait.")
+             "in_background"_a, "poll"_a,
+             "Do one whole collective; return its status.")
         .def_prop_ro("tickets", [](SharedGroup& self) -> Tickets& { return self.tickets; },
                      nb::rv_policy::reference_internal, "The order of its calls.")
         .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<SharedGroup>(self); },
@@ -242,25 +242,23 @@ void add_group(nb::module_& module) {
         .def("missing", &missing, "List the ranks that have not come to the current round.")
         .def("note_move", [](SharedGroup& self) { self.group->note_move(); },
              "Let the others see that the current call gets on.")
-        .def("expire", [](SharedGroup& self) {
-            const shm::Ending ending = self.group->expire();
-            return std::pair(static_cast<int>(ending.outcome), ending.culprit);
-        }, "Bar ranks from the current call, which is late: outcome and culprit.")
+        .def("expire", [](SharedGroup& self) { return CallStatus(self.group->expire()); },
+             "Bar ranks from the current call, which is late; return its status.")
         .def("last_call", &last_call, "rank"_a, "Return sequence and kind of a rank's last call.")
         .def("waited", &waited, "rank"_a, "for_rank"_a, "Return how long a rank has slept for another, in seconds.")
         .def("is_gone", [](const SharedGroup& self, int rank) { return self.group->is_gone(rank); }, "rank"_a,
              "Tell whether a rank has left or died.")
-        .def("departure_of", &departure_of, "rank"_a, "Return how a rank left, None if it did not say.")
-        .def("verdict", &verdict, "sequence"_a.none(), "Return the verdict that concerns a call, or any.")
-        .def("give_verdict", [](SharedGroup& self, std::uint64_t sequence, const nb::bytes& text) {
+        .def("leave_reason_of", &leave_reason_of, "rank"_a, "Return how a rank left, None if it did not say.")
+        .def("group_error", &group_error, "sequence"_a.none(), "Return the group error that concerns a call, or any.")
+        .def("set_error", [](SharedGroup& self, std::uint64_t sequence, const nb::bytes& text) {
             nb::gil_scoped_release unlocked;
-            return self.group->give_verdict(sequence, {text.c_str(), text.size()});
-        }, "sequence"_a, "text"_a, "Give the verdict; False if there is one.")
+            return self.group->set_error(sequence, {text.c_str(), text.size()});
+        }, "sequence"_a, "text"_a, "Set the group error; False if there is one.")
         .def("announce_closing", [](SharedGroup& self) { self.group->announce_closing(); },
              "Say that no new calls come from this rank.")
-        .def("leave", [](SharedGroup& self, const nb::bytes& departure) {
-            self.group->leave({departure.c_str(), departure.size()});
-        }, "departure"_a, "Say that nothing more comes from this rank, and how it left.")
+        .def("leave", [](SharedGroup& self, const nb::bytes& leave_reason) {
+            self.group->leave({leave_reason.c_str(), leave_reason.size()});
+        }, "leave_reason"_a, "Say that nothing more comes from this rank, and how it left.")
         .def_prop_ro("has_left", [](const SharedGroup& self) { return self.group->has_left(); },
                      "Whether this rank has left.")
         .def_prop_ro("num_rounds", [](const SharedGroup& self) { return self.group->num_rounds(); },
@@ -272,8 +270,8 @@ void add_split(nb::module_& module) {
         .def("__init__", [](Split* self, const SharedGroup& parent, std::vector<int> members, std::uint64_t identity) {
             new (self) Split(parent.group, std::move(members), identity);
         }, "parent"_a, "members"_a, "identity"_a)
-        .def("wait", &wait_for_members, "deadline"_a, "look"_a,
-             "Wait for all members; return outcome, culprit and the error that ended the wait.")
+        .def("wait", &wait_for_members, "deadline"_a, "poll"_a,
+             "Wait for all members; return a status.")
         .def("absent", &Split::absent, "List the members that have not come.")
         .def("group", [](const Split& self) { return new SharedGroup(self.group()); },
              nb::rv_policy::take_ownership, "Return the group, when all members have come.");
@@ -291,7 +289,7 @@ void add_shm(nb::module_& module) {
             PyErr_SetString(PyExc_OSError, error.what());
         }
     });
-    module.def("container_cpus", [] { return std::min<std::size_t>(shm::container_cpus(), 1 << 20); },
+    module.def("container_cpus", [] { return std::min<std::size_t>(core::container_cpus(), 1 << 20); },
                "Return the cores' worth of time the container grants; a large number without a limit.");
     add_tickets(module);
     add_requests(module);

@@ -77,13 +77,13 @@ inline void add_tickets(nanobind::module_& module) {
     nanobind::class_<Tickets>(module, "Tickets", "Numbers calls from 1; each runs when all before it have ended.")
         .def(nanobind::init<>())
         .def("take", &Tickets::take, "Draw the next number.")
-        .def("wait", [](Tickets& self, std::uint64_t number, const nanobind::callable& look) {
+        .def("wait", [](Tickets& self, std::uint64_t number, const nanobind::callable& poll) {
             while (self.ended() + 1 < number) {
-                const double seconds = nanobind::cast<double>(look());
+                const double seconds = nanobind::cast<double>(poll());
                 const nanobind::gil_scoped_release unlocked;
                 self.wait(number, std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
             }
-        }, "number"_a, "look"_a, "Wait until all calls before have ended; look() may raise, or says how long to sleep.")
+        }, "number"_a, "poll"_a, "Wait until all calls before have ended; poll() may raise, or says how long to sleep.")
         .def("end", &Tickets::end, "number"_a, "End a call, also one that never ran.")
         .def_prop_ro("is_idle", [](const Tickets& self) { return self.ended() == self.last(); },
                      "Whether no call runs, or waits to.")

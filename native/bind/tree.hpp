@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bind/convert.hpp"
-#include "hash.hpp"
+#include "core/hash.hpp"
 
 namespace ferrodist::bind {
 

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "bind/answer.hpp"
-#include "bind/gil_watch.hpp"
+#include "bind/status.hpp"
+#include "bind/gil_hook.hpp"
 #include "bind/hooks.hpp"
 #include "core/completions.hpp"
 #include "core/list.hpp"
@@ -276,7 +276,7 @@ bool ask(WorkObject& work, PyObject* timeout) {
             return false;
         }
         if (seconds < 9e9 && !std::isnan(seconds)) {
-            end_ns = shm::now_ns() + to_ns(std::max(seconds, 0.0));
+            end_ns = core::now_ns() + to_ns(std::max(seconds, 0.0));
         }
     }
     if (!wait_until(work, end_ns)) {
@@ -460,10 +460,10 @@ nb::list works_of(nb::handle group) {
 
 // The Works behind the tokens that have come; None for the one of wake_completions().
 nb::list next_completions(double timeout) {
-    GilWatch watch;
-    watch.let_go();
+    GilHook hook;
+    hook.let_go();
     const std::vector<std::uint64_t> tokens = core::Completions::of_process().take(to_ns(timeout));
-    watch.take_back();
+    hook.take_back();
     nb::list found;
     for (const std::uint64_t token : tokens) {
         if (token == 0) {

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "shm/forks.hpp"
+#include "core/forks.hpp"
 
 namespace ferrodist::core {
 
@@ -22,7 +22,7 @@ public:
     std::vector<std::uint64_t> take(std::int64_t timeout_ns);
 
 private:
-    const shm::Birth birth_;
+    const core::Birth birth_;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<std::uint64_t> tokens_;

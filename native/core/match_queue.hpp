@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -21,6 +22,7 @@ namespace ferrodist::core {
 // From here on tags are not users': such messages are part of a call of the whole group.
 constexpr std::uint32_t first_internal_tag = std::uint32_t{1} << 31;
 
+using Bytes = std::span<const std::byte>;
 using OwnBytes = std::unique_ptr<std::byte[], void (*)(std::byte*)>;
 
 // A message that came before anybody wanted it: all of it, or the announcement of a large one (RTS).

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <new>
 
-#include "copy.hpp"
+#include "core/copy.hpp"
 #include "core/completions.hpp"
 #include "core/require_memory.hpp"
 
@@ -402,8 +402,8 @@ void Messages::check_peer(int peer) {
                 end(*one, status);
             }
         }
-    } else if (is_silent(peer)) {
-        fail_all(peer, {StatusCode::silent, peer});
+    } else if (lacks_heartbeat(peer)) {
+        fail_all(peer, {StatusCode::no_heartbeat, peer});
     }
 }
 
@@ -435,7 +435,7 @@ void Messages::fail_receives(int peer, const Status& status) {
 }
 
 void Messages::expire() {
-    const std::int64_t now = deadlines_.empty() ? 0 : shm::now_ns();
+    const std::int64_t now = deadlines_.empty() ? 0 : core::now_ns();
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
         end(*deadlines_.begin()->second, {StatusCode::late, deadlines_.begin()->second->peer});
     }

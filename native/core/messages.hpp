@@ -20,7 +20,8 @@
 // and while nobody waits by one thread of the transport, asleep until something comes.
 //
 // A request fails when its deadline has passed, its peer is gone or silent, or its group has an error:
-// check() finds that, and every wait calls it now and then. All of that concerns this one call only. A wait that runs out, on the other hand, leaves its request in flight.
+// check() finds that, and every wait calls it now and then.
+// All of that concerns this one call only. A wait that runs out, on the other hand, leaves its request in flight.
 #pragma once
 
 #include <cstddef>
@@ -32,6 +33,7 @@
 #include <vector>
 
 #include "core/match_queue.hpp"
+#include "core/wait.hpp"
 #include "core/request.hpp"
 
 namespace ferrodist::core {
@@ -112,7 +114,7 @@ protected:
     // Whether a rank that is closing has no receives left.
     virtual bool receives_no_more(int peer) const = 0;
     virtual Status loss(int peer) const = 0;
-    virtual bool is_silent(int peer) = 0;
+    virtual bool lacks_heartbeat(int peer) = 0;
 
     // -- what a transport hears: with the lock held ----------------------------------------------------
 

@@ -40,7 +40,7 @@ Job::Job(Script& script) : script_(script), rank_(static_cast<int>(script.below(
 
 Job::~Job() {
     for (Sent& one : sent_) {
-        group_->messages().abandon(one.request, {shm::Outcome::given_up});
+        group_->messages().abandon(one.request, {core::StatusCode::given_up});
     }
     split_.reset();
     if (script_.one_in(4)) {
@@ -80,7 +80,7 @@ void Job::step() {
         case 25:
             return answer_rts();
         case 26:
-            return walk();
+            return execute();
         case 17:
             return begin_split();
         case 18:
@@ -88,7 +88,7 @@ void Job::step() {
         case 19:
             return differ();
         case 20:
-            return look_round();
+            return poll_all();
         case 21:
             return ask_round();
         case 22:
@@ -112,11 +112,11 @@ void make_plan(Script& script) {
     }
     std::iota(scratch.begin(), scratch.end(), script.number());
     const std::vector<int> peers(script.below(4), static_cast<int>(script.below(4)));
-    const net::Folding folding{DType::float32, Op::sum, 1, script.one_in(2), script.one_in(2)};
+    const net::Reduction reduction{DType::float32, Op::sum, 1, script.one_in(2), script.one_in(2)};
     try {
-        const net::Plan plan(table, ranges, scratch, folding, peers);
-        for (const net::Row& row : plan.rows()) {
-            if (row.send_to >= plan.num_ranks() || row.recv_from >= plan.num_ranks()) {
+        const net::Plan plan(table, ranges, scratch, reduction, peers);
+        for (const net::Instruction& instruction : plan.instructions()) {
+            if (instruction.send_to >= plan.num_ranks() || instruction.recv_from >= plan.num_ranks()) {
                 std::abort();
             }
         }

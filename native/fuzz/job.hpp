@@ -50,11 +50,11 @@ private:
     void answer_rts();
     void receive_message(int from, std::uint32_t tag, std::size_t nbytes);
     void receive_rts();
-    void walk();
+    void execute();
     void begin_split();
     void end_split();
     void differ();
-    void look_round();
+    void poll_all();
     void ask_round();
     void end_group();
     // The voice of a rank.

@@ -7,27 +7,27 @@
 
 #include "fuzz/job.hpp"
 #include "net/waiter.hpp"
-#include "net/walker.hpp"
+#include "net/executor.hpp"
 
 namespace ferrodist::fuzz {
 namespace {
 
 using net::FrameKind;
 using net::Group;
-using shm::Ending;
+using core::Status;
 
 constexpr std::int64_t moment = 10'000;  // nanoseconds
 
 // A wait that is over at once.
 class Wait {
 public:
-    explicit Wait(net::Mesh& mesh) : patience{&watch_, shm::now_ns() + moment, mesh.spins()} {}
+    explicit Wait(net::Mesh& mesh) : options{&hook_, core::now_ns() + moment, mesh.spins()} {}
 
 private:
-    shm::Watch watch_;
+    core::ProgressHook hook_;
 
 public:
-    const shm::Patience patience;
+    const core::WaitOptions options;
 };
 
 }  // namespace
@@ -35,8 +35,8 @@ public:
 void Job::read_all() {
     net::Lock guard = mesh_->lock();
     const Wait wait(*mesh_);
-    net::Waiter waiter(*mesh_, guard, wait.patience);
-    while (!waiter.until_change(mesh_->tick()).failed()) {
+    net::Waiter waiter(*mesh_, guard, wait.options);
+    while (!waiter.until_change(mesh_->epoch()).failed()) {
     }
 }
 
@@ -49,7 +49,7 @@ void Job::exchange() {
     Group& with = group();
     const auto rank = [&](int one) { return one < with.size() && one != with.rank() ? one : -1; };
     const net::Task task{nullptr, nullptr, false, sequence_, script_.below(3)};
-    net::exchange(with, 1, rank(to), out, rank(from), in.data(), in.size(), task, wait.patience);
+    net::exchange(with, 1, rank(to), out, rank(from), in.data(), in.size(), task, wait.options);
 }
 
 void Job::send_message() {
@@ -61,7 +61,7 @@ void Job::send_message() {
     one.request.tag = tag();
     one.request.source = one.content.data();
     one.request.nbytes = one.content.size();
-    one.request.deadline_ns = script_.one_in(4) ? shm::now_ns() + moment : 0;
+    one.request.deadline_ns = script_.one_in(4) ? core::now_ns() + moment : 0;
     group_->messages().isend(one.request, header);
     if (one.request.is_complete()) {
         sent_.pop_back();
@@ -88,12 +88,12 @@ void Job::wait_for_message() {
     }
     Sent& one = sent();
     const Wait wait(*mesh_);
-    const Ending ending = group_->messages().wait(one.request, wait.patience, script_.one_in(2));
-    if (ending.failed() && script_.one_in(2)) {
+    const Status status = group_->messages().wait(one.request, wait.options, script_.one_in(2));
+    if (status.failed() && script_.one_in(2)) {
         return;
     }
-    if (ending.failed() && !group_->messages().cancel(one.request, ending)) {
-        group_->messages().abandon(one.request, ending);
+    if (status.failed() && !group_->messages().cancel(one.request, status)) {
+        group_->messages().abandon(one.request, status);
     }
     sent_.remove_if([&](const Sent& other) { return &other == &one; });
 }
@@ -109,8 +109,8 @@ void Job::receive_message(int from, std::uint32_t tag, std::size_t nbytes) {
     receive.nbytes = nbytes;
     receive.header = header;
     group_->messages().irecv(receive);
-    if (const Ending ending = group_->messages().wait(receive, wait.patience, false); ending.failed()) {
-        group_->messages().abandon(receive, ending);
+    if (const Status status = group_->messages().wait(receive, wait.options, false); status.failed()) {
+        group_->messages().abandon(receive, status);
     }
 }
 
@@ -131,8 +131,8 @@ void Job::receive_rts() {
     receive_message(from, header.tag, nbytes);
 }
 
-// A step of a collective: a message of several pieces to a rank, and one from it that is folded in.
-void Job::walk() {
+// A step of a collective: a message of several pieces to a rank, and one from it that is reduced in.
+void Job::execute() {
     const int with = peer();
     const std::uint64_t nbytes = 4 * script_.size();
     const std::int32_t table[] = {1, size, 0, 0, 0, 0, 3, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0,
@@ -147,7 +147,7 @@ void Job::walk() {
         voice_of(with).say(script_, {.kind = FrameKind::data, .sequence = sequence_, .fingerprint = 1},
                            Buffer(std::min<std::size_t>(rest, piece)));
     }
-    net::walk(*group_, plan, {source.data(), target.data(), false, sequence_, 1}, wait.patience);
+    net::execute(*group_, plan, {source.data(), target.data(), false, sequence_, 1}, wait.options);
 }
 
 void Job::begin_split() {
@@ -169,7 +169,7 @@ void Job::end_split() {
         return;
     }
     const Wait wait(*mesh_);
-    if (!split_->wait(wait.patience).failed()) {
+    if (!split_->wait(wait.options).failed()) {
         child_ = split_->group();
     }
     split_->absent();
@@ -180,16 +180,16 @@ void Job::end_split() {
 
 void Job::differ() {
     const Wait wait(*mesh_);
-    std::vector<std::string> statements;
-    group().hear_all(sequence_, script_.bytes(script_.size()), wait.patience, statements);
+    std::vector<std::string> descriptors;
+    group().exchange_descriptors(sequence_, script_.bytes(script_.size()), wait.options, descriptors);
 }
 
 // Looks at everything that others may have set, as errors do.
-void Job::look_round() {
+void Job::poll_all() {
     Group& with = group();
     for (int rank = 0; rank < with.size(); ++rank) {
         with.last_call(rank);
-        with.departure_of(rank);
+        with.leave_reason_of(rank);
         with.flaw_of(rank);
         with.messages().unexpected_tags(rank);
     }
@@ -201,8 +201,8 @@ void Job::look_round() {
             }
         }
     }
-    with.verdict(sequence_);
-    with.look_round();
+    with.group_error(sequence_);
+    with.poll_all();
     if (script_.one_in(8)) {
         with.announce_closing();
     }
@@ -219,16 +219,16 @@ void Job::ask_round() {
         number = mesh_->new_number() + 1;
     }
     for (auto& one : voices_) {
-        net::Desk desk;
-        desk.poll = number;
-        desk.sequence = script_.number();
-        desk.kind = static_cast<std::uint32_t>(script_.number());
-        desk.is_inside = static_cast<std::uint32_t>(script_.below(2));
-        desk.waiting_for = static_cast<std::int32_t>(script_.number());
-        desk.sending_to = static_cast<std::int32_t>(script_.number());
-        Buffer payload(sizeof desk + 8 * size + script_.below(9));
-        std::memcpy(payload.data(), &desk, sizeof desk);
-        one->say({.kind = FrameKind::desk}, payload);
+        net::RankStatus rank_status;
+        rank_status.poll = number;
+        rank_status.sequence = script_.number();
+        rank_status.kind = static_cast<std::uint32_t>(script_.number());
+        rank_status.is_inside = static_cast<std::uint32_t>(script_.below(2));
+        rank_status.waiting_for = static_cast<std::int32_t>(script_.number());
+        rank_status.sending_to = static_cast<std::int32_t>(script_.number());
+        Buffer payload(sizeof rank_status + 8 * size + script_.below(9));
+        std::memcpy(payload.data(), &rank_status, sizeof rank_status);
+        one->say({.kind = FrameKind::rank_status}, payload);
     }
     const std::vector<int> found = script_.one_in(2) ? group_->missing() : group_->find_send_cycle(peer());
     for (const int rank : found) {
@@ -247,7 +247,7 @@ void Job::end_group() {
         child_->leave("over", sequence_);
         child_.reset();
     } else if (rank_ == 0 && script_.one_in(8)) {  // it keeps them itself
-        group_->give_verdict(sequence_ + 3, "enough");
+        group_->set_error(sequence_ + 3, "enough");
     }
 }
 

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "copy.hpp"
-#include "net/walker.hpp"
-#include "warm_memory.hpp"
+#include "core/copy.hpp"
+#include "net/executor.hpp"
+#include "core/warm_memory.hpp"
 
 namespace ferrodist::hybrid {
 namespace {
@@ -14,98 +14,98 @@ namespace {
 constexpr std::uint64_t most_instructions = 1 << 20;
 
 // Polls in a wait inside a host: only here what befell other hosts is noticed.
-class IntraNodeWatch final : public shm::Watch {
+class IntraNodeHook final : public core::ProgressHook {
 public:
-    IntraNodeWatch(const shm::Patience& patience, net::Group& group) : patience_(patience), group_(group) {}
+    IntraNodeHook(const core::WaitOptions& options, net::Group& group) : options_(options), group_(group) {}
 
-    void let_go() override { patience_.watch->let_go(); }
-    bool look() override {
-        if (!patience_.watch->look()) {
+    void let_go() override { options_.hook->let_go(); }
+    bool poll() override {
+        if (!options_.hook->poll()) {
             return false;
         }
-        found = group_.look_round();
-        if (!found.failed() && patience_.is_late()) {  // ranks are barred between hosts, and on this one alike
+        found = group_.poll_all();
+        if (!found.failed() && options_.is_late()) {  // ranks are barred between hosts, and on this one alike
             net::Lock guard = group_.mesh().lock();
-            shm::Watch nobody;
+            core::ProgressHook nobody;
             found = group_.expire(guard, {&nobody});
         }
         return !found.failed();
     }
 
-    Ending found;
+    Status found;
 
 private:
-    const shm::Patience& patience_;
+    const core::WaitOptions& options_;
     net::Group& group_;
 };
 
 // Shows the ranks of other hosts that this one is in the call, though it sends nothing.
-Ending enter(const Levels& levels, const Task& task) {
+Status enter(const Levels& levels, const Task& task) {
     const net::Lock guard = levels.inter_node.mesh().lock();
-    const Ending ending = levels.inter_node.enter(task.sequence, task.call_kind, task.fingerprint);
+    const Status status = levels.inter_node.enter(task.sequence, task.call_kind, task.fingerprint);
     levels.inter_node.set_waiting_for(net::waits_elsewhere);
-    const bool is_over = ending.outcome == shm::Outcome::given_up || ending.outcome == shm::Outcome::verdict;
-    return is_over ? ending : Ending{};  // the ranks of this host find out together that ranks differ
+    const bool is_over = status.code == core::StatusCode::given_up || status.code == core::StatusCode::group_error;
+    return is_over ? status : Status{};  // the ranks of this host find out together that ranks differ
 }
 
-Ending run_intra_node(const Levels& levels, const Task& task, const shm::Task& intra, const shm::Patience& patience) {
-    if (const Ending ending = enter(levels, task); ending.failed()) {
-        return ending;
+Status run_intra_node(const Levels& levels, const Task& task, const shm::Task& intra, const core::WaitOptions& options) {
+    if (const Status status = enter(levels, task); status.failed()) {
+        return status;
     }
-    IntraNodeWatch watch(patience, levels.inter_node);
-    shm::Patience own = patience;
-    own.watch = &watch;
-    own.deadline_ns = own.timeout_ns = 0;  // which the watch sees to
-    own.spins = patience.spins == shm::no_spins ? shm::no_spins : levels.intra_node.spins();
-    Ending ending = shm::run(levels.intra_node, intra, own);
-    if (watch.found.failed()) {
-        return watch.found;
+    IntraNodeHook hook(options, levels.inter_node);
+    core::WaitOptions own = options;
+    own.hook = &hook;
+    own.deadline_ns = own.timeout_ns = 0;  // which the hook sees to
+    own.spins = options.spins == core::no_spins ? core::no_spins : levels.intra_node.spins();
+    Status status = shm::run(levels.intra_node, intra, own);
+    if (hook.found.failed()) {
+        return hook.found;
     }
-    if (ending.culprit >= 0) {
-        ending.culprit = levels.local[static_cast<std::size_t>(ending.culprit)];
+    if (status.failed_rank >= 0) {
+        status.failed_rank = levels.local[static_cast<std::size_t>(status.failed_rank)];
     }
-    return ending;
+    return status;
 }
 
 class Execution {
 public:
-    Execution(const Levels& levels, const Program& program, const Task& task, const shm::Patience& patience)
-        : levels_(levels), task_(task), patience_(patience),
+    Execution(const Levels& levels, const Program& program, const Task& task, const core::WaitOptions& options)
+        : levels_(levels), task_(task), options_(options),
           scratch_(take_scratch(program.nbytes_of(Space::scratch))) {}
 
-    Ending operator()(const IntraNode& one) {
+    Status operator()(const IntraNode& one) {
         ++num_rounds_;
         const std::uint64_t place = static_cast<std::uint64_t>(task_.index) * most_instructions + num_rounds_;
         const shm::Task intra{one.kind,       one.dtype,  one.op,  one.root,     at(one.source),
                               at(one.target), one.nbytes, nullptr, one.in_place, task_.fingerprint + place};
-        return run_intra_node(levels_, task_, intra, patience_);
+        return run_intra_node(levels_, task_, intra, options_);
     }
 
-    Ending operator()(const InterNode& one) {
-        const Ending ending =
-            net::walk(levels_.inter_node, *one.plan,
-                      {at(one.source), at(one.target), one.in_place, task_.sequence, task_.fingerprint}, patience_);
-        return ending.outcome == shm::Outcome::mismatch ? tell_mismatch(levels_, task_, patience_) : ending;
+    Status operator()(const InterNode& one) {
+        const Status status =
+            net::execute(levels_.inter_node, *one.plan,
+                      {at(one.source), at(one.target), one.in_place, task_.sequence, task_.fingerprint}, options_);
+        return status.code == core::StatusCode::mismatch ? tell_mismatch(levels_, task_, options_) : status;
     }
 
-    Ending operator()(const Copy& one) {
+    Status operator()(const Copy& one) {
         copy_bytes(at(one.target), at(one.source), one.target.nbytes);
         return {};
     }
 
-    Ending operator()(const ToFloat32& one) {
+    Status operator()(const ToFloat32& one) {
         widen(one.half, at(one.target), at(one.source), one.source.nbytes / item_size(one.half));
         return {};
     }
 
-    Ending operator()(const FromFloat32& one) {
+    Status operator()(const FromFloat32& one) {
         narrow(one.half, at(one.target), at(one.source), one.target.nbytes / item_size(one.half));
         return {};
     }
 
-    Ending operator()(const Divide& one) {
+    Status operator()(const Divide& one) {
         const void* operand = at(one.target);
-        fold(one.dtype, Op::mean, at(one.target), &operand, 1, one.target.nbytes / item_size(one.dtype), one.divisor);
+        local_reduce(one.dtype, Op::mean, at(one.target), &operand, 1, one.target.nbytes / item_size(one.dtype), one.divisor);
         return {};
     }
 
@@ -135,7 +135,7 @@ private:
 
     const Levels& levels_;
     const Task& task_;
-    const shm::Patience& patience_;
+    const core::WaitOptions& options_;
     Scratch scratch_;
     std::uint64_t num_rounds_ = 0;
 };
@@ -157,19 +157,19 @@ void Program::add(Instruction instruction) {
     instructions_.push_back(std::move(instruction));
 }
 
-Ending tell_mismatch(const Levels& levels, const Task& task, const shm::Patience& patience) {
+Status tell_mismatch(const Levels& levels, const Task& task, const core::WaitOptions& options) {
     shm::Task intra{shm::Kind::barrier};
     intra.fingerprint = levels.mismatch_fingerprint;
-    const Ending ending = run_intra_node(levels, task, intra, patience);
-    return ending.failed() ? ending : Ending{shm::Outcome::mismatch};  // done: all of the host tell of one
+    const Status status = run_intra_node(levels, task, intra, options);
+    return status.failed() ? status : Status{core::StatusCode::mismatch};  // done: all of the host tell of one
 }
 
-Ending execute(const Levels& levels, const Program& program, const Task& task, const shm::Patience& patience) {
-    patience.begin();
-    Execution execution(levels, program, task, patience);
+Status execute(const Levels& levels, const Program& program, const Task& task, const core::WaitOptions& options) {
+    options.begin();
+    Execution execution(levels, program, task, options);
     for (const Instruction& instruction : program.instructions()) {
-        if (const Ending ending = std::visit(execution, instruction); ending.failed()) {
-            return ending;
+        if (const Status status = std::visit(execution, instruction); status.failed()) {
+            return status;
         }
     }
     const net::Lock guard = levels.inter_node.mesh().lock();

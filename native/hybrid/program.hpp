@@ -13,14 +13,14 @@
 #include <variant>
 #include <vector>
 
-#include "fold/fold.hpp"
+#include "reduce/reduce.hpp"
 #include "net/group.hpp"
 #include "net/plan.hpp"
 #include "shm/collectives.hpp"
 
 namespace ferrodist::hybrid {
 
-using shm::Ending;
+using core::Status;
 
 // Some bytes of the caller's arrays, or of memory that the program needs besides them.
 enum class Space : int { none, input, output, scratch };
@@ -101,10 +101,10 @@ struct Task {
 
 // Executes a program; failed ranks are numbers in the group of all. After a failure this rank is still inside
 // the call, and leaves it when it has told the others.
-Ending execute(const Levels& levels, const Program& program, const Task& task, const shm::Patience& patience);
+Status execute(const Levels& levels, const Program& program, const Task& task, const core::WaitOptions& options);
 
 // Comes to the next collective of this host with a mismatch that was found elsewhere. Ends with mismatch when all of
 // the host know, or with what came between.
-Ending tell_mismatch(const Levels& levels, const Task& task, const shm::Patience& patience);
+Status tell_mismatch(const Levels& levels, const Task& task, const core::WaitOptions& options);
 
 }  // namespace ferrodist::hybrid

@@ -9,7 +9,7 @@ namespace {
 constexpr std::uint32_t magic = 0x54534446;  // "FDST"
 constexpr std::uint64_t longest_eager = 64 * 1024 + 1024;
 constexpr std::uint64_t longest_text = 64 * 1024;
-constexpr std::uint64_t longest_statement = 16 * 1024 * 1024;
+constexpr std::uint64_t longest_descriptor = 16 * 1024 * 1024;
 constexpr std::uint64_t longest_members = 4 * 65536 + 16;
 
 struct Wire {
@@ -38,16 +38,16 @@ std::uint64_t longest_payload(FrameKind kind, std::uint64_t piece) {
         case FrameKind::rts:
         case FrameKind::left:
         case FrameKind::propose:
-        case FrameKind::verdict:
+        case FrameKind::group_error:
             return longest_text;
         case FrameKind::differ:
-        case FrameKind::statement:
-            return longest_statement;
+        case FrameKind::descriptor:
+            return longest_descriptor;
         case FrameKind::join:
         case FrameKind::ring:
         case FrameKind::bar:
             return longest_members;
-        case FrameKind::desk:
+        case FrameKind::rank_status:
             return 2 * longest_members + longest_text;
         default:
             return 0;

@@ -25,32 +25,33 @@ constexpr std::size_t header_nbytes = 72;
 constexpr std::uint8_t wire_version = 4;
 
 enum class FrameKind : std::uint8_t {
-    heartbeat,  // I am alive
-    data,       // a piece of a collective
-    credit,     // I have consumed so many bytes of this group's pieces: sequence
-    eager,      // a whole message: payload is its header and its content, fingerprint the size of that
-    rts,        // a large message: sequence is its number, fingerprint its size, payload its header
-    cts,        // send it
-    bulk,       // a part of it
-    taken,      // I do not want it: your memory may change. Not so if fingerprint is not 0: I had no memory for it,
-                // or, if sequence is 0, for an eager message
-    withdraw,   // forget it
-    abandoned,  // there is nothing more of it to come
-    join,       // I want to be in this group: payload lists its members
-    unjoin,     // no longer
-    closing,    // no new calls from me: sequence counts my receives in flight
-    left,       // nothing more from me in this group after call sequence, and why
-    propose,    // to the group's keeper: this verdict is due
-    verdict,    // from there: this is the verdict
-    differ,     // to the group's keeper: ranks differ in this call, and this is mine
-    ask,        // from there: tell me your call
-    statement,  // from there: the call of the rank in tag
-    poll,       // what are you doing in this group?
-    desk,       // this
-    ring,       // we wait for each other in a cycle of sends
-    report,     // to the group's keeper: I wait in this call
-    received,   // so many bytes of your eager messages were received: sequence
-    bar,        // are you in call fingerprint? else stay out of it, and refuse pieces of the ranks listed; answered by desk
+    heartbeat,   // I am alive
+    data,        // a piece of a collective
+    credit,      // I have consumed so many bytes of this group's pieces: sequence
+    eager,       // a whole message: payload is its header and its content, fingerprint the size of that
+    rts,         // a large message: sequence is its number, fingerprint its size, payload its header
+    cts,         // send it
+    bulk,        // a part of it
+    taken,       // I do not want it: your memory may change. Not so if fingerprint is not 0: I had no memory for it,
+                 // or, if sequence is 0, for an eager message
+    withdraw,    // forget it
+    abandoned,   // there is nothing more of it to come
+    join,        // I want to be in this group: payload lists its members
+    unjoin,      // no longer
+    closing,     // no new calls from me: sequence counts my receives in flight
+    left,        // nothing more from me in this group after call sequence, and why
+    propose,     // to the group's coordinator: this group error is due
+    group_error, // from there: this is the group error
+    differ,      // to the group's coordinator: ranks differ in this call, and this is mine
+    ask,         // from there: tell me your call
+    descriptor,  // from there: the call of the rank in tag
+    poll,        // what are you doing in this group?
+    rank_status, // this
+    ring,        // we wait for each other in a cycle of sends
+    report,      // to the group's coordinator: I wait in this call
+    received,    // so many bytes of your eager messages were received: sequence
+    bar,         // are you in call fingerprint? else stay out of it, and refuse pieces of the ranks listed;
+                 // answered by rank_status
     last = bar,
 };
 

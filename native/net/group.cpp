@@ -17,7 +17,8 @@ constexpr std::size_t most_pieces = 65536;  // empty ones have no bytes to count
 Group::Group(std::shared_ptr<Mesh> mesh, std::uint64_t id, std::vector<int> members,
              std::shared_ptr<Group> parent)
     : mesh_(std::move(mesh)), id_(id), members_(std::move(members)), parent_(std::move(parent)),
-      ranks_by_world_(static_cast<std::size_t>(mesh_->size()), -1), peers_(members_.size()), messages_(*this, static_cast<int>(members_.size())) {
+      ranks_by_world_(static_cast<std::size_t>(mesh_->size()), -1), peers_(members_.size()),
+      messages_(*this, static_cast<int>(members_.size())) {
     for (std::size_t rank = 0; rank < members_.size(); ++rank) {
         ranks_by_world_[static_cast<std::size_t>(members_[rank])] = static_cast<int>(rank);
     }
@@ -51,31 +52,31 @@ void Group::send_to_all(const Header& header, Bytes payload, bool is_urgent) {
 
 // -- pieces ---------------------------------------------------------------------------------------
 
-Ending Group::enter(std::uint64_t sequence, std::uint32_t kind, std::uint64_t fingerprint) {
-    if (sequence >= desk_.barred_from) {
-        return {Outcome::given_up};
+Status Group::enter(std::uint64_t sequence, std::uint32_t kind, std::uint64_t fingerprint) {
+    if (sequence >= own_status_.barred_from) {
+        return {StatusCode::given_up};
     }
-    const bool was_in_call = desk_.sequence == sequence;  // with an earlier part of it
-    ++desk_.num_moves;
-    desk_.sequence = sequence;
-    desk_.kind = kind;
-    desk_.is_inside = 1;
+    const bool was_in_call = own_status_.sequence == sequence;  // with an earlier part of it
+    ++own_status_.num_moves;
+    own_status_.sequence = sequence;
+    own_status_.kind = kind;
+    own_status_.is_inside = 1;
     fingerprint_ = fingerprint;
     for (int rank = 0; rank < size(); ++rank) {
         Peer& peer = peer_of(rank);
         drop_old(peer, rank);
         const bool is_of_call = !peer.pieces.empty() && peer.pieces.front().sequence == sequence;
         if (is_of_call && peer.pieces.front().fingerprint != fingerprint) {
-            asked_ = sequence;
+            note_difference(sequence);
         }
     }
     if (last_report_ >= sequence) {  // others wait in this call already
         on_report(rank_, sequence, fingerprint);
     }
-    if (find_verdict(sequence) != nullptr) {
-        return {was_in_call ? Outcome::verdict : Outcome::given_up};
+    if (find_error(sequence) != nullptr) {
+        return {was_in_call ? StatusCode::group_error : StatusCode::given_up};
     }
-    return asked_ == sequence ? Ending{Outcome::mismatch} : Ending{};
+    return asked_ == sequence ? Status{StatusCode::mismatch} : Status{};
 }
 
 bool Group::has_window(int peer, std::uint64_t nbytes) const {
@@ -86,10 +87,10 @@ bool Group::has_window(int peer, std::uint64_t nbytes) const {
 
 void Group::send_piece(int peer, Bytes piece, Ticket& ticket) {
     Link& link = mesh_->link(world_rank(peer));
-    Header header{.kind = FrameKind::data, .group = id_, .sequence = desk_.sequence, .fingerprint = fingerprint_};
+    Header header{.kind = FrameKind::data, .group = id_, .sequence = own_status_.sequence, .fingerprint = fingerprint_};
     peer_of(peer).sent += piece.size();
-    ++desk_.num_moves;
-    mesh_->note(true, world_rank(peer), desk_.sequence, piece.size());
+    ++own_status_.num_moves;
+    mesh_->note(true, world_rank(peer), own_status_.sequence, piece.size());
     link.send_in_place(header, piece, ticket);
     link.flush();
 }
@@ -120,7 +121,7 @@ Payload Group::take_first(Peer& from) {
 }
 
 void Group::drop_old(Peer& peer, int rank) {
-    while (!peer.pieces.empty() && peer.pieces.front().sequence < desk_.sequence) {
+    while (!peer.pieces.empty() && peer.pieces.front().sequence < own_status_.sequence) {
         consume(rank, take_first(peer).size);
     }
 }
@@ -147,30 +148,30 @@ void Group::forget(int peer) {
 // The place that a piece goes to; null if it is not expected yet, or is not what is expected.
 Place* Group::next_place(int rank, const Header& header) {
     Peer& from = peer_of(rank);
-    const bool is_expected = desk_.is_inside && header.sequence == desk_.sequence && from.pieces.empty() &&
+    const bool is_expected = own_status_.is_inside && header.sequence == own_status_.sequence && from.pieces.empty() &&
                              header.sequence < from.refused_from &&
                              header.fingerprint == fingerprint_ && from.num_filled < from.places.size();
     Place* place = is_expected ? &from.places[from.num_filled] : nullptr;
     return place != nullptr && place->size == header.length ? place : nullptr;
 }
 
-std::optional<Payload> Group::take_piece(int peer, std::size_t size, Ending& flaw) {
+std::optional<Payload> Group::take_piece(int peer, std::size_t size, Status& flaw) {
     Peer& from = peer_of(peer);
-    if (from.pieces.empty() || from.pieces.front().sequence != desk_.sequence) {
+    if (from.pieces.empty() || from.pieces.front().sequence != own_status_.sequence) {
         return std::nullopt;
     }
     Piece& piece = from.pieces.front();
     if (piece.fingerprint != fingerprint_) {
-        flaw = {Outcome::mismatch};
+        flaw = {StatusCode::mismatch};
         return std::nullopt;
     }
     if (piece.payload.size != size) {
-        flaw = {Outcome::corrupt, peer};
+        flaw = {StatusCode::corrupt, peer};
         return std::nullopt;
     }
     Payload payload = take_first(from);
     consume(peer, size);
-    mesh_->note(false, world_rank(peer), desk_.sequence, size);
+    mesh_->note(false, world_rank(peer), own_status_.sequence, size);
     return payload;
 }
 
@@ -180,14 +181,14 @@ void Group::on_piece(int rank, const Header& header, Payload payload, bool is_vo
         consume(rank, header.length);
         return;
     }
-    desk_.num_moves += 1 + header.length;
+    own_status_.num_moves += 1 + header.length;
     from.seen = std::max(from.seen, header.sequence);
-    if (is_void || header.sequence < desk_.sequence) {
+    if (is_void || header.sequence < own_status_.sequence) {
         consume(rank, header.length);
         return;
     }
-    if (header.sequence == desk_.sequence && desk_.is_inside && header.fingerprint != fingerprint_) {
-        asked_ = desk_.sequence;  // everybody who waits in this call is going to hear it
+    if (header.sequence == own_status_.sequence && own_status_.is_inside && header.fingerprint != fingerprint_) {
+        note_difference(own_status_.sequence);  // everybody who waits in this call is going to hear it
     }
     const Place* place = next_place(rank, header);
     if (place == nullptr) {
@@ -205,44 +206,44 @@ void Group::on_piece(int rank, const Header& header, Payload payload, bool is_vo
     mesh_->note(false, world_rank(rank), header.sequence, header.length);
 }
 
-Ending Group::trouble(int peer) {
-    if (find_verdict(desk_.sequence) != nullptr) {
-        return {Outcome::verdict};
+Status Group::trouble(int peer) {
+    if (find_error(own_status_.sequence) != nullptr) {
+        return {StatusCode::group_error};
     }
-    if (asked_ == desk_.sequence) {
-        return {Outcome::mismatch};
+    if (asked_ == own_status_.sequence) {
+        return {StatusCode::mismatch};
     }
-    return peer >= 0 && is_gone(peer) ? loss(peer) : Ending{};
+    return peer >= 0 && is_gone(peer) ? loss(peer) : Status{};
 }
 
-Ending Group::slow_trouble() {
-    if (const int judge = keeper(); judge == rank_) {
-        on_report(rank_, desk_.sequence, fingerprint_);
+Status Group::slow_trouble() {
+    if (const int judge = coordinator(); judge == rank_) {
+        on_report(rank_, own_status_.sequence, fingerprint_);
     } else {
-        send(judge, {.kind = FrameKind::report, .sequence = desk_.sequence, .fingerprint = fingerprint_}, {}, true);
+        send(judge, {.kind = FrameKind::report, .sequence = own_status_.sequence, .fingerprint = fingerprint_}, {}, true);
     }
     for (int rank = 0; rank < size(); ++rank) {
         if (rank == rank_) {
             continue;
         }
-        if (has_left(rank) && peer_of(rank).left_after < desk_.sequence) {
-            return {Outcome::lost, rank};
+        if (has_left(rank) && peer_of(rank).left_after < own_status_.sequence) {
+            return {StatusCode::lost, rank};
         }
-        if (mesh_->is_up(world_rank(rank)) && mesh_->is_silent(world_rank(rank))) {
-            return {Outcome::silent, rank};
+        if (mesh_->is_up(world_rank(rank)) && mesh_->lacks_heartbeat(world_rank(rank))) {
+            return {StatusCode::no_heartbeat, rank};
         }
     }
     return find_dead();
 }
 
-Ending Group::look_round() {
+Status Group::poll_all() {
     const Lock guard = mesh_->lock();
-    return find_verdict(desk_.sequence) != nullptr ? Ending{Outcome::verdict} : slow_trouble();
+    return find_error(own_status_.sequence) != nullptr ? Status{StatusCode::group_error} : slow_trouble();
 }
 
-Ending Group::loss(int rank) const {
+Status Group::loss(int rank) const {
     const bool is_corrupt = mesh_->link(world_rank(rank)).state() == Link::State::corrupt;
-    return {is_corrupt ? Outcome::corrupt : Outcome::lost, rank};
+    return {is_corrupt ? StatusCode::corrupt : StatusCode::lost, rank};
 }
 
 bool Group::takes_no_more(int rank) const {
@@ -268,7 +269,7 @@ void Group::count_receives(int change) {
     }
 }
 
-void Group::leave(std::string_view departure, std::uint64_t after) {
+void Group::leave(std::string_view leave_reason, std::uint64_t after) {
     if (mesh_->is_of_ancestor()) {
         return;
     }
@@ -277,7 +278,7 @@ void Group::leave(std::string_view departure, std::uint64_t after) {
         return;
     }
     peer_of(rank_).has_left = true;
-    send_to_all({.kind = FrameKind::left, .sequence = after}, bytes_of(departure));
+    send_to_all({.kind = FrameKind::left, .sequence = after}, bytes_of(leave_reason));
     mesh_->remove(id_, this);
     mesh_->changed();
 }
@@ -290,10 +291,10 @@ bool Group::has_left() {
     return has_left(rank_);
 }
 
-std::optional<std::string> Group::departure_of(int rank) {
+std::optional<std::string> Group::leave_reason_of(int rank) {
     const Lock guard = mesh_->lock();
     const Peer& peer = peer_of(rank);
-    return peer.has_left ? std::optional(peer.departure) : std::nullopt;
+    return peer.has_left ? std::optional(peer.leave_reason) : std::nullopt;
 }
 
 std::string Group::flaw_of(int rank) {
@@ -347,31 +348,30 @@ void Group::on_frame(int world_rank, const Header& header, Payload payload, bool
             mesh_->check_requests();
             peer.has_left = true;
             peer.left_after = header.sequence;
-            peer.departure = text_of(payload.bytes());
+            peer.leave_reason = text_of(payload.bytes());
             return;
         case FrameKind::propose:
             return on_propose(header.sequence, payload.bytes());
-        case FrameKind::verdict:
+        case FrameKind::group_error:
             mesh_->check_requests();
-            if (find_verdict(header.sequence) == nullptr) {
-                verdicts_.push_back({header.sequence, text_of(payload.bytes())});
+            if (find_error(header.sequence) == nullptr) {
+                errors_.push_back({header.sequence, text_of(payload.bytes())});
             }
             return;
         case FrameKind::differ:
             return on_differ(rank, header.sequence, std::move(payload));
         case FrameKind::ask:
-            asked_ = std::max(asked_, header.sequence);
-            return;
-        case FrameKind::statement:
-            return on_statement(header, payload.bytes());
+            return note_difference(header.sequence);
+        case FrameKind::descriptor:
+            return on_descriptor(header, payload.bytes());
         case FrameKind::report:
             return on_report(rank, header.sequence, header.fingerprint);
         case FrameKind::poll:
             return on_poll(rank, header.sequence);
         case FrameKind::bar:
             return on_bar(rank, header, payload.bytes());
-        case FrameKind::desk:
-            return on_desk(rank, payload.bytes());
+        case FrameKind::rank_status:
+            return on_rank_status(rank, payload.bytes());
         case FrameKind::ring:
             return on_ring(payload.bytes());
         default:

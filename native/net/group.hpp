@@ -2,7 +2,7 @@
 // Group: ranks that do collectives over a mesh: the pieces they send each other, who has left, and
 // what was decided about calls that cannot succeed.
 //
-// Its lowest rank that is still there is the *keeper* of its verdicts, in the thread of its mesh: the
+// Its lowest rank that is still there is the *coordinator* of its group errors, in the thread of its mesh: the
 // first one proposed for a call stands, and all get it from there. When ranks differ in a call, whoever
 // finds out tells it; it asks all for their calls and hands everybody all of them.
 //
@@ -16,6 +16,7 @@
 // rank between two questions.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -37,7 +38,7 @@ struct Place {
 };
 
 // What a rank was last heard to do.
-struct Desk {
+struct RankStatus {
     std::uint64_t poll = 0;
     std::uint64_t sequence = 0;
     std::uint64_t barred_from = UINT64_MAX;  // the first call that it takes no part in
@@ -52,7 +53,7 @@ constexpr int waits_elsewhere = -2;  // for none of the ranks, and yet is not st
 
 class Group {
 public:
-    struct Verdict {
+    struct GroupError {
         std::uint64_t sequence;
         std::string text;
     };
@@ -76,8 +77,8 @@ public:
     // -- pieces of collectives: with the lock held, one call at a time --------------------------
 
     // Enters a call; an ending if there is nothing to be won in it.
-    Ending enter(std::uint64_t sequence, std::uint32_t kind, std::uint64_t fingerprint);
-    void exit() { desk_.is_inside = 0; }
+    Status enter(std::uint64_t sequence, std::uint32_t kind, std::uint64_t fingerprint);
+    void exit() { own_status_.is_inside = 0; }
     // Whether so many bytes may go to a rank now.
     bool has_window(int peer, std::uint64_t nbytes) const;
     // Sends a piece from memory that must not change while the ticket counts it.
@@ -91,21 +92,21 @@ public:
     bool has_piece(int peer) { return !peer_of(peer).pieces.empty(); }
     // Takes a piece that was not expected when it came, as far as there is one; empty memory if it is
     // no piece of this size: then `flaw` says what is wrong.
-    std::optional<Payload> take_piece(int peer, std::size_t size, Ending& flaw);
+    std::optional<Payload> take_piece(int peer, std::size_t size, Status& flaw);
     // Ends all expectations, fulfilled or not.
     void forget(int peer);
     // What stands in the way of a call that waits for a rank, or for nobody (-1).
-    Ending trouble(int peer);
-    // The same for what takes longer to find; tells the keeper that this rank waits, and in what.
-    Ending slow_trouble();
+    Status trouble(int peer);
+    // The same for what takes longer to find; tells the coordinator that this rank waits, and in what.
+    Status slow_trouble();
     // The deadline of the current call is over: late if a rank is barred from it, or if nothing moves any more;
     // then missing() names who. Otherwise the call goes on, and the deadline is put off. The lock is let go of.
-    Ending expire(Lock& lock, const Patience& patience);
+    Status expire(Lock& lock, const WaitOptions& options);
     // Whether it was given up for ranks that are barred.
     bool has_barred() const { return has_barred_; }
     void note_wait(int peer, std::int64_t ns) { peer_of(peer).waited_ns += ns; }
     void set_waiting_for(int peer) {
-        desk_.waiting_for = peer;
+        own_status_.waiting_for = peer;
         last_awaited_ = peer >= 0 ? peer : last_awaited_;
     }
 
@@ -118,28 +119,28 @@ public:
     // A receive has been posted (1), or is over (-1).
     void count_receives(int change);
     // How the absence of a rank ends a wait: lost, or corrupt.
-    Ending loss(int rank) const;
-    // The verdict on a call, or an abort of a group around this one.
-    const Verdict* find_verdict(std::uint64_t sequence) const;
+    Status loss(int rank) const;
+    // The group error of a call, or an abort of a group around this one.
+    const GroupError* find_error(std::uint64_t sequence) const;
 
     // -- without it -----------------------------------------------------------------------------
 
-    std::optional<std::string> verdict(std::uint64_t sequence);
+    std::optional<std::string> group_error(std::uint64_t sequence);
     // What stands in the way of a call that waits for something else than pieces.
-    Ending look_round();
-    // Proposes a verdict and waits, for a second at most, for the one that stands.
-    void give_verdict(std::uint64_t sequence, std::string_view text);
+    Status poll_all();
+    // Proposes a group error and waits, for a second at most, for the one that stands.
+    void set_error(std::uint64_t sequence, std::string_view text);
     // Tells what this rank has called and hears what all have.
-    Ending hear_all(std::uint64_t sequence, Bytes statement, const Patience& patience,
-                    std::vector<std::string>& statements);
+    Status exchange_descriptors(std::uint64_t sequence, Bytes descriptor, const WaitOptions& options,
+                    std::vector<std::string>& descriptors);
     // Asks all ranks what they do; those that have not come to this rank's call, or else those that
     // the others wait for.
     std::vector<int> missing();
     std::pair<std::uint64_t, std::uint32_t> last_call(int rank);
     void announce_closing();
-    void leave(std::string_view departure, std::uint64_t after);
+    void leave(std::string_view leave_reason, std::uint64_t after);
     bool has_left();
-    std::optional<std::string> departure_of(int rank);
+    std::optional<std::string> leave_reason_of(int rank);
     std::string flaw_of(int rank);
     std::int64_t waited_ns(int rank);
     std::vector<int> find_send_cycle(int peer);
@@ -151,10 +152,10 @@ public:
     Messages& messages() { return messages_; }
     // A send that holds its caller begins to wait for its receiver.
     void begin_send(int peer) {
-        desk_.sending_to = peer;
+        own_status_.sending_to = peer;
         ring_.clear();
     }
-    void set_sending_to(int peer) { desk_.sending_to = peer; }
+    void set_sending_to(int peer) { own_status_.sending_to = peer; }
 
     // -- frames: called by the mesh, with the lock held -----------------------------------------
 
@@ -180,13 +181,13 @@ private:
         std::uint64_t consumed = 0, told = 0;       // bytes of pieces from it
         bool has_left = false, is_closing = false;
         std::uint64_t left_after = 0, num_receives = 0;
-        std::string departure;
+        std::string leave_reason;
         std::int64_t waited_ns = 0;
         std::uint64_t seen = 0;  // the last call of which a piece has come
-        Desk desk;
+        RankStatus rank_status;
         std::vector<std::uint64_t> has_seen;  // the same of each rank, as this one answered
         std::uint64_t refused_from = UINT64_MAX;  // pieces of this call and later ones are dropped
-        std::uint64_t reported = 0, reported_fingerprint = 0;  // the call it waits in, as the keeper hears
+        std::uint64_t reported = 0, reported_fingerprint = 0;  // the call it waits in, as the coordinator hears
     };
 
     Peer& peer_of(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
@@ -197,16 +198,16 @@ private:
     void consume(int rank, std::uint64_t nbytes);
     Place* next_place(int rank, const Header& header);
     void on_piece(int rank, const Header& header, Payload payload, bool is_void);
-    int keeper() const;
+    int coordinator() const;
     void on_propose(std::uint64_t sequence, Bytes text);
     void on_differ(int rank, std::uint64_t sequence, Payload payload);
-    void on_statement(const Header& header, Bytes text);
+    void on_descriptor(const Header& header, Bytes text);
     void on_report(int rank, std::uint64_t sequence, std::uint64_t fingerprint);
     void ask_all(std::uint64_t sequence);
     void on_ring(Bytes payload);
     void on_poll(int rank, std::uint64_t poll);
     void on_bar(int rank, const Header& header, Bytes payload);
-    void on_desk(int rank, Bytes payload);
+    void on_rank_status(int rank, Bytes payload);
     void poll_all(Lock& lock);
     std::vector<int> ask_in_call(Lock& lock, const std::vector<int>& refused);
     std::vector<int> find_barred(const std::vector<int>& silent) const;
@@ -215,8 +216,11 @@ private:
     void refuse(int rank, std::uint64_t sequence);
     std::uint64_t moves_here() const;
     std::uint64_t count_moves(std::uint64_t here) const;
-    Ending give_up(std::vector<int> missing, bool are_barred);
-    Ending find_dead();
+    Status give_up(std::vector<int> missing, bool are_barred);
+    // Ranks differ in a call, which may be one that this rank has yet to come to: then a piece of the call before, which
+    // comes late, must not make it forget that.
+    void note_difference(std::uint64_t sequence) { asked_ = std::max(asked_, sequence); }
+    Status find_dead();
     std::uint64_t seen_of(int rank) const;
 
     std::shared_ptr<Mesh> mesh_;
@@ -227,14 +231,14 @@ private:
     std::vector<int> ranks_by_world_;
     std::vector<Peer> peers_;
     Messages messages_;
-    Desk desk_;  // of this rank
+    RankStatus own_status_;  // of this rank
     std::uint64_t fingerprint_ = 0;
     std::uint64_t asked_ = 0;  // the last call that ranks were found to differ in
-    std::vector<Verdict> verdicts_;
-    std::uint64_t stated_ = 0;  // the call that the statements are about
-    std::vector<std::optional<std::string>> statements_;
-    std::uint64_t heard_ = 0;  // the same on the keeper's way back
-    std::vector<std::optional<std::string>> heard_statements_;
+    std::vector<GroupError> errors_;
+    std::uint64_t stated_ = 0;  // the call that descriptors_ are of
+    std::vector<std::optional<std::string>> descriptors_;
+    std::uint64_t heard_ = 0;  // the same on the coordinator's way back
+    std::vector<std::optional<std::string>> heard_descriptors_;
     std::uint64_t last_report_ = 0;
     bool has_barred_ = false;      // whether the last call that was given up was for barred ranks
     std::uint64_t expired_ = 0;    // the last call whose deadline was over

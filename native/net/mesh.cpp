@@ -56,9 +56,9 @@ bool has_one_local_peer(const std::vector<LinkSpec>& specs) {
     return std::count_if(specs.begin(), specs.end(), [](const LinkSpec& spec) { return is_of_one_host(spec.socket); }) <= 1;
 }
 
-std::vector<shm::Word*> pointers_to(std::vector<shm::Word>& words) {
-    std::vector<shm::Word*> pointers;
-    for (shm::Word& word : words) {
+std::vector<core::Word*> pointers_to(std::vector<core::Word>& words) {
+    std::vector<core::Word*> pointers;
+    for (core::Word& word : words) {
         pointers.push_back(&word);
     }
     return pointers;
@@ -73,7 +73,7 @@ void watch_forks() {
 }  // namespace
 
 Mesh::Mesh(int rank, const std::vector<LinkSpec>& specs, const MeshOptions& options)
-    : reports(specs.size()), rank_(rank), options_(options), last_time_ns_(shm::now_ns()),
+    : reports(specs.size()), rank_(rank), options_(options), last_time_ns_(core::now_ns()),
       last_heard_ns_(specs.size()), sent_at_last_beat_(specs.size()), cpus_(specs.size()),
       spins_(pointers_to(cpus_), rank, has_one_local_peer(specs)) {
     watch_forks();
@@ -161,13 +161,13 @@ void Mesh::send(int peer, const Header& header, Bytes payload, bool is_urgent) {
     to.flush();
 }
 
-bool Mesh::is_silent(int peer) const {
-    return peer != rank_ && awake_ns_ - last_heard_ns_[static_cast<std::size_t>(peer)] > options_.silence_ns;
+bool Mesh::lacks_heartbeat(int peer) const {
+    return peer != rank_ && awake_ns_ - last_heard_ns_[static_cast<std::size_t>(peer)] > options_.heartbeat_timeout_ns;
 }
 
 // Counts time in which this process could have heard the others: not while it was stopped itself.
 void Mesh::pass_time(std::int64_t waited_ns) {
-    const std::int64_t now = shm::now_ns();
+    const std::int64_t now = core::now_ns();
     awake_ns_ += std::min(now - last_time_ns_, waited_ns + longest_work_ns);
     last_time_ns_ = now;
 }
@@ -198,7 +198,7 @@ bool Mesh::handle_events(int timeout_ms, Lock& lock) {
         if (peer == wake_up) {
             std::uint64_t drained;
             [[maybe_unused]] const ssize_t got = ::read(wake_, &drained, sizeof drained);
-            ++tick_;
+            ++epoch_;
             continue;
         }
         const std::uint32_t flags = events[static_cast<std::size_t>(i)].events;
@@ -258,7 +258,7 @@ void Mesh::serve(int peer) {
         see_cpu(peer);
     }
     from.flush();
-    ++tick_;
+    ++epoch_;
     if (from.state() != before) {
         is_check_due_ = true;
         if (num_sleepers_ > 0) {
@@ -294,7 +294,7 @@ void Mesh::run_in_background() {
         } else {
             const std::int64_t deadline = next_deadline();
             const std::int64_t next = deadline == 0 ? next_beat_ns_ : std::min(deadline, next_beat_ns_);
-            const std::int64_t rest = next - shm::now_ns();
+            const std::int64_t rest = next - core::now_ns();
             handle_events(static_cast<int>(std::clamp<std::int64_t>(rest / ms + 1, 1, 1000)), guard);
         }
         if (is_polling_) {
@@ -304,9 +304,9 @@ void Mesh::run_in_background() {
     }
 }
 
-// Sends a sign of life where nothing else was sent for a while.
+// Sends a heartbeat where nothing else was sent for a while.
 void Mesh::beat() {
-    const std::int64_t now = shm::now_ns();
+    const std::int64_t now = core::now_ns();
     if (now < next_beat_ns_) {
         return;
     }
@@ -441,7 +441,7 @@ void Mesh::finish() {
     if (birth_.is_of_ancestor()) {
         return;
     }
-    constexpr std::int64_t patience_ns = 1'000 * ms;
+    constexpr std::int64_t wait_ns = 1'000 * ms;
     Lock guard = lock();
     if (std::exchange(is_finished_, true)) {
         return;
@@ -456,9 +456,9 @@ void Mesh::finish() {
         }
         if (rest != rest_before || end == 0) {
             rest_before = rest;
-            end = shm::now_ns() + patience_ns;
+            end = core::now_ns() + wait_ns;
         }
-        return shm::now_ns() < end;
+        return core::now_ns() < end;
     };
     const auto all = [&](auto is_done) {
         return std::all_of(links_.begin(), links_.end(), [&](const auto& one) { return is_done(*one); });

@@ -4,7 +4,7 @@
 // Whoever waits reads: a caller in a wait polls all sockets and handles what comes, for all groups; if
 // another caller does so already it sleeps until that one has handled something. So a message that is
 // awaited costs no change of threads. While nobody calls, a thread of the mesh reads: it answers
-// questions, keeps verdicts and sends signs of life, without the GIL and whatever the program does.
+// questions, keeps group errors and sends heartbeats, without the GIL and whatever the program does.
 //
 // One lock guards everything. It is never held while waiting, and never while the GIL is asked for.
 #pragma once
@@ -21,16 +21,16 @@
 #include <vector>
 
 #include "net/link.hpp"
-#include "shm/forks.hpp"
-#include "shm/wait.hpp"
+#include "core/forks.hpp"
+#include "core/wait.hpp"
 
 namespace ferrodist::net {
 
 class Group;
 using Lock = std::unique_lock<std::mutex>;
-using shm::Ending;
-using shm::Outcome;
-using shm::Patience;
+using core::Status;
+using core::StatusCode;
+using core::WaitOptions;
 
 struct LinkSpec {
     int socket;  // -1 for this rank itself
@@ -38,7 +38,7 @@ struct LinkSpec {
 };
 
 struct MeshOptions {
-    std::int64_t heartbeat_ns, silence_ns;
+    std::int64_t heartbeat_ns, heartbeat_timeout_ns;
     std::uint64_t piece_nbytes;  // the longest piece of a collective
     // How long a rank may take to say whether it has entered a call, before the others are asked to refuse it. Its own
     // thread answers: it takes so long only if its process is stopped, or its host is out of reach.
@@ -73,7 +73,7 @@ public:
     const MeshOptions& options() const { return options_; }
     // How far ahead of their receiver the pieces of one group may be.
     std::uint64_t window_nbytes() const { return std::max<std::uint64_t>(8 << 20, 4 * options_.piece_nbytes); }
-    shm::Spins* spins() { return &spins_; }
+    core::Spins* spins() { return &spins_; }
 
     // Whether this process is a forked child of the one whose mesh this is.
     bool is_of_ancestor() const { return birth_.is_of_ancestor(); }
@@ -87,9 +87,9 @@ public:
     void send(int peer, const Header& header, Bytes payload = {}, bool is_urgent = false);
     bool is_up(int peer) const { return peer == rank_ || links_[static_cast<std::size_t>(peer)]->is_up(); }
     // Whether nothing at all was heard of a rank for too long.
-    bool is_silent(int peer) const;
+    bool lacks_heartbeat(int peer) const;
     // Changes whenever something has happened that a wait may depend on.
-    std::uint64_t tick() const { return tick_; }
+    std::uint64_t epoch() const { return epoch_; }
     void add(std::uint64_t id, Group* group) { groups_[id] = group; }
     void remove(std::uint64_t id, const Group* group) {
         if (const auto found = groups_.find(id); found != groups_.end() && found->second == group) {
@@ -98,7 +98,7 @@ public:
     }
     // Lets all waits look again.
     void changed() {
-        ++tick_;
+        ++epoch_;
         changed_.notify_all();
         if (is_polling_) {
             notify();
@@ -106,7 +106,7 @@ public:
     }
     // The same for those that sleep, while others read.
     void note_change() {
-        ++tick_;
+        ++epoch_;
         if (num_sleepers_ > 0) {
             changed_.notify_all();
         }
@@ -161,7 +161,7 @@ private:
 
     const int rank_;
     const MeshOptions options_;
-    const shm::Birth birth_;
+    const core::Birth birth_;
     std::mutex mutex_;
     // A forked child never destroys these: it would wait for waits of threads that it does not have.
     std::condition_variable &changed_ = *new std::condition_variable, &idle_ = *new std::condition_variable;
@@ -171,7 +171,7 @@ private:
     std::map<std::uint64_t, Invitation> invitations_;
     std::string report_;
     std::optional<std::vector<Trace>> trace_;
-    std::uint64_t tick_ = 0, last_number_ = 0;
+    std::uint64_t epoch_ = 0, last_number_ = 0;
     int epoll_ = -1, wake_ = -1;
     bool is_check_due_ = false;  // whether requests may have become hopeless
     bool is_polling_ = false, is_ending_ = false, is_finished_ = false;
@@ -181,8 +181,8 @@ private:
     std::vector<std::int64_t> last_heard_ns_;  // by awake_ns_
     std::vector<std::uint64_t> sent_at_last_beat_;
     std::int64_t next_beat_ns_ = 0;
-    std::vector<shm::Word> cpus_;  // by rank, of those on this host; 0 for the others
-    shm::Spins spins_;
+    std::vector<core::Word> cpus_;  // by rank, of those on this host; 0 for the others
+    core::Spins spins_;
     std::thread background_;
 };
 

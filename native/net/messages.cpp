@@ -22,7 +22,7 @@ bool Messages::is_of_ancestor() const { return group_.mesh().is_of_ancestor(); }
 
 void Messages::end_all() {
     for (int peer = 0; peer < size(); ++peer) {
-        fail_all(peer, {Outcome::given_up});
+        fail_all(peer, {StatusCode::given_up});
     }
 }
 
@@ -40,10 +40,10 @@ core::Status Messages::wait(Request& request, const core::WaitOptions& options, 
     }
     check();
     while (!request.is_complete()) {
-        if (const Ending ending = waiter.until_change(mesh.tick()); ending.failed()) {
-            return ending;  // until it is withdrawn it shows whom it is for: others may ask
+        if (const Status status = waiter.until_change(mesh.epoch()); status.failed()) {
+            return status;  // until it is withdrawn it shows whom it is for: others may ask
         }
-        if (waiter.is_time_to_look()) {
+        if (waiter.is_time_to_poll()) {
             check();
         }
     }
@@ -64,7 +64,7 @@ bool Messages::test(Request& request) {
 void Messages::note_posted(const Request& request) {
     // The thread of the mesh looks at deadlines when it wakes, which is within a second.
     constexpr std::int64_t longest_nap_ns = 1'100'000'000;
-    if (request.deadline_ns != 0 && request.deadline_ns < shm::now_ns() + longest_nap_ns) {
+    if (request.deadline_ns != 0 && request.deadline_ns < core::now_ns() + longest_nap_ns) {
         group_.mesh().wake_background();
     }
 }
@@ -244,13 +244,13 @@ void Messages::count_received(int peer, std::uint64_t nbytes) {
 void Messages::count_receives(int change) { group_.count_receives(change); }
 
 core::Status Messages::group_error() const {
-    return {group_.find_verdict(0) != nullptr ? Outcome::verdict : Outcome::done};
+    return {group_.find_error(0) != nullptr ? StatusCode::group_error : StatusCode::done};
 }
 
 bool Messages::is_gone(int peer) const { return group_.is_gone(peer); }
 bool Messages::is_closing(int peer) const { return group_.sends_no_more(peer); }
 bool Messages::receives_no_more(int peer) const { return group_.takes_no_more(peer); }
 core::Status Messages::loss(int peer) const { return group_.loss(peer); }
-bool Messages::is_silent(int peer) { return group_.mesh().is_silent(group_.world_rank(peer)); }
+bool Messages::lacks_heartbeat(int peer) { return group_.mesh().lacks_heartbeat(group_.world_rank(peer)); }
 
 }  // namespace ferrodist::net

@@ -62,7 +62,7 @@ protected:
     bool is_closing(int peer) const override;
     bool receives_no_more(int peer) const override;
     core::Status loss(int peer) const override;
-    bool is_silent(int peer) override;
+    bool lacks_heartbeat(int peer) override;
 
 private:
     struct SendData final : core::Transfer {

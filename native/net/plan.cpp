@@ -9,7 +9,7 @@ namespace {
 
 void require(bool is_right) {
     if (!is_right) {
-        throw std::invalid_argument("a plan that cannot be walked");
+        throw std::invalid_argument("a plan that cannot be executed");
     }
 }
 
@@ -49,8 +49,8 @@ private:
 }  // namespace
 
 Plan::Plan(std::span<const std::int32_t> table, std::span<const std::uint64_t> ranges,
-           std::span<const std::uint64_t> scratch_nbytes, const Folding& folding, std::span<const int> peers)
-    : folding_(folding) {
+           std::span<const std::uint64_t> scratch_nbytes, const Reduction& reduction, std::span<const int> peers)
+    : reduction_(reduction) {
     Reader reader(table);
     kind_ = static_cast<std::uint32_t>(reader.next());
     const int world = reader.next(1, 1 << 20);
@@ -71,20 +71,20 @@ Plan::Plan(std::span<const std::int32_t> table, std::span<const std::uint64_t> r
         reader.next();  // area
     }
     const int num_cells = static_cast<int>(cells_.size());
-    rows_.resize(reader.length());
-    for (Row& row : rows_) {
-        row.send_to = peer(reader.next(-1, world));
-        row.sent = reader.list(num_cells);
-        row.recv_from = peer(reader.next(-1, world));
-        row.received = reader.list(num_cells);
-        row.works.resize(reader.length());
-        for (Work& work : row.works) {
-            work.into = reader.next(0, num_cells);
-            work.operands = reader.list(num_cells);
-            require(!work.operands.empty());
+    instructions_.resize(reader.length());
+    for (Instruction& instruction : instructions_) {
+        instruction.send_to = peer(reader.next(-1, world));
+        instruction.sent = reader.list(num_cells);
+        instruction.recv_from = peer(reader.next(-1, world));
+        instruction.received = reader.list(num_cells);
+        instruction.operations.resize(reader.length());
+        for (LocalOperation& operation : instruction.operations) {
+            operation.into = reader.next(0, num_cells);
+            operation.operands = reader.list(num_cells);
+            require(!operation.operands.empty());
         }
-        row.is_piecewise = reader.next() != 0;
-        row.is_entangled = reader.next() != 0;
+        instruction.is_piecewise = reader.next() != 0;
+        instruction.is_entangled = reader.next() != 0;
     }
     require(reader.is_at_end() && ranges.size() == 2 * cells_.size() * scratch_nbytes.size());
     for (std::size_t segment = 0; segment < scratch_nbytes.size(); ++segment) {
@@ -107,24 +107,24 @@ Plan::Plan(std::span<const std::int32_t> table, std::span<const std::uint64_t> r
         }
         layouts_.push_back(std::move(layout));
     }
-    if (folding_.is_wide) {  // ranges are of float32, memory is of half that
+    if (reduction_.is_float32) {  // ranges are of float32, memory is of half that
         source_nbytes_ /= 2;
         target_nbytes_ /= 2;
     }
     check_works();
 }
 
-// What is folded or copied must be of one length, in every segment.
+// What is reduced or copied must be of one length, in every segment.
 void Plan::check_works() const {
     for (const Layout& layout : layouts_) {
         const auto length = [&](int cell) {
             const Range& range = layout.ranges[static_cast<std::size_t>(cell)];
             return range.end - range.begin;
         };
-        for (const Row& row : rows_) {
-            for (const Work& work : row.works) {
-                for (const int operand : work.operands) {
-                    require(length(operand) == length(work.into));
+        for (const Instruction& instruction : instructions_) {
+            for (const LocalOperation& operation : instruction.operations) {
+                for (const int operand : operation.operands) {
+                    require(length(operand) == length(operation.into));
                 }
             }
         }

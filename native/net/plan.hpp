@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Plan: the steps of one rank in a collective, where its cells lie, and how to fold.
+// Plan: the steps of one rank in a collective, where its cells lie, and how to reduce.
 //
 // Made from the integers that ferrodist.schedules.table describes; nothing in them is believed.
 #pragma once
@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "fold/fold.hpp"
+#include "reduce/reduce.hpp"
 
 namespace ferrodist::net {
 
@@ -20,15 +20,15 @@ struct Cell {
     int chunk;
 };
 
-struct Work {
+struct LocalOperation {
     int into;
-    std::vector<int> operands;  // one is copied, more are folded from left to right
+    std::vector<int> operands;  // one is copied, more are reduced from left to right
 };
 
-struct Row {
+struct Instruction {
     int send_to, recv_from;  // -1: nobody
     std::vector<int> sent, received;
-    std::vector<Work> works;
+    std::vector<LocalOperation> operations;
     bool is_piecewise, is_entangled;
 };
 
@@ -42,11 +42,11 @@ struct Layout {
     std::uint64_t scratch_nbytes;
 };
 
-struct Folding {
+struct Reduction {
     DType dtype;
     Op op;
     std::uint64_t divisor;
-    bool is_wide;         // 16-bit floats are held as float32 until the end
+    bool is_float32;         // 16-bit floats are held as float32 until the end
     bool divides_at_end;  // the mean of a result whose unfinished sums have travelled
 };
 
@@ -55,15 +55,15 @@ public:
     // `ranges` has two numbers per cell, segment by segment. `peers` are the ranks of the group behind
     // those of the table; none are needed if they are the same. Throws std::invalid_argument.
     Plan(std::span<const std::int32_t> table, std::span<const std::uint64_t> ranges,
-         std::span<const std::uint64_t> scratch_nbytes, const Folding& folding, std::span<const int> peers);
+         std::span<const std::uint64_t> scratch_nbytes, const Reduction& reduction, std::span<const int> peers);
 
     std::uint32_t kind() const { return kind_; }
     // Above every rank of the group that it names.
     int num_ranks() const { return num_ranks_; }
     const std::vector<Cell>& cells() const { return cells_; }
-    const std::vector<Row>& rows() const { return rows_; }
+    const std::vector<Instruction>& instructions() const { return instructions_; }
     const std::vector<Layout>& layouts() const { return layouts_; }
-    const Folding& folding() const { return folding_; }
+    const Reduction& reduction() const { return reduction_; }
     // How much memory of the caller it reads and writes.
     std::uint64_t source_nbytes() const { return source_nbytes_; }
     std::uint64_t target_nbytes() const { return target_nbytes_; }
@@ -74,9 +74,9 @@ private:
     std::uint32_t kind_;
     int num_ranks_;
     std::vector<Cell> cells_;
-    std::vector<Row> rows_;
+    std::vector<Instruction> instructions_;
     std::vector<Layout> layouts_;
-    Folding folding_;
+    Reduction reduction_;
     std::uint64_t source_nbytes_ = 0, target_nbytes_ = 0;
 };
 

@@ -16,9 +16,9 @@ inline Bytes bytes_of(std::string_view text) {
 inline std::string text_of(Bytes bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
 // How long a question to other ranks may take.
-inline Patience brief(std::int64_t ns) {
-    static shm::Watch nobody;
-    return {&nobody, shm::now_ns() + ns, shm::no_spins};
+inline WaitOptions brief(std::int64_t ns) {
+    static core::ProgressHook nobody;
+    return {&nobody, core::now_ns() + ns, core::no_spins};
 }
 
 }  // namespace ferrodist::net

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// The memory of a walk: cells, messages made of them, and what is done with them.
+// The memory of one execution: cells, messages made of them, and what is done with them.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "net/plan.hpp"
-#include "net/walker.hpp"
+#include "net/executor.hpp"
 
 namespace ferrodist::net {
 
@@ -102,32 +102,32 @@ public:
         return {std::move(found), piece};
     }
 
-    // Folds and copies, on a part of each cell.
-    void work(const std::vector<Work>& works, std::size_t begin, std::size_t length) {
-        for (const Work& work : works) {
-            if (is_there_already(work)) {
+    // Reduces and copies, on a part of each cell.
+    void apply(const std::vector<LocalOperation>& operations, std::size_t begin, std::size_t length) {
+        for (const LocalOperation& operation : operations) {
+            if (is_there_already(operation)) {
                 continue;
             }
-            const View into = view(work.into).part(begin, length);
-            if (work.operands.size() == 1) {
-                std::memmove(into.data, view(work.operands[0]).part(begin, length).data, into.size);
+            const View into = view(operation.into).part(begin, length);
+            if (operation.operands.size() == 1) {
+                std::memmove(into.data, view(operation.operands[0]).part(begin, length).data, into.size);
                 continue;
             }
             operands_.clear();
-            for (const int operand : work.operands) {
+            for (const int operand : operation.operands) {
                 operands_.push_back(view(operand).part(begin, length).data);
             }
-            const Folding& folding = plan_.folding();
-            const DType dtype = folding.is_wide ? DType::float32 : folding.dtype;
-            fold(dtype, folding.op, into.data, operands_.data(), operands_.size(), into.size / item_size(dtype),
-                 folding.op == Op::mean ? folding.divisor : 1);
+            const Reduction& reduction = plan_.reduction();
+            const DType dtype = reduction.is_float32 ? DType::float32 : reduction.dtype;
+            local_reduce(dtype, reduction.op, into.data, operands_.data(), operands_.size(), into.size / item_size(dtype),
+                 reduction.op == Op::mean ? reduction.divisor : 1);
         }
     }
 
-    // Rounds wide results to the caller's 16-bit floats, once.
+    // Rounds float32 results to the caller's 16-bit floats, once.
     void narrow_results() {
-        const Folding& folding = plan_.folding();
-        if (!folding.is_wide || task_.target == nullptr) {
+        const Reduction& reduction = plan_.reduction();
+        if (!reduction.is_float32 || task_.target == nullptr) {
             return;
         }
         for (std::size_t cell = 0; cell < views_.size(); ++cell) {
@@ -136,22 +136,22 @@ public:
                 continue;
             }
             const std::size_t count = wide.size / 4;
-            if (folding.divisor > 1) {
+            if (reduction.divisor > 1) {
                 const void* operand = wide.data;
-                fold(DType::float32, Op::mean, wide.data, &operand, 1, count, folding.divisor);
+                local_reduce(DType::float32, Op::mean, wide.data, &operand, 1, count, reduction.divisor);
             }
-            narrow(folding.dtype, task_.target + layout_.ranges[cell].begin / 2, wide.data, count);
+            narrow(reduction.dtype, task_.target + layout_.ranges[cell].begin / 2, wide.data, count);
         }
     }
 
 private:
     // A copy from the input to the result, where they are the same memory.
-    bool is_there_already(const Work& work) const {
+    bool is_there_already(const LocalOperation& operation) const {
         const auto& cells = plan_.cells();
-        const Cell& into = cells[static_cast<std::size_t>(work.into)];
-        const Cell& from = cells[static_cast<std::size_t>(work.operands[0])];
-        return task_.is_in_place && work.operands.size() == 1 && into.chunk == from.chunk &&
-               from.space == Space::mine && into.space == Space::out && !plan_.folding().is_wide;
+        const Cell& into = cells[static_cast<std::size_t>(operation.into)];
+        const Cell& from = cells[static_cast<std::size_t>(operation.operands[0])];
+        return task_.is_in_place && operation.operands.size() == 1 && into.chunk == from.chunk &&
+               from.space == Space::mine && into.space == Space::out && !plan_.reduction().is_float32;
     }
 
     View open(std::size_t cell) {
@@ -162,12 +162,12 @@ private:
             return {scratch_.get() + range.begin, size};
         }
         std::byte* memory = space == Space::mine ? const_cast<std::byte*>(task_.source) : task_.target;
-        if (!plan_.folding().is_wide) {
+        if (!plan_.reduction().is_float32) {
             return {memory == nullptr ? scratch_.get() : memory + range.begin, size};
         }
         wide_.push_back(std::unique_ptr<std::byte[]>(new std::byte[size + 1]));
         if (space == Space::mine) {
-            widen(plan_.folding().dtype, wide_.back().get(), memory + range.begin / 2, size / 4);
+            widen(plan_.reduction().dtype, wide_.back().get(), memory + range.begin / 2, size / 4);
         }
         return {wide_.back().get(), size};
     }

@@ -59,30 +59,30 @@ std::vector<int> Split::absent() {
     return absent_now();
 }
 
-Ending Split::wait(const Patience& patience) {
+Status Split::wait(const WaitOptions& options) {
     Mesh& mesh = parent_->mesh();
     Lock guard = mesh.lock();
-    Waiter waiter(mesh, guard, patience);
+    Waiter waiter(mesh, guard, options);
     while (true) {
         const std::vector<int> absent = absent_now();
         if (absent.empty()) {
             is_complete_ = true;
             return {};
         }
-        if (parent_->find_verdict(0) != nullptr) {
-            return {Outcome::verdict};
+        if (parent_->find_error(0) != nullptr) {
+            return {StatusCode::group_error};
         }
-        const bool looks = waiter.is_time_to_look();
+        const bool looks = waiter.is_time_to_poll();
         for (const int rank : absent) {
             if (parent_->sends_no_more(rank)) {
                 return parent_->loss(rank);
             }
-            if (looks && mesh.is_silent(parent_->world_rank(rank))) {
-                return {Outcome::silent, rank};
+            if (looks && mesh.lacks_heartbeat(parent_->world_rank(rank))) {
+                return {StatusCode::no_heartbeat, rank};
             }
         }
-        if (const Ending ending = waiter.until_change(mesh.tick()); ending.failed()) {
-            return ending;
+        if (const Status status = waiter.until_change(mesh.epoch()); status.failed()) {
+            return status;
         }
     }
 }

@@ -19,8 +19,8 @@ public:
     Split(const Split&) = delete;
     Split& operator=(const Split&) = delete;
 
-    // Waits for all members; the culprit of an ending is a rank of the parent.
-    Ending wait(const Patience& patience);
+    // Waits for all members; the failed rank of an ending is a rank of the parent.
+    Status wait(const WaitOptions& options);
     // The members, as ranks of the parent, that have not come.
     std::vector<int> absent();
     // The group, when all members have come.

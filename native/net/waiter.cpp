@@ -8,18 +8,18 @@
 namespace ferrodist::net {
 namespace {
 
-using Step = shm::Spins::Step;
+using Step = core::Spins::Step;
 
 constexpr std::int64_t ms = 1'000'000;
 
 }  // namespace
 
-Waiter::Waiter(Mesh& mesh, Lock& lock, const Patience& patience)
-    : mesh_(mesh), lock_(lock), patience_(patience) {
+Waiter::Waiter(Mesh& mesh, Lock& lock, const WaitOptions& options)
+    : mesh_(mesh), lock_(lock), options_(options) {
     ++mesh_.num_callers_;
     ++mesh_.num_calls_;
-    const std::int64_t now = shm::now_ns();
-    next_look_ns_ = now + shm::longest_sleep_ns;
+    const std::int64_t now = core::now_ns();
+    next_poll_ns_ = now + core::longest_sleep_ns;
 }
 
 Waiter::~Waiter() {
@@ -33,35 +33,35 @@ Waiter::~Waiter() {
 }
 
 void Waiter::progressed() {
-    if (patience_.spins != shm::no_spins && start_ns_ != 0) {
-        patience_.spins->waited(shm::now_ns() - start_ns_);
+    if (options_.spins != core::no_spins && start_ns_ != 0) {
+        options_.spins->waited(core::now_ns() - start_ns_);
     }
     start_ns_ = 0;
 }
 
-shm::Spins::Step Waiter::next_step(std::int64_t now) {
-    if (patience_.spins == shm::no_spins) {
+core::Spins::Step Waiter::next_step(std::int64_t now) {
+    if (options_.spins == core::no_spins) {
         return Step::sleep;
     }
     start_ns_ = start_ns_ == 0 ? now : start_ns_;
-    return patience_.spins->next(start_ns_, now);
+    return options_.spins->next(start_ns_, now);
 }
 
-bool Waiter::is_time_to_look() { return std::exchange(was_asked_, false); }
+bool Waiter::is_time_to_poll() { return std::exchange(was_asked_, false); }
 
-Ending Waiter::until_change(std::uint64_t tick) {
+Status Waiter::until_change(std::uint64_t epoch) {
     while (true) {
-        const std::int64_t now = shm::now_ns();
-        if (patience_.deadline_ns != 0 && now >= patience_.deadline_ns) {
-            return {Outcome::late};
+        const std::int64_t now = core::now_ns();
+        if (options_.deadline_ns != 0 && now >= options_.deadline_ns) {
+            return {StatusCode::late};
         }
-        if (now >= next_look_ns_) {
-            return look();
+        if (now >= next_poll_ns_) {
+            return poll();
         }
-        if (mesh_.tick_ != tick) {
+        if (mesh_.epoch_ != epoch) {
             return {};
         }
-        const std::int64_t rest = std::min(next_look_ns_ - now, shm::sleep_limit(patience_));
+        const std::int64_t rest = std::min(next_poll_ns_ - now, core::sleep_limit(options_));
         if (mesh_.is_polling_) {
             ++mesh_.num_sleepers_;
             mesh_.changed_.wait_for(lock_, std::chrono::nanoseconds(rest));
@@ -71,28 +71,28 @@ Ending Waiter::until_change(std::uint64_t tick) {
         const Step step = next_step(now);
         mesh_.is_polling_ = true;
         if (!mesh_.handle_events(step == Step::sleep ? static_cast<int>(rest / ms + 1) : 0, lock_)) {
-            next_look_ns_ = 0;  // a signal: the program may want to hear of it
+            next_poll_ns_ = 0;  // a signal: the program may want to hear of it
         }
         mesh_.is_polling_ = false;
         if (mesh_.num_sleepers_ > 0) {
             mesh_.changed_.notify_all();
         }
-        if (step == Step::yield && mesh_.tick_ == tick) {
+        if (step == Step::yield && mesh_.epoch_ == epoch) {
             lock_.unlock();
-            patience_.spins->yield();
+            options_.spins->yield();
             lock_.lock();
         }
     }
 }
 
 // Lets the program hear of signals and tell of a long wait.
-Ending Waiter::look() {
+Status Waiter::poll() {
     lock_.unlock();
-    const bool goes_on = patience_.watch->look();
+    const bool goes_on = options_.hook->poll();
     lock_.lock();
-    next_look_ns_ = shm::now_ns() + shm::longest_sleep_ns;
+    next_poll_ns_ = core::now_ns() + core::longest_sleep_ns;
     was_asked_ = true;
-    return goes_on ? Ending{} : Ending{Outcome::interrupted};
+    return goes_on ? Status{} : Status{StatusCode::interrupted};
 }
 
 }  // namespace ferrodist::net

@@ -11,29 +11,29 @@ namespace ferrodist::net {
 // The waits of one call: how long it has spun, when to look round, and when it is late.
 class Waiter {
 public:
-    Waiter(Mesh& mesh, Lock& lock, const Patience& patience);
+    Waiter(Mesh& mesh, Lock& lock, const WaitOptions& options);
     ~Waiter();
     Waiter(const Waiter&) = delete;
     Waiter& operator=(const Waiter&) = delete;
 
-    // Waits until the tick is another one, and looks round now and then. An ending is the caller's:
+    // Waits until the epoch is another one, and looks round now and then. An ending is the caller's:
     // late or interrupted.
-    Ending until_change(std::uint64_t tick);
+    Status until_change(std::uint64_t epoch);
     // What was awaited has come: the next wait begins.
     void progressed();
     // True about every 50 ms of waiting: time for what is too slow to be asked at every change.
-    bool is_time_to_look();
-    const Patience& patience() const { return patience_; }
+    bool is_time_to_poll();
+    const WaitOptions& options() const { return options_; }
 
 private:
-    Ending look();
-    shm::Spins::Step next_step(std::int64_t now);
+    Status poll();
+    core::Spins::Step next_step(std::int64_t now);
 
     Mesh& mesh_;
     Lock& lock_;
-    const Patience& patience_;
+    const WaitOptions& options_;
     std::int64_t start_ns_ = 0;  // of the wait for what is awaited now; 0: it has not begun
-    std::int64_t next_look_ns_ = 0;
+    std::int64_t next_poll_ns_ = 0;
     bool was_asked_ = false;
 };
 

@@ -88,7 +88,7 @@ std::size_t fitting_size() {
         }
     }
     throw OutOfMemory("no room for an arena of " + megabytes(smallest_arena) +
-                      " in the address space; look at ulimit -v");
+                      " in the address space; poll at ulimit -v");
 }
 
 }  // namespace
@@ -111,7 +111,7 @@ Mapping::Mapping(int fd) {
     void* address = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (address == MAP_FAILED) {
         throw OutOfMemory("cannot map an arena of " + megabytes(nbytes_) + ": " +
-                          std::strerror(errno) + "; look at ulimit -v");
+                          std::strerror(errno) + "; poll at ulimit -v");
     }
     base_ = static_cast<std::byte*>(address);
 }

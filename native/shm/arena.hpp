@@ -14,9 +14,11 @@
 #include <optional>
 #include <string>
 
-#include "shm/forks.hpp"
+#include "core/forks.hpp"
 
 namespace ferrodist::shm {
+
+using namespace core;
 
 // Not enough memory, or not enough of what memory needs; says how much of what.
 class OutOfMemory : public std::bad_alloc {

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Words used below: a *block* is what one rank has or gets; a *chunk* is the part of an array that
-// one rank folds; a *piece* is what a rank stages in one round for one reader. Memory in an arena is
+// one rank reduces; a *piece* is what a rank stages in one round for one reader. Memory in an arena is
 // *shared*: the others read and write it in place. All other memory is staged, piece by piece.
 #include "shm/collectives.hpp"
 
 #include <algorithm>
 #include <vector>
 
-#include "copy.hpp"
+#include "core/copy.hpp"
 
 namespace ferrodist::shm {
 namespace {
 
 using Bytes = std::size_t;
 
-// Up to this size everybody folds everything: one round instead of two.
+// Up to this size everybody reduces everything: one round instead of two.
 constexpr Bytes largest_flat = Slot::capacity;
-// Folded at a time where the result goes to several places: still in the first-level cache then.
+// Reduced at a time where the result goes to several places: still in the first-level cache then.
 constexpr Bytes hot_nbytes = 8 * 1024;
 // Staged at a time where others follow: copying it takes longer than telling them, and not much longer.
 constexpr Bytes message_nbytes = 16 * 1024;
-// Copied or folded between two notes that something moves: a few milliseconds at the slowest.
+// Copied or reduced between two notes that something moves: a few milliseconds at the slowest.
 constexpr Bytes move_nbytes = 4 * 1024 * 1024;
 constexpr Bytes everything = Group::everything;
 
@@ -43,8 +43,8 @@ constexpr Bytes count_cuts(Bytes nbytes, Bytes size) {
 // One collective in progress.
 class Run {
 public:
-    Run(Group& group, const Task& task, const Patience& patience)
-        : group_(group), task_(task), patience_(patience), world_(static_cast<Bytes>(group.size())),
+    Run(Group& group, const Task& task, const WaitOptions& options)
+        : group_(group), task_(task), options_(options), world_(static_cast<Bytes>(group.size())),
           me_(static_cast<Bytes>(group.rank())), root_(static_cast<Bytes>(task.root)),
           sources_(group.scratch().sources), targets_(group.scratch().targets),
           operands_(group.scratch().operands), places_(group.scratch().places) {
@@ -52,7 +52,7 @@ public:
         targets_.clear();
     }
 
-    Ending go() {
+    Status go() {
         switch (task_.kind) {
             case Kind::allreduce: return task_.nbytes <= largest_flat ? allreduce_flat() : allreduce_by_chunks();
             case Kind::reduce: return reduce();
@@ -64,7 +64,7 @@ public:
             case Kind::all_to_all: return all_to_all();
             case Kind::barrier: return rounds([](Bytes) {}, [] { return Bytes{1}; }, [](Bytes) {});
         }
-        return {Outcome::corrupt, group_.rank()};
+        return {StatusCode::corrupt, group_.rank()};
     }
 
     // After a call that failed others may still be reading and writing what was shown to them.
@@ -88,22 +88,22 @@ private:
     // through it: they copy out while it copies in. Where ranks have to copy both ways, all of them are
     // busy all the time, and following makes it only worse: a line that has just been written is slow to get.
     template <class Stage, class Count, class Consume>
-    Ending rounds(Stage stage, Count count, Consume consume) {
+    Status rounds(Stage stage, Count count, Consume consume) {
         find_shown();
-        if (const Ending ending = meet(stage, 0); ending.failed()) {
-            return ending;
+        if (const Status status = meet(stage, 0); status.failed()) {
+            return status;
         }
-        group_.note_all_entered(patience_.sequence);
-        if (const Ending ending = compare(); ending.failed()) {
-            return ending;
+        group_.note_all_entered(options_.sequence);
+        if (const Status status = compare(); status.failed()) {
+            return status;
         }
         const Bytes last = count();
         for (Bytes k = 0; k < last; ++k) {
             if (k > 0) {
                 group_.next_round();
                 room_ = nullptr;
-                if (const Ending ending = meet(stage, k); ending.failed()) {
-                    return ending;
+                if (const Status status = meet(stage, k); status.failed()) {
+                    return status;
                 }
             }
             consume(k);
@@ -112,15 +112,15 @@ private:
             }
         }
         group_.next_round();
-        return num_shared_ > 0 ? part() : Ending{};
+        return num_shared_ > 0 ? part() : Status{};
     }
 
     // One round: shows piece k and waits until everybody has come.
     template <class Stage>
-    Ending meet(Stage stage, Bytes k) {
+    Status meet(Stage stage, Bytes k) {
         if (!is_followed_ || !is_staged_) {
             stage(k);
-            return publish(k) ? group_.await_others(patience_) : group_.barred(patience_.sequence);
+            return publish(k) ? group_.await_others(options_) : group_.barred(options_.sequence);
         }
         room();  // where it is has to be in the slot
         group_.begin_staging();
@@ -129,7 +129,7 @@ private:
             stage(k);
         }
         group_.end_staging();
-        return has_come ? group_.await_others(patience_) : group_.barred(patience_.sequence);
+        return has_come ? group_.await_others(options_) : group_.barred(options_.sequence);
     }
 
     // Finds where this rank's memory is if others can reach it.
@@ -144,7 +144,7 @@ private:
         if (k > 0) {
             return group_.publish();
         }
-        return group_.publish({static_cast<std::uint32_t>(task_.kind), patience_.sequence, task_.fingerprint, posted_source_,
+        return group_.publish({static_cast<std::uint32_t>(task_.kind), options_.sequence, task_.fingerprint, posted_source_,
                         posted_target_});
     }
 
@@ -168,27 +168,27 @@ private:
     }
 
     // When everybody has posted: compares, and finds the shared memory.
-    Ending compare() {
+    Status compare() {
         bool finds_shared = false;
         for (int rank = 0; rank < group_.size(); ++rank) {
             const Slot& theirs = group_.slot(rank);
-            if (theirs.fingerprint != task_.fingerprint || theirs.sequence != patience_.sequence) {
+            if (theirs.fingerprint != task_.fingerprint || theirs.sequence != options_.sequence) {
                 group_.next_round();
-                return {Outcome::mismatch, rank};
+                return {StatusCode::mismatch, rank};
             }
             finds_shared |= (theirs.source | theirs.target) != 0;
         }
-        return finds_shared ? find_shared() : Ending{};
+        return finds_shared ? find_shared() : Status{};
     }
 
-    Ending find_shared() {
+    Status find_shared() {
         sources_.assign(world_, nullptr);
         targets_.assign(world_, nullptr);
         for (Bytes rank = 0; rank < world_; ++rank) {
             const Slot& theirs = group_.slot(static_cast<int>(rank));
             if (!resolve(rank, theirs.source, source_nbytes(rank), sources_[rank]) ||
                 !resolve(rank, theirs.target, target_nbytes(rank), targets_[rank])) {
-                return {Outcome::corrupt, static_cast<int>(rank)};
+                return {StatusCode::corrupt, static_cast<int>(rank)};
             }
         }
         return {};
@@ -205,10 +205,10 @@ private:
     }
 
     // Shared memory is its owner's again only when nobody uses it any more.
-    Ending part() {
-        const Ending ending = group_.meet(patience_);
+    Status part() {
+        const Status status = group_.meet(options_);
         group_.next_round();
-        return ending;
+        return status;
     }
 
     // -- sizes and places -----------------------------------------------------------------------
@@ -296,7 +296,7 @@ private:
         if (const std::byte* const found = group_.stage(number, round, room_nbytes_)) {
             return found;
         }
-        trouble_ = {Outcome::corrupt, number};  // the call is going to fail; until then any memory will do
+        trouble_ = {StatusCode::corrupt, number};  // the call is going to fail; until then any memory will do
         return room();
     }
     // A rank that stages a piece for every other rank leaves itself out.
@@ -331,7 +331,7 @@ private:
         const std::byte* const from = shown(rank) + place;
         for (Bytes done = 0; done < nbytes && !trouble_.failed();) {
             const Bytes least = std::min(nbytes, done + message_nbytes);
-            trouble_ = group_.await_staged(writer, place + least, patience_);
+            trouble_ = group_.await_staged(writer, place + least, options_);
             if (!trouble_.failed()) {
                 const Bytes until = std::clamp(group_.staged_nbytes(writer) - place, least, nbytes);
                 fetch(into + done, from + done, until - done);
@@ -350,18 +350,18 @@ private:
         return piece;
     }
 
-    // -- folding --------------------------------------------------------------------------------
+    // -- reducing --------------------------------------------------------------------------------
 
-    void fold_into(std::byte* into, Bytes nbytes) const {
-        fold(task_.dtype, task_.op, into, operands_.data(), operands_.size(),
+    void reduce_into(std::byte* into, Bytes nbytes) const {
+        local_reduce(task_.dtype, task_.op, into, operands_.data(), operands_.size(),
              nbytes / item_size(task_.dtype), world_);
     }
 
-    // Folds to the first place and copies to the others while the result is hot.
-    void fold_to_places(Bytes nbytes) {
+    // Reduces to the first place and copies to the others while the result is hot.
+    void reduce_to_places(Bytes nbytes) {
         for (Bytes done = 0; done < nbytes; done += hot_nbytes) {
             const Bytes now = std::min(hot_nbytes, nbytes - done);
-            fold_into(places_[0] + done, now);
+            reduce_into(places_[0] + done, now);
             for (Bytes i = 1; i < places_.size(); ++i) {
                 copy_bytes(places_[i] + done, places_[0] + done, now);
             }
@@ -376,7 +376,7 @@ private:
 
     // -- the collectives ------------------------------------------------------------------------
 
-    Ending allreduce_flat() {
+    Status allreduce_flat() {
         is_small_ = true;
         return rounds(
             [&](Bytes) {
@@ -390,20 +390,20 @@ private:
                 for (Bytes rank = 0; rank < world_; ++rank) {
                     operands_.push_back(rank == me_ ? task_.source : shown(rank));
                 }
-                fold_into(task_.target, task_.nbytes);
+                reduce_into(task_.target, task_.nbytes);
                 received += task_.nbytes * (world_ - 1);
             });
     }
 
-    // Segment by segment, each cut into one chunk per rank. In stage k a rank folds its chunk of
-    // segment k-1 and shows the chunks of segment k that others fold; then it fetches the results of
+    // Segment by segment, each cut into one chunk per rank. In stage k a rank reduces its chunk of
+    // segment k-1 and shows the chunks of segment k that others reduce; then it fetches the results of
     // segment k-1. Where all memory is shared there is one segment and nothing to stage.
-    Ending allreduce_by_chunks() {
+    Status allreduce_by_chunks() {
         segment_ = Group::stage_nbytes / (line * world_) * line * world_;
         piece_ = chunk(0, 0).nbytes;
         room_nbytes_ = piece_ * world_;
         shows_source_ = shows_target_ = true;
-        return rounds([&](Bytes k) { fold_and_show(k); },
+        return rounds([&](Bytes k) { reduce_and_show(k); },
                       [&] {
                           if (all_sources_shared() && all_targets_shared()) {
                               segment_ = everything;
@@ -411,7 +411,7 @@ private:
                           }
                           return count_cuts(task_.nbytes, segment_) + 1;
                       },
-                      [&](Bytes k) { segment_ == everything ? fold_chunk(0) : fetch_results(k); });
+                      [&](Bytes k) { segment_ == everything ? reduce_chunk(0) : fetch_results(k); });
     }
 
     bool all_targets_shared() const {
@@ -425,9 +425,9 @@ private:
         return {whole.start + mine.start, mine.nbytes};
     }
 
-    void fold_and_show(Bytes k) {
+    void reduce_and_show(Bytes k) {
         if (k > 0) {
-            fold_chunk(k - 1);
+            reduce_chunk(k - 1);
         }
         if (!is_staged_ || k * segment_ >= task_.nbytes) {
             return;
@@ -442,9 +442,9 @@ private:
     // Where a rank stages results: behind the chunks for all others.
     Bytes result_place() const { return (world_ - 1) * piece_; }
 
-    // Folds this rank's chunk of segment k: straight into all memory that is shared, and into the
+    // Reduces this rank's chunk of segment k: straight into all memory that is shared, and into the
     // stage for those whose memory is not.
-    void fold_chunk(Bytes k) {
+    void reduce_chunk(Bytes k) {
         const Part part = chunk(k, me_);
         if (part.nbytes == 0) {
             return;
@@ -468,7 +468,7 @@ private:
                 places_.push_back(shared_target(rank) + part.start);
             }
         }
-        fold_to_places(part.nbytes);
+        reduce_to_places(part.nbytes);
         sent += part.nbytes;
         received += part.nbytes * (world_ - 1);
     }
@@ -484,7 +484,7 @@ private:
         }
     }
 
-    Ending reduce() {
+    Status reduce() {
         piece_ = piece_for(1, task_.nbytes);
         shows_source_ = true;
         return rounds(
@@ -497,12 +497,12 @@ private:
             [&] { return count_pieces(task_.nbytes, others_shared(root_)); },
             [&](Bytes k) {
                 if (const Part part = cut(task_.nbytes, piece_, k); me_ == root_ && part.nbytes > 0) {
-                    fold_from_all(task_.target + part.start, part.start, false, part.nbytes);
+                    reduce_from_all(task_.target + part.start, part.start, false, part.nbytes);
                 }
             });
     }
 
-    Ending reduce_scatter() {
+    Status reduce_scatter() {
         piece_ = piece_for(world_ - 1, task_.nbytes);
         shows_source_ = true;
         return rounds(
@@ -518,13 +518,13 @@ private:
             [&] { return count_pieces(task_.nbytes, all_sources_shared()); },
             [&](Bytes k) {
                 if (const Part part = cut(task_.nbytes, piece_, k); part.nbytes > 0) {
-                    fold_from_all(task_.target + part.start, me_ * task_.nbytes + part.start, true, part.nbytes);
+                    reduce_from_all(task_.target + part.start, me_ * task_.nbytes + part.start, true, part.nbytes);
                 }
             });
     }
 
-    // Folds everybody's bytes from `start` on. Where they are staged, there may be a piece per rank.
-    void fold_from_all(std::byte* into, Bytes start, bool is_cut, Bytes nbytes) {
+    // Reduces everybody's bytes from `start` on. Where they are staged, there may be a piece per rank.
+    void reduce_from_all(std::byte* into, Bytes start, bool is_cut, Bytes nbytes) {
         operands_.clear();
         for (Bytes rank = 0; rank < world_; ++rank) {
             const std::byte* source = shared_source(rank);
@@ -533,7 +533,7 @@ private:
                                     : shown(rank) + (is_cut ? place_for(me_, rank) * piece_ : 0));
         }
         places_.assign(1, into);
-        fold_to_places(nbytes);
+        reduce_to_places(nbytes);
         received += nbytes * (world_ - 1);
     }
 
@@ -556,7 +556,7 @@ private:
         return true;
     }
 
-    Ending broadcast() {
+    Status broadcast() {
         piece_ = piece_for(1, task_.nbytes);
         is_followed_ = !is_small_;
         shows_source_ = me_ == root_;
@@ -592,7 +592,7 @@ private:
     }
 
     // all_gather, and gather where only the root is a receiver.
-    Ending gather(bool is_receiver) {
+    Status gather(bool is_receiver) {
         piece_ = piece_for(1, largest_block());
         is_followed_ = !is_small_ && task_.kind == Kind::gather;
         shows_source_ = true;
@@ -627,7 +627,7 @@ private:
         }
     }
 
-    Ending scatter() {
+    Status scatter() {
         piece_ = piece_for(world_ - 1, largest_block());
         shows_source_ = me_ == root_;
         return rounds(
@@ -652,7 +652,7 @@ private:
             });
     }
 
-    Ending all_to_all() {
+    Status all_to_all() {
         const Bytes largest = task_.blocks == nullptr
                                   ? task_.nbytes
                                   : *std::max_element(task_.blocks, task_.blocks + world_ * world_);
@@ -686,7 +686,7 @@ private:
 
     Group& group_;
     const Task& task_;
-    const Patience& patience_;
+    const WaitOptions& options_;
     const Bytes world_, me_, root_;
     bool shows_source_ = false, shows_target_ = false;  // whether others may use it in place
     bool is_staged_ = false;                            // whether this rank's input is staged
@@ -696,7 +696,7 @@ private:
     Bytes room_nbytes_ = 0;      // what is staged in one round, at most
     std::byte* room_ = nullptr;  // where, once it is made
     bool is_followed_ = false;   // whether pieces are cut into messages
-    Ending trouble_;             // why what others have staged cannot be used
+    Status trouble_;             // why what others have staged cannot be used
     std::vector<const std::byte*>& sources_;  // empty unless somebody has shared memory
     std::vector<std::byte*>& targets_;
     std::vector<const void*>& operands_;
@@ -705,19 +705,19 @@ private:
 
 }  // namespace
 
-Ending run(Group& group, const Task& task, const Patience& patience) {
-    if (group.has_verdict(patience.sequence)) {
-        return {Outcome::given_up};
+Status run(Group& group, const Task& task, const WaitOptions& options) {
+    if (group.has_error(options.sequence)) {
+        return {StatusCode::given_up};
     }
-    Run run(group, task, patience);
-    Ending ending;
+    Run run(group, task, options);
+    Status status;
     try {
-        ending = run.go();
+        status = run.go();
     } catch (...) {  // no room for the staging area
         run.keep_shown();
         throw;
     }
-    if (ending.failed() && ending.outcome != Outcome::mismatch) {
+    if (status.failed() && status.code != StatusCode::mismatch) {
         run.keep_shown();
     }
     if (group.size() > 1) {
@@ -725,7 +725,7 @@ Ending run(Group& group, const Task& task, const Patience& patience) {
         group.world().sent_nbytes.fetch_add(run.sent, std::memory_order_relaxed);
         group.world().received_nbytes.fetch_add(run.received, std::memory_order_relaxed);
     }
-    return ending;
+    return status;
 }
 
 }  // namespace ferrodist::shm

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "fold/fold.hpp"
+#include "reduce/reduce.hpp"
 #include "shm/group.hpp"
 
 namespace ferrodist::shm {
@@ -33,6 +33,6 @@ struct Task {
 };
 
 // Does one collective. The first round compares sequence and fingerprint of all ranks.
-Ending run(Group& group, const Task& task, const Patience& patience);
+Status run(Group& group, const Task& task, const WaitOptions& options);
 
 }  // namespace ferrodist::shm

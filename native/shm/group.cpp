@@ -5,7 +5,7 @@
 #include <cstring>
 #include <thread>
 
-#include "shm/silence.hpp"
+#include "shm/heartbeat_timer.hpp"
 
 namespace ferrodist::shm {
 namespace {
@@ -15,10 +15,10 @@ namespace {
 constexpr std::size_t half_nbytes = Group::stage_nbytes * 3 / 2;
 static_assert(half_nbytes % line == 0);
 
-// Ticks of even rounds are odd, and those of odd ones even; what bars is neither.
-bool is_barred_tick(const Slot& own, std::uint32_t parity) {
-    const std::uint32_t tick = own.tick.load(std::memory_order_relaxed);  // this rank's own
-    return tick != 0 && tick % 2 == parity;
+// Epochs of even rounds are odd, and those of odd ones even; what bars is neither.
+bool is_barred_epoch(const Slot& own, std::uint32_t parity) {
+    const std::uint32_t epoch = own.epoch.load(std::memory_order_relaxed);  // this rank's own
+    return epoch != 0 && epoch % 2 == parity;
 }
 
 }  // namespace
@@ -52,7 +52,7 @@ Group::~Group() {
 
 bool Group::publish() {
     world_->spins().show_cpu();
-    return show_tick();
+    return show_epoch();
 }
 
 bool Group::publish(const Called& called) {
@@ -65,61 +65,61 @@ bool Group::publish(const Called& called) {
     mine.fingerprint = called.fingerprint;
     mine.source = called.source;
     mine.target = called.target;
-    return show_tick();
+    return show_epoch();
 }
 
-bool Group::show_tick() {
+bool Group::show_epoch() {
     Slot& mine = slot(rank_);
-    std::uint32_t before = mine.tick.load(std::memory_order_relaxed);  // all others only ever bar
-    // Pairs with has_come, with bar_missing, and, being seq_cst, with the sleeper's look at the tick in wait_until.
+    std::uint32_t before = mine.epoch.load(std::memory_order_relaxed);  // all others only ever bar
+    // Pairs with has_come, with bar_missing, and, being seq_cst, with the sleeper's look at the epoch in wait_until.
     // It costs what a seq_cst store does.
-    if (before == round_ + 2 || !mine.tick.compare_exchange_strong(before, round_ + 1, std::memory_order_seq_cst)) {
+    if (before == round_ + 2 || !mine.epoch.compare_exchange_strong(before, round_ + 1, std::memory_order_seq_cst)) {
         return false;
     }
     // Pairs with the sleeper's fetch_add in wait_until.
     if (words(rank_).sleepers.load(std::memory_order_seq_cst) != 0) {
-        wake_all(mine.tick);
+        wake_all(mine.epoch);
     }
     return true;
 }
 
 std::uint32_t Group::published_round() const {
     // Relaxed: this rank's own; if its other thread goes on meanwhile, all have come to the round that is found.
-    const std::uint32_t even = slot(rank_, 0).tick.load(std::memory_order_relaxed);
-    const std::uint32_t odd = slot(rank_, 1).tick.load(std::memory_order_relaxed);
+    const std::uint32_t even = slot(rank_, 0).epoch.load(std::memory_order_relaxed);
+    const std::uint32_t odd = slot(rank_, 1).epoch.load(std::memory_order_relaxed);
     return (static_cast<std::int32_t>(even - odd) > 0 ? even : odd) - 1;
 }
 
 bool Group::bar_missing() {
-    if (is_barred_tick(slot(rank_, 0), 0) || is_barred_tick(slot(rank_, 1), 1)) {
+    if (is_barred_epoch(slot(rank_, 0), 0) || is_barred_epoch(slot(rank_, 1), 1)) {
         return true;
     }
     const std::uint32_t round = published_round();
     bool finds_barred = false;
     for (int rank = 0; rank < size(); ++rank) {
-        Word& tick = slot(rank, round).tick;
-        std::uint32_t found = tick.load(std::memory_order_acquire);  // pairs with publish
-        // Who has not come to the round has the tick of two rounds before (or was barred then), or none yet.
+        Word& epoch = slot(rank, round).epoch;
+        std::uint32_t found = epoch.load(std::memory_order_acquire);  // pairs with publish
+        // Who has not come to the round has the epoch of two rounds before (or was barred then), or none yet.
         const bool is_missing = found == round - 1 || found == round || (found == 0 && round < 2);
         // Pairs with the compare-and-swap in publish: one of both succeeds.
         const bool is_barred =
-            is_missing && tick.compare_exchange_strong(found, round + 2, std::memory_order_seq_cst);
+            is_missing && epoch.compare_exchange_strong(found, round + 2, std::memory_order_seq_cst);
         finds_barred |= is_barred || found == round + 2;
     }
     return finds_barred;
 }
 
-Ending Group::expire() {
-    const std::lock_guard lock(ending_);
+Status Group::expire() {
+    const std::lock_guard lock(end_mutex_);
     if (bar_missing()) {
-        return {Outcome::late};
+        return {StatusCode::late};
     }
     const std::int64_t now = now_ns();
     if (const std::uint64_t moves = count_moves(); moves != expiring_moves_ || expiring_ns_ == 0) {
         expiring_moves_ = moves;
         expiring_ns_ = now;
     }
-    return {now - expiring_ns_ < stall_ns ? Outcome::done : Outcome::late};
+    return {now - expiring_ns_ < stall_ns ? StatusCode::done : StatusCode::late};
 }
 
 std::uint64_t Group::count_moves() const {
@@ -127,7 +127,7 @@ std::uint64_t Group::count_moves() const {
     for (int rank = 0; rank < size(); ++rank) {
         RankWords& theirs = words(rank);
         // Relaxed: that one of them has changed is all that counts. Pairs with publish, show_staged, note_move.
-        for (const Word* word : {&slot(rank, 0).tick, &slot(rank, 1).tick, &theirs.staged[0], &theirs.staged[1],
+        for (const Word* word : {&slot(rank, 0).epoch, &slot(rank, 1).epoch, &theirs.staged[0], &theirs.staged[1],
                                  &theirs.num_moves}) {
             moves = moves * 31 + word->load(std::memory_order_relaxed);
         }
@@ -136,10 +136,10 @@ std::uint64_t Group::count_moves() const {
 }
 
 // What a wait for a round, or for what `peer` stages in it, looks at, now and then.
-class Group::Lookout {
+class Group::WaitPoll {
 public:
-    Lookout(Group& group, int peer, std::size_t nbytes, const Patience& patience)
-        : group_(group), peer_(peer), nbytes_(nbytes), patience_(patience) {}
+    WaitPoll(Group& group, int peer, std::size_t nbytes, const WaitOptions& options)
+        : group_(group), peer_(peer), nbytes_(nbytes), options_(options) {}
 
     // Whether a rank has not done its part.
     bool is_missing(int rank) const {
@@ -147,58 +147,58 @@ public:
     }
 
     void begin() {
-        started_ns_ = looked_ns_ = moved_ns_ = now_ns();
-        patience_.begin();
+        started_ns_ = polled_ns_ = moved_ns_ = now_ns();
+        options_.begin();
     }
     bool has_begun() const { return started_ns_ != 0; }
 
-    // A rank that left long ago, or a verdict, need not be slept for.
-    Ending glance() const {
-        if (group_.has_verdict(patience_.sequence)) {
-            return {Outcome::verdict};
+    // A rank that left long ago, or a group error, need not be slept for.
+    Status check() const {
+        if (group_.has_error(options_.sequence)) {
+            return {StatusCode::group_error};
         }
         for (int rank = 0; rank < group_.size(); ++rank) {
             // Looked at again: it may have done its part before it went.
             if (is_missing(rank) && group_.has_left(rank) && is_missing(rank)) {
-                return {Outcome::lost, rank};
+                return {StatusCode::lost, rank};
             }
         }
         return {};
     }
 
-    Ending look() {
-        if (group_.has_verdict(patience_.sequence)) {
-            return {Outcome::verdict};
+    Status poll() {
+        if (group_.has_error(options_.sequence)) {
+            return {StatusCode::group_error};
         }
-        const std::int64_t now = now_ns(), passed = now - looked_ns_;
-        looked_ns_ = now;
-        silences_.resize(group_.members_.size());
+        const std::int64_t now = now_ns(), passed = now - polled_ns_;
+        polled_ns_ = now;
+        heartbeat_timers_.resize(group_.members_.size());
         for (int rank = 0; rank < group_.size(); ++rank) {
-            if (const Ending ending = look_at(rank, passed); ending.failed()) {
-                return ending;
+            if (const Status status = look_at(rank, passed); status.failed()) {
+                return status;
             }
         }
         note_moves(now);
-        if (const Ending ending = expire(now); ending.failed()) {
-            return ending;
+        if (const Status status = expire(now); status.failed()) {
+            return status;
         }
-        return {patience_.watch->look() ? Outcome::done : Outcome::interrupted};
+        return {options_.hook->poll() ? StatusCode::done : StatusCode::interrupted};
     }
 
     std::int64_t waited_ns() const { return now_ns() - started_ns_; }
 
 private:
-    Ending look_at(int rank, std::int64_t passed) {
+    Status look_at(int rank, std::int64_t passed) {
         if (rank == group_.rank_ || !is_missing(rank)) {
             return {};
         }
         // Looked at again: it may have done its part before it went.
         if (group_.is_gone(rank) && is_missing(rank)) {
-            return {Outcome::lost, rank};
+            return {StatusCode::lost, rank};
         }
-        Silence& silence = silences_[static_cast<std::size_t>(rank)];
-        const bool is_silent = silence.is_too_long(group_.peer(rank), group_.world_->silence_ns(), passed);
-        return {is_silent ? Outcome::silent : Outcome::done, rank};
+        HeartbeatTimer& heartbeat_timeout = heartbeat_timers_[static_cast<std::size_t>(rank)];
+        const bool lacks_heartbeat = heartbeat_timeout.is_too_long(group_.peer(rank), group_.world_->heartbeat_timeout_ns(), passed);
+        return {lacks_heartbeat ? StatusCode::no_heartbeat : StatusCode::done, rank};
     }
 
     // Whether anything has moved in this group since the last look.
@@ -210,49 +210,49 @@ private:
     }
 
     // At the deadline: ends the wait if a rank can be barred, but not while bytes move in a call that all are in.
-    Ending expire(std::int64_t now) {
-        const bool all_entered = group_.have_all_entered(patience_.sequence);
-        if (!patience_.is_late() || (all_entered && now - moved_ns_ < stall_ns)) {
+    Status expire(std::int64_t now) {
+        const bool all_entered = group_.have_all_entered(options_.sequence);
+        if (!options_.is_late() || (all_entered && now - moved_ns_ < stall_ns)) {
             return {};
         }
         if (group_.bar_missing()) {
-            return {Outcome::late};
+            return {StatusCode::late};
         }
-        return {all_entered && is_missing(peer_) ? Outcome::late : Outcome::done, peer_};
+        return {all_entered && is_missing(peer_) ? StatusCode::late : StatusCode::done, peer_};
     }
 
     Group& group_;
     const int peer_;
     const std::size_t nbytes_;
-    const Patience& patience_;
-    std::int64_t started_ns_ = 0, looked_ns_ = 0;
+    const WaitOptions& options_;
+    std::int64_t started_ns_ = 0, polled_ns_ = 0;
     std::int64_t moved_ns_ = 0;  // when something was last seen to move
     std::uint64_t moves_ = 0;
-    std::vector<Silence> silences_;
+    std::vector<HeartbeatTimer> heartbeat_timers_;
 };
 
 // Waits until a rank has come and staged so much; `word` is what it is going to change.
-Ending Group::await(int peer, std::size_t nbytes, const Word& word, const Patience& patience) {
-    Lookout lookout(*this, peer, nbytes, patience);
-    const Ending ending = wait_until(
-        word, words(peer).sleepers, patience, [&] { return !lookout.is_missing(peer); }, lookout);
-    if (lookout.has_begun() && !ending.failed()) {
+Status Group::await(int peer, std::size_t nbytes, const Word& word, const WaitOptions& options) {
+    WaitPoll wait_poll(*this, peer, nbytes, options);
+    const Status status = wait_until(
+        word, words(peer).sleepers, options, [&] { return !wait_poll.is_missing(peer); }, wait_poll);
+    if (wait_poll.has_begun() && !status.failed()) {
         // Relaxed: only this rank writes it, and statistics read it whenever.
         layout_.waited(static_cast<std::size_t>(rank_), static_cast<std::size_t>(peer))
-            .fetch_add(static_cast<std::uint64_t>(lookout.waited_ns()), std::memory_order_relaxed);
+            .fetch_add(static_cast<std::uint64_t>(wait_poll.waited_ns()), std::memory_order_relaxed);
     }
-    return ending;
+    return status;
 }
 
-Ending Group::await_others(const Patience& patience) {
+Status Group::await_others(const WaitOptions& options) {
     ++num_rounds_;
     for (int step = 1; step < size(); ++step) {
         const int peer = (rank_ + step) % size();
         if (has_come(peer)) {
             continue;
         }
-        if (const Ending ending = await(peer, 0, slot(peer).tick, patience); ending.failed()) {
-            return ending;
+        if (const Status status = await(peer, 0, slot(peer).epoch, options); status.failed()) {
+            return status;
         }
     }
     return {};
@@ -276,7 +276,7 @@ const std::byte* Group::stage(int rank, std::uint32_t round, std::size_t nbytes)
 }
 
 void Group::begin_staging() {
-    // Relaxed: read by others only after the tick that is published later. Nobody reads what it was:
+    // Relaxed: read by others only after the epoch that is published later. Nobody reads what it was:
     // that was two rounds ago.
     staged(rank_).store(1, std::memory_order_relaxed);
 }
@@ -302,19 +302,19 @@ std::size_t Group::staged_nbytes(int rank) const {
     return found == 0 ? everything : found - 1;
 }
 
-Ending Group::await_staged(int peer, std::size_t nbytes, const Patience& patience) {
-    return has_staged(peer, nbytes) ? Ending{} : await(peer, nbytes, staged(peer), patience);
+Status Group::await_staged(int peer, std::size_t nbytes, const WaitOptions& options) {
+    return has_staged(peer, nbytes) ? Status{} : await(peer, nbytes, staged(peer), options);
 }
 
 // -- what every wait looks at ----------------------------------------------------------------------
 
-bool Group::has_verdict(std::uint64_t sequence) const {
-    const VerdictBlock& block = layout_.header().verdict;
-    // Pairs with the release in give_verdict.
+bool Group::has_error(std::uint64_t sequence) const {
+    const GroupErrorBlock& block = layout_.header().group_error;
+    // Pairs with the store in set_error.
     if (block.ready.load(std::memory_order_acquire) != 0 && block.sequence <= sequence) {
         return true;
     }
-    return parent_ != nullptr && parent_->has_verdict(0);
+    return parent_ != nullptr && parent_->has_error(0);
 }
 
 bool Group::is_gone(int rank) const {
@@ -323,9 +323,9 @@ bool Group::is_gone(int rank) const {
 
 // -- how it ends -----------------------------------------------------------------------------------
 
-bool Group::give_verdict(std::uint64_t sequence, std::string_view bytes) {
-    const std::lock_guard lock(ending_);  // between the threads of this process
-    VerdictBlock& block = layout_.header().verdict;
+bool Group::set_error(std::uint64_t sequence, std::string_view bytes) {
+    const std::lock_guard lock(end_mutex_);  // between the threads of this process
+    GroupErrorBlock& block = layout_.header().group_error;
     const std::uint32_t me = static_cast<std::uint32_t>(rank_) + 1;
     std::uint32_t writer = 0;
     const std::int64_t limit = now_ns() + 1'000'000'000;  // its writer may be stopped in the middle
@@ -343,28 +343,28 @@ bool Group::give_verdict(std::uint64_t sequence, std::string_view bytes) {
         }  // else: its writer died in the middle, take it over
     }
     block.sequence = sequence;
-    block.nbytes = std::min(bytes.size(), VerdictBlock::capacity);
+    block.nbytes = std::min(bytes.size(), GroupErrorBlock::capacity);
     std::memcpy(block.bytes, bytes.data(), block.nbytes);
-    block.ready.store(1, std::memory_order_seq_cst);  // pairs with has_verdict and verdict
+    block.ready.store(1, std::memory_order_seq_cst);  // pairs with has_error and group_error
     wake_everybody();
     return true;
 }
 
-std::optional<std::string> Group::verdict(std::uint64_t sequence) const {
-    const VerdictBlock& block = layout_.header().verdict;
-    // Pairs with the release in give_verdict.
+std::optional<std::string> Group::group_error(std::uint64_t sequence) const {
+    const GroupErrorBlock& block = layout_.header().group_error;
+    // Pairs with the store in set_error.
     if (block.ready.load(std::memory_order_acquire) != 0 && block.sequence <= sequence) {
         return std::string(reinterpret_cast<const char*>(block.bytes),
-                           std::min<std::size_t>(block.nbytes, VerdictBlock::capacity));
+                           std::min<std::size_t>(block.nbytes, GroupErrorBlock::capacity));
     }
-    return parent_ == nullptr ? std::nullopt : parent_->verdict(0);
+    return parent_ == nullptr ? std::nullopt : parent_->group_error(0);
 }
 
 // Lets every wait in this group look round.
 void Group::wake_everybody() {
     for (std::size_t rank = 0; rank < members_.size(); ++rank) {
-        wake_all(layout_.slot(rank, 0).tick);
-        wake_all(layout_.slot(rank, 1).tick);
+        wake_all(layout_.slot(rank, 0).epoch);
+        wake_all(layout_.slot(rank, 1).epoch);
         wake_all(layout_.words(rank).staged[0]);
         wake_all(layout_.words(rank).staged[1]);
         peer(static_cast<int>(rank)).header().doorbell.ring();
@@ -378,27 +378,30 @@ void Group::announce_closing() {
     wake_everybody();
 }
 
-void Group::leave(std::string_view departure) {
-    const std::lock_guard lock(ending_);
+void Group::leave(std::string_view leave_reason) {
+    if (world_->is_of_ancestor()) {  // a forked child drops what is its parent's
+        return;
+    }
+    const std::lock_guard lock(end_mutex_);
     if (has_left()) {
         return;
     }
     RankWords& mine = words(rank_);
-    mine.departure_nbytes =
-        static_cast<std::uint32_t>(std::min(departure.size(), RankWords::departure_capacity));
-    std::memcpy(mine.departure, departure.data(), mine.departure_nbytes);
+    mine.leave_reason_nbytes =
+        static_cast<std::uint32_t>(std::min(leave_reason.size(), RankWords::leave_reason_capacity));
+    std::memcpy(mine.leave_reason, leave_reason.data(), mine.leave_reason_nbytes);
     mine.presence.store(Presence::left, std::memory_order_release);  // pairs with is_gone
     wake_everybody();
 }
 
-std::optional<std::string> Group::departure_of(int rank) const {
+std::optional<std::string> Group::leave_reason_of(int rank) const {
     const RankWords& theirs = words(rank);
     // Pairs with the release in leave.
     if (theirs.presence.load(std::memory_order_acquire) < Presence::left) {
         return std::nullopt;
     }
-    const std::size_t nbytes = std::min<std::size_t>(theirs.departure_nbytes, RankWords::departure_capacity);
-    return std::string(reinterpret_cast<const char*>(theirs.departure), nbytes);
+    const std::size_t nbytes = std::min<std::size_t>(theirs.leave_reason_nbytes, RankWords::leave_reason_capacity);
+    return std::string(reinterpret_cast<const char*>(theirs.leave_reason), nbytes);
 }
 
 }  // namespace ferrodist::shm

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Group: ranks that meet round by round, and what they find when they wait for each other.
 //
-// A *round*: a rank writes into its slot, publishes it (its tick becomes the number of the round
+// A *round*: a rank writes into its slot, publishes it (its epoch becomes the number of the round
 // + 1), and waits until all others have published theirs; then it reads what they wrote. Everything
-// of a round is read before the next one is published, so a rank that has seen all ticks of round n
+// of a round is read before the next one is published, so a rank that has seen all epochs of round n
 // knows that nobody reads round n-1 any more. Two slots, used in turn, are therefore enough. Nobody is
 // ever more than one round ahead.
 //
@@ -15,7 +15,7 @@
 // The first round of a call also carries what was called: that is how a difference is found.
 //
 // *Barring*: who gives a round up at its deadline must first bar those that have not come, by a compare-and-swap on
-// their tick; coming to the round is one too, so exactly one of both succeeds. What a tick says of a round is final
+// their epoch; coming to the round is one too, so exactly one of both succeeds. What an epoch says of a round is final
 // then: all who look at every rank find the same ones barred, whichever of them was first. A round from which one
 // is barred is never complete, so nobody can have finished its call; the group error that names the barred ranks
 // concerns all of them alike. If all have come, the round is complete and nobody may give it up.
@@ -33,7 +33,7 @@
 #include <vector>
 
 #include "shm/layout.hpp"
-#include "shm/wait.hpp"
+#include "core/wait.hpp"
 #include "shm/world.hpp"
 
 namespace ferrodist::shm {
@@ -74,33 +74,33 @@ public:
     }
     std::uint32_t round() const { return round_; }
     // Shows this rank's slot and waits for all others'; they stay readable until next_round().
-    Ending meet(const Patience& patience) {
-        return publish() ? await_others(patience) : barred(patience.sequence);
+    Status meet(const WaitOptions& options) {
+        return publish() ? await_others(options) : barred(options.sequence);
     }
     // False if this rank was barred from the round.
     bool publish();
     // The same, with what is called.
     bool publish(const Called& called);
     // How a call ends for a rank that was barred: it has come too late, unless it was in the call before.
-    Ending barred(std::uint64_t sequence) const {
-        return {have_all_entered(sequence) ? Outcome::verdict : Outcome::given_up};
+    Status barred(std::uint64_t sequence) const {
+        return {have_all_entered(sequence) ? StatusCode::group_error : StatusCode::given_up};
     }
     // Bars all ranks that have not come to the round that this rank has published last; false if all have. Any
     // thread of this rank.
     bool bar_missing();
     // The deadline of the current call is over, says a thread that is not in it: late if a rank was barred, or if
     // nothing has moved for a while.
-    Ending expire();
+    Status expire();
     // All ranks were seen in a round of this call.
     void note_all_entered(std::uint64_t sequence) { all_entered_ = sequence; }
     bool have_all_entered(std::uint64_t sequence) const { return all_entered_ == sequence; }
-    // Lets waits whose deadline is over see that bytes still move, where no tick tells.
+    // Lets waits whose deadline is over see that bytes still move, where no epoch tells.
     void note_move() {
-        // Relaxed: only this rank writes it; pairs with the load in Lookout.
+        // Relaxed: only this rank writes it; pairs with the load in WaitPoll.
         Word& mine = words(rank_).num_moves;
         mine.store(mine.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     }
-    Ending await_others(const Patience& patience);
+    Status await_others(const WaitOptions& options);
     void next_round() { ++round_; }
     // Whether a rank has not come to the current round, or not staged all it said it would.
     bool is_missing(int rank) const { return !has_come(rank) || !has_staged(rank, everything); }
@@ -114,7 +114,7 @@ public:
     void begin_staging();
     void show_staged(std::size_t nbytes);
     void end_staging();
-    Ending await_staged(int peer, std::size_t nbytes, const Patience& patience);
+    Status await_staged(int peer, std::size_t nbytes, const WaitOptions& options);
     std::size_t staged_nbytes(int rank) const;
 
     static constexpr std::uint64_t no_call = std::numeric_limits<std::uint64_t>::max();
@@ -133,27 +133,27 @@ public:
 
     // -- what every wait looks at ---------------------------------------------------------------
 
-    // The verdict on this group, or an abort of one it was split off, if it concerns `sequence`.
-    bool has_verdict(std::uint64_t sequence) const;
+    // The group error of this group, or an abort of one it was split off, if it concerns `sequence`.
+    bool has_error(std::uint64_t sequence) const;
     // Tells whether a rank has left or died.
     bool is_gone(int rank) const;
 
     // -- how it ends ----------------------------------------------------------------------------
 
-    // Gives the verdict; false if there is one already. Bytes beyond the capacity are cut.
-    bool give_verdict(std::uint64_t sequence, std::string_view bytes);
-    std::optional<std::string> verdict(std::uint64_t sequence) const;
+    // Sets the group error; false if there is one already. Bytes beyond the capacity are cut.
+    bool set_error(std::uint64_t sequence, std::string_view bytes);
+    std::optional<std::string> group_error(std::uint64_t sequence) const;
 
     void announce_closing();
     // Says that nothing more comes from this rank, and how it left.
-    void leave(std::string_view departure);
+    void leave(std::string_view leave_reason);
     bool has_left() const { return has_left(rank_); }
     bool has_left(int rank) const {
         // Pairs with the store in leave: what the rank published before is seen after this.
         return words(rank).presence.load(std::memory_order_acquire) >= Presence::left;
     }
     // How a rank left; none if it has not, or died without a word.
-    std::optional<std::string> departure_of(int rank) const;
+    std::optional<std::string> leave_reason_of(int rank) const;
 
     // Takes care of a block of this process's arena that others use.
     void keep_block(std::size_t offset) { blocks_.push_back(offset); }
@@ -161,20 +161,20 @@ public:
     std::uint64_t num_rounds() const { return num_rounds_; }
 
 private:
-    class Lookout;
+    class WaitPoll;
 
     bool has_come(int rank) const {
         // Pairs with the store in publish: what the slot says was written before.
-        return slot(rank).tick.load(std::memory_order_acquire) == round_ + 1;
+        return slot(rank).epoch.load(std::memory_order_acquire) == round_ + 1;
     }
-    bool show_tick();
+    bool show_epoch();
     bool has_staged(int rank, std::size_t nbytes) const { return staged_nbytes(rank) >= nbytes; }
     Word& staged(int rank) const { return words(rank).staged[round_ & 1]; }
     std::uint32_t published_round() const;
     // A number that changes as long as anything moves in this group.
     std::uint64_t count_moves() const;
     void wake_everybody();
-    Ending await(int peer, std::size_t nbytes, const Word& word, const Patience& patience);
+    Status await(int peer, std::size_t nbytes, const Word& word, const WaitOptions& options);
 
     std::shared_ptr<World> world_;
     std::vector<int> members_;
@@ -188,7 +188,7 @@ private:
     std::size_t ring_ = 0;      // offset of the staging area; 0: not yet
     std::size_t ring_end_ = 0;  // of what was staged last, in the ring
     Scratch scratch_;
-    std::mutex ending_;  // held by the thread that gives the verdict, leaves, or lets a call of another expire
+    std::mutex end_mutex_;  // held by the thread that sets the group error, leaves, or lets a call of another expire
     std::uint64_t expiring_moves_ = 0;  // what had moved at `expiring_ns_`; see expire
     std::int64_t expiring_ns_ = 0;
     std::uint64_t num_rounds_ = 0;

@@ -13,14 +13,14 @@
 #include <thread>
 #include <vector>
 
-#include "shm/forks.hpp"
+#include "core/forks.hpp"
 
 namespace ferrodist::shm {
 namespace {
 
 class Heart {
 public:
-    const Birth birth;
+    const core::Birth birth;
 
     void add(Beat& beat, std::int64_t interval_ns) {
         const std::lock_guard lock(mutex_);
@@ -69,7 +69,7 @@ private:
         while (!is_ending) {
             auto interval = std::chrono::nanoseconds(std::chrono::hours(1));
             for (const Entry& entry : beats_) {
-                // Relaxed: a sign of life orders nothing. Pairs with the load in World::is_silent.
+                // Relaxed: a heartbeat orders nothing. Pairs with the load in HeartbeatTimer.
                 entry.beat->fetch_add(1, std::memory_order_relaxed);
                 interval = std::min(interval, entry.interval);
             }

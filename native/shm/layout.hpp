@@ -9,32 +9,34 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "shm/futex.hpp"
+#include "core/futex.hpp"
 
 namespace ferrodist::shm {
+
+using namespace core;
 
 constexpr std::size_t line = 64;
 
 // What is said once, to all: why the group, or a call of it, is at its end.
-struct alignas(2 * line) VerdictBlock {  // as RankWords, which follow it
+struct alignas(2 * line) GroupErrorBlock {  // as RankWords, which follow it
     static constexpr std::size_t capacity = 16 * 1024;
 
     Word claim;  // rank + 1 of who writes it; 0: nobody
-    Word ready;  // 1 when written, released; pairs with the acquire in Group::verdict
+    Word ready;  // 1 when written, released; pairs with the acquires in Group::has_error and Group::group_error
     std::uint64_t sequence;
     std::uint64_t nbytes;
     std::byte bytes[capacity];
 };
 
 struct alignas(2 * line) GroupHeader {
-    VerdictBlock verdict;
+    GroupErrorBlock group_error;
 };
 
 // The words of one rank. Each group of words that one process writes has lines of its own.
 struct RankWords {
-    static constexpr std::size_t departure_capacity = 2048;
+    static constexpr std::size_t leave_reason_capacity = 2048;
 
-    alignas(2 * line) Word sleepers;  // how many sleep on this rank's ticks; written by the others
+    alignas(2 * line) Word sleepers;  // how many sleep on this rank's epochs; written by the others
     // How far this rank is with what it stages in an even and in an odd round, while others follow it:
     // 1 + bytes so far; 0: nothing is missing.
     alignas(2 * line) Word staged[2];
@@ -42,20 +44,20 @@ struct RankWords {
     Word num_receives;  // point-to-point receives in flight
     Word sending_to;    // rank + 1 whom a blocked send is for; 0: none
     Word cycle_next;    // rank + 1 of the next in a cycle of sends; written by whoever found it
-    Word num_moves;     // parts of large shared memory that this rank has copied or folded
-    std::uint32_t departure_nbytes;
-    std::byte departure[departure_capacity];
+    Word num_moves;     // parts of large shared memory that this rank has copied or reduced
+    std::uint32_t leave_reason_nbytes;
+    std::byte leave_reason[leave_reason_capacity];
 };
 
 // What a rank says in one round. Two are used in turn: see Group.
 //
-// Tick, call and the first bytes of small data share one line: a peer has them in one transfer.
+// Epoch, call and the first bytes of small data share one line: a peer has them in one transfer.
 struct alignas(line) Slot {
     static constexpr std::size_t nbytes = 4096;
 
     // Number of the round + 1, stored last; the number + 2 once this rank is barred from the round. Before, it is
     // that of an earlier round. See Group::bar_missing.
-    Word tick;
+    Word epoch;
     std::uint32_t kind;
     std::uint64_t sequence;
     std::uint64_t fingerprint;

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <new>
 
-#include "copy.hpp"
+#include "core/copy.hpp"
 
 namespace ferrodist::shm {
 namespace {
@@ -30,7 +30,7 @@ Messages::~Messages() {
     const Lock guard = lock();
     progress_.remove(*this);
     for (int peer = 0; peer < size(); ++peer) {
-        fail_all(peer, {Outcome::given_up});
+        fail_all(peer, {StatusCode::given_up});
         for (const std::size_t block : at(peer).out ? at(peer).out->blocks() : std::vector<std::size_t>{}) {
             group_.keep_block(block);
         }
@@ -153,11 +153,11 @@ bool Messages::read_records(int peer) {
     bool has_moved = false;
     while (queue != nullptr && !at(peer).is_corrupt) {
         Message message;
-        const QueueReader::Look look = queue->front(message);
-        if (look == QueueReader::Look::nothing) {
+        const QueueReader::Look poll = queue->front(message);
+        if (poll == QueueReader::Look::nothing) {
             break;
         }
-        at(peer).is_corrupt = look == QueueReader::Look::corrupt;
+        at(peer).is_corrupt = poll == QueueReader::Look::corrupt;
         try {
             if (at(peer).is_corrupt || !read_one(peer, message)) {
                 break;
@@ -170,7 +170,7 @@ bool Messages::read_records(int peer) {
         has_moved = true;
     }
     if (at(peer).is_corrupt) {
-        fail_all(peer, {Outcome::corrupt, peer});
+        fail_all(peer, {StatusCode::corrupt, peer});
     }
     return has_moved;
 }
@@ -222,7 +222,7 @@ bool Messages::read_one(int peer, const Message& message) {
 // sender. Both may try again.
 void Messages::starve(int peer) {
     constexpr std::int64_t pause_ns = 20'000'000;
-    fail_receives(peer, {Outcome::no_memory, peer});
+    fail_receives(peer, {StatusCode::no_memory, peer});
     const std::int64_t now = now_ns();
     if (now - at(peer).told_ns >= pause_ns) {
         at(peer).told_ns = now;
@@ -312,7 +312,7 @@ bool Messages::serve_waiting(int peer) {
         } catch (const std::bad_alloc&) {
             Request& send = *waiting.front();
             end_data(send);
-            complete(send, {Outcome::no_memory, peer});
+            complete(send, {StatusCode::no_memory, peer});
         }
         has_moved = true;
     }
@@ -521,7 +521,7 @@ void Messages::count_receives(int change) {
 }
 
 core::Status Messages::group_error() const {
-    return {group_.has_verdict(0) ? Outcome::verdict : Outcome::done};
+    return {group_.has_error(0) ? StatusCode::group_error : StatusCode::done};
 }
 
 bool Messages::is_closing(int peer) const {
@@ -534,11 +534,11 @@ bool Messages::receives_no_more(int peer) const {
     return group_.words(peer).num_receives.load(std::memory_order_seq_cst) == 0;
 }
 
-bool Messages::is_silent(int peer) {
+bool Messages::lacks_heartbeat(int peer) {
     Peer& other = at(peer);
-    const std::int64_t now = now_ns(), passed = other.looked_ns == 0 ? 0 : now - other.looked_ns;
-    other.looked_ns = now;
-    return other.silence.is_too_long(group_.peer(peer), group_.world().silence_ns(), passed);
+    const std::int64_t now = now_ns(), passed = other.polled_ns == 0 ? 0 : now - other.polled_ns;
+    other.polled_ns = now;
+    return other.heartbeat_timeout.is_too_long(group_.peer(peer), group_.world().heartbeat_timeout_ns(), passed);
 }
 
 }  // namespace ferrodist::shm

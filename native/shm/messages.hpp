@@ -16,7 +16,7 @@
 #include "shm/group.hpp"
 #include "shm/progress.hpp"
 #include "shm/queue.hpp"
-#include "shm/silence.hpp"
+#include "shm/heartbeat_timer.hpp"
 #include "shm/stream.hpp"
 
 namespace ferrodist::shm {
@@ -67,8 +67,8 @@ protected:
     bool is_gone(int peer) const override { return group_.is_gone(peer); }
     bool is_closing(int peer) const override;
     bool receives_no_more(int peer) const override;
-    core::Status loss(int peer) const override { return {Outcome::lost, peer}; }
-    bool is_silent(int peer) override;
+    core::Status loss(int peer) const override { return {StatusCode::lost, peer}; }
+    bool lacks_heartbeat(int peer) override;
 
 private:
     // A stream of this process, with its ring. Lasts as long as the group.
@@ -105,8 +105,8 @@ private:
         std::deque<core::Request*> waiting;  // sends for a ring
         std::vector<core::Request*> sending, receiving;
         std::vector<std::uint64_t> given_up;  // numbers of messages whose data is still to come
-        Silence silence;
-        std::int64_t looked_ns = 0;
+        HeartbeatTimer heartbeat_timeout;
+        std::int64_t polled_ns = 0;
         std::int64_t told_ns = 0;  // when it was told last that there is no memory for what it sends
     };
 

@@ -63,48 +63,48 @@ bool Progress::has_unattended() const {
 // -- waiting -----------------------------------------------------------------------------------------
 
 // What a wait looks at, now and then.
-class Progress::Lookout {
+class Progress::WaitPoll {
 public:
-    Lookout(Progress& progress, const Patience& patience) : progress_(progress), patience_(patience) {}
-    ~Lookout() {
+    WaitPoll(Progress& progress, const WaitOptions& options) : progress_(progress), options_(options) {}
+    ~WaitPoll() {
         if (has_begun_) {
             const auto guard = progress_.lock();
             --progress_.num_waiters_;
         }
     }
-    Lookout(const Lookout&) = delete;
-    Lookout& operator=(const Lookout&) = delete;
+    WaitPoll(const WaitPoll&) = delete;
+    WaitPoll& operator=(const WaitPoll&) = delete;
 
     void begin() {
-        patience_.begin();
+        options_.begin();
         const auto guard = progress_.lock();
         ++progress_.num_waiters_;
         has_begun_ = true;
     }
 
-    Ending glance() const {
+    Status check() const {
         const auto guard = progress_.lock();
         progress_.check();
         return {};
     }
 
-    Ending look() {
-        glance();
-        if (patience_.is_late()) {
-            return {Outcome::late};
+    Status poll() {
+        check();
+        if (options_.is_late()) {
+            return {StatusCode::late};
         }
-        if (now_ns() < next_look_ns_) {
+        if (now_ns() < next_poll_ns_) {
             return {};
         }
-        next_look_ns_ = now_ns() + longest_sleep_ns / 2;
-        return {patience_.watch->look() ? Outcome::done : Outcome::interrupted};
+        next_poll_ns_ = now_ns() + longest_sleep_ns / 2;
+        return {options_.hook->poll() ? StatusCode::done : StatusCode::interrupted};
     }
 
 private:
     Progress& progress_;
-    const Patience& patience_;
+    const WaitOptions& options_;
     bool has_begun_ = false;
-    std::int64_t next_look_ns_ = 0;
+    std::int64_t next_poll_ns_ = 0;
 };
 
 // Moves messages until nothing moves any more, or the request is complete.
@@ -113,7 +113,7 @@ void Progress::advance_for(const core::Request& request) {
     }
 }
 
-Ending Progress::wait(core::Request& request, const Patience& patience) {
+Status Progress::wait(core::Request& request, const WaitOptions& options) {
     const auto is_ready = [&] {
         if (!request.is_complete()) {
             const auto guard = lock();
@@ -129,9 +129,9 @@ Ending Progress::wait(core::Request& request, const Patience& patience) {
     if (request.is_complete()) {
         return {};
     }
-    Lookout lookout(*this, patience);
-    const Ending ending = wait_until(doorbell_.rings, doorbell_.sleepers, patience, is_ready, lookout);
-    return request.is_complete() ? Ending{} : ending;
+    WaitPoll wait_poll(*this, options);
+    const Status status = wait_until(doorbell_.rings, doorbell_.sleepers, options, is_ready, wait_poll);
+    return request.is_complete() ? Status{} : status;
 }
 
 bool Progress::test(core::Request& request) {
@@ -181,9 +181,9 @@ void Progress::run() {
     }
 }
 
-// Sleeps on the doorbell and moves what has come, as Bell says.
+// Sleeps on the doorbell and moves what has come, as Doorbell says.
 void Progress::keep_watch(std::unique_lock<std::mutex>& guard) {
-    // Both seq_cst: either this sees what has come, or who rings sees the sleeper. Pairs with Bell::ring.
+    // Both seq_cst: either this sees what has come, or who rings sees the sleeper. Pairs with Doorbell::ring.
     doorbell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const std::uint32_t value = doorbell_.rings.load(std::memory_order_seq_cst);
     if (!advance() && !is_ending_) {

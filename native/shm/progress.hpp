@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "core/request.hpp"
-#include "shm/bell.hpp"
-#include "shm/wait.hpp"
+#include "shm/doorbell.hpp"
+#include "core/wait.hpp"
 
 namespace ferrodist::shm {
 
@@ -37,7 +37,7 @@ public:
     Progress& operator=(const Progress&) = delete;
 
     std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
-    Ending wait(core::Request& request, const Patience& patience);
+    Status wait(core::Request& request, const WaitOptions& options);
     bool test(core::Request& request);
 
     // -- with the lock held ----------------------------------------------------------------------
@@ -46,10 +46,10 @@ public:
     void remove(Messages& messages);
     // A request was posted that its owner may not wait for.
     void note_unattended();
-    Bell& doorbell() const { return doorbell_; }
+    Doorbell& doorbell() const { return doorbell_; }
 
 private:
-    class Lookout;
+    class WaitPoll;
 
     bool advance();
     void advance_for(const core::Request& request);
@@ -60,7 +60,7 @@ private:
     std::int64_t longest_sleep() const;
 
     World& world_;
-    Bell& doorbell_;
+    Doorbell& doorbell_;
     std::mutex mutex_;
     std::vector<Messages*> all_;
     int num_waiters_ = 0;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "copy.hpp"
+#include "core/copy.hpp"
 
 namespace ferrodist::shm {
 namespace {
@@ -41,7 +41,7 @@ Segment first_segment(std::uint64_t queue_offset) {
 // -- the sender's end ------------------------------------------------------------------------------
 
 // Fresh memory is zero: no segment read, and nothing in the first.
-QueueWriter::QueueWriter(Arena& arena, Bell& doorbell)
+QueueWriter::QueueWriter(Arena& arena, Doorbell& doorbell)
     : arena_(arena), doorbell_(doorbell), offset_(arena.allocate(Queue::block_nbytes)), used_{first_segment(offset_)} {}
 
 Record& QueueWriter::record(std::size_t position) const {
@@ -174,9 +174,9 @@ bool QueueReader::enter(const Segment& segment) {
 }
 
 QueueReader::Look QueueReader::front(Message& message) {
-    const Look look = read(message);
-    if (look != Look::message || message.kind != Record::link) {
-        return look;
+    const Look poll = read(message);
+    if (poll != Look::message || message.kind != Record::link) {
+        return poll;
     }
     Segment next;
     if (message.body.size() != sizeof(next)) {

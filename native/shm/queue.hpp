@@ -60,7 +60,7 @@ struct alignas(2 * line) Queue {
 // The sender's end. One thread at a time.
 class QueueWriter {
 public:
-    QueueWriter(Arena& arena, Bell& doorbell);
+    QueueWriter(Arena& arena, Doorbell& doorbell);
 
     std::size_t offset() const { return offset_; }
     // Throws OutOfMemory, and then nothing was appended. Rings the doorbell.
@@ -81,7 +81,7 @@ private:
     void reclaim();
 
     Arena& arena_;
-    Bell& doorbell_;
+    Doorbell& doorbell_;
     std::size_t offset_;
     std::vector<Segment> used_;  // oldest first; records go to the last
     std::vector<Segment> spare_;

@@ -70,49 +70,49 @@ std::vector<int> Split::absent() const {
     return found;
 }
 
-class Split::Lookout {
+class Split::WaitPoll {
 public:
-    Lookout(Split& split, const Patience& patience) : split_(split), patience_(patience) {}
+    WaitPoll(Split& split, const WaitOptions& options) : split_(split), options_(options) {}
 
-    void begin() { patience_.begin(); }
-    Ending glance() const {
-        if (split_.parent_->has_verdict(0)) {
-            return {Outcome::verdict};
+    void begin() { options_.begin(); }
+    Status check() const {
+        if (split_.parent_->has_error(0)) {
+            return {StatusCode::group_error};
         }
         for (const int member : split_.members_) {
             const bool is_out = split_.parent_->is_gone(member) && !split_.has_come(member);
             if (is_out && member != split_.parent_->rank()) {
-                return {Outcome::lost, member};
+                return {StatusCode::lost, member};
             }
         }
         return {};
     }
-    Ending look() const {
-        if (const Ending ending = glance(); ending.failed()) {
-            return ending;
+    Status poll() const {
+        if (const Status status = check(); status.failed()) {
+            return status;
         }
-        if (patience_.is_late()) {
-            return {Outcome::late};
+        if (options_.is_late()) {
+            return {StatusCode::late};
         }
-        return {patience_.watch->look() ? Outcome::done : Outcome::interrupted};
+        return {options_.hook->poll() ? StatusCode::done : StatusCode::interrupted};
     }
 
 private:
     Split& split_;
-    const Patience& patience_;
+    const WaitOptions& options_;
 };
 
-Ending Split::await(int member, const Patience& patience) {
+Status Split::await(int member, const WaitOptions& options) {
     ArenaHeader& header = parent_->peer(member).header();
-    Lookout lookout(*this, patience);
-    return wait_until(header.invitations_changed, header.sleepers, patience,
-                      [&] { return has_come(member); }, lookout);
+    WaitPoll wait_poll(*this, options);
+    return wait_until(header.invitations_changed, header.sleepers, options,
+                      [&] { return has_come(member); }, wait_poll);
 }
 
-Ending Split::wait(const Patience& patience) {
+Status Split::wait(const WaitOptions& options) {
     for (const int member : members_) {
-        if (const Ending ending = await(member, patience); ending.failed()) {
-            return ending;
+        if (const Status status = await(member, options); status.failed()) {
+            return status;
         }
     }
     World& world = parent_->world();
@@ -120,24 +120,24 @@ Ending Split::wait(const Patience& patience) {
     invitation_->is_joining.store(1, std::memory_order_seq_cst);  // pairs with is_anybody_joining
     const Invitation* invitation = world.find_invitation(first, id_);
     if (invitation == nullptr) {  // the first member gave up meanwhile
-        return {Outcome::late};
+        return {StatusCode::late};
     }
     // Relaxed: written before the id that was just acquired; and the entry was not used again since.
     const std::uint64_t offset = invitation->block.load(std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_acquire);
     if (invitation->id.load(std::memory_order_relaxed) != id_) {
-        return {Outcome::late};
+        return {StatusCode::late};
     }
     std::byte* block = world.peer(first).at(offset, GroupLayout::nbytes(members_.size()));
     if (block == nullptr) {
-        return {Outcome::corrupt, members_.front()};
+        return {StatusCode::corrupt, members_.front()};
     }
     group_ = std::make_shared<Group>(parent_->shared_world(), world_ranks(), rank(), block,
                                      is_first_ ? std::optional(block_) : std::nullopt, parent_);
     // When all have met in the block, nobody needs the invitations any more.
-    const Ending ending = group_->meet(patience);
+    const Status status = group_->meet(options);
     group_->next_round();
-    return {ending.outcome, ending.culprit < 0 ? -1 : members_[static_cast<std::size_t>(ending.culprit)]};
+    return {status.code, status.failed_rank < 0 ? -1 : members_[static_cast<std::size_t>(status.failed_rank)]};
 }
 
 }  // namespace ferrodist::shm

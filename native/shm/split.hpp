@@ -20,21 +20,21 @@ public:
     Split(const Split&) = delete;
     Split& operator=(const Split&) = delete;
 
-    // Waits for all members. A culprit is a rank of the parent.
-    Ending wait(const Patience& patience);
+    // Waits for all members. A failed rank is a rank of the parent.
+    Status wait(const WaitOptions& options);
     // The members, as ranks of the parent, whose invitation is not there.
     std::vector<int> absent() const;
     // The new group, once wait() went well.
     std::shared_ptr<Group> group() const { return group_; }
 
 private:
-    class Lookout;
+    class WaitPoll;
 
     bool is_anybody_joining() const;
     std::vector<int> world_ranks() const;
     int rank() const;  // of this process in the new group
     bool has_come(int member) const;
-    Ending await(int member, const Patience& patience);
+    Status await(int member, const WaitOptions& options);
 
     std::shared_ptr<Group> parent_;
     std::vector<int> members_;

@@ -35,8 +35,8 @@ std::vector<Word*> cpus_of(const std::vector<Peer>& peers) {
 }  // namespace
 
 World::World(int rank, std::shared_ptr<Arena> arena, std::vector<Peer> peers,
-             std::int64_t heartbeat_ns, std::int64_t silence_ns)
-    : rank_(rank), arena_(std::move(arena)), peers_(std::move(peers)), silence_ns_(silence_ns),
+             std::int64_t heartbeat_ns, std::int64_t heartbeat_timeout_ns)
+    : rank_(rank), arena_(std::move(arena)), peers_(std::move(peers)), heartbeat_timeout_ns_(heartbeat_timeout_ns),
       spins_(cpus_of(peers_), rank) {
     progress_ = std::make_unique<Progress>(*this);
     if (peers_.size() > 1) {
@@ -56,14 +56,14 @@ World::~World() {
         }
     }
     for (const Peer& peer : peers_) {
-        if (peer.watch >= 0) {
-            close(peer.watch);
+        if (peer.hook >= 0) {
+            close(peer.hook);
         }
     }
 }
 
 bool World::is_dead(int world_rank) const {
-    pollfd watched{peer(world_rank).watch, POLLIN, 0};
+    pollfd watched{peer(world_rank).hook, POLLIN, 0};
     return watched.fd >= 0 && poll(&watched, 1, 0) == 1;
 }
 

@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "shm/arena.hpp"
-#include "shm/bell.hpp"
-#include "shm/futex.hpp"
+#include "shm/doorbell.hpp"
+#include "core/futex.hpp"
 #include "shm/heartbeat.hpp"
 #include "shm/shared_text.hpp"
-#include "shm/spins.hpp"
+#include "core/spins.hpp"
 
 namespace ferrodist::shm {
 
@@ -41,7 +41,7 @@ struct ArenaHeader {
     Word invitations_changed;
     Word sleepers;
     alignas(2 * 64) Word cpu;  // where the process was last seen: see Spins; seldom written, often read
-    alignas(2 * 64) Bell doorbell;  // of the process: rung for all that concerns its messages
+    alignas(2 * 64) Doorbell doorbell;  // of the process: rung for all that concerns its messages
     Invitation invitations[num_invitations];
 };
 
@@ -49,7 +49,7 @@ struct ArenaHeader {
 struct Peer {
     std::byte* base = nullptr;
     std::size_t nbytes = 0;
-    int watch = -1;
+    int hook = -1;
     std::shared_ptr<const Mapping> mapping;
 
     ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(base); }
@@ -68,9 +68,9 @@ class Progress;
 
 class World {
 public:
-    // `peers` in the order of world ranks, this process included. Takes the watch fds over.
+    // `peers` in the order of world ranks, this process included. Takes the hook fds over.
     World(int rank, std::shared_ptr<Arena> arena, std::vector<Peer> peers, std::int64_t heartbeat_ns,
-          std::int64_t silence_ns);
+          std::int64_t heartbeat_timeout_ns);
     ~World();
     World(const World&) = delete;
     World& operator=(const World&) = delete;
@@ -83,7 +83,7 @@ public:
     // Whether this is a forked child's copy of its parent's.
     bool is_of_ancestor() const { return birth_.is_of_ancestor(); }
     Spins& spins() { return spins_; }
-    std::int64_t silence_ns() const { return silence_ns_; }
+    std::int64_t heartbeat_timeout_ns() const { return heartbeat_timeout_ns_; }
 
     // Tells whether a process is gone, without waiting.
     bool is_dead(int world_rank) const;
@@ -121,7 +121,7 @@ private:
     int rank_;
     std::shared_ptr<Arena> arena_;
     std::vector<Peer> peers_;
-    std::int64_t silence_ns_;
+    std::int64_t heartbeat_timeout_ns_;
     Spins spins_;
     std::mutex mutex_;
     std::vector<Remains> remains_;

@@ -40,28 +40,28 @@ std::uint64_t mix(std::uint64_t salt, std::size_t rank, std::size_t index) {
     return bits ^ bits >> 29;
 }
 
-// What is folded for each type of element, and what comes of it.
+// What is reduced for each type of element, and what comes of it.
 template <class T>
-struct Folded;
+struct Accumulated;
 template <>
-struct Folded<float> {  // no sum of these is exact: the order shows
+struct Accumulated<float> {  // no sum of these is exact: the order shows
     static float value(std::uint64_t bits) { return static_cast<float>(bits & 0xFFFF) * 1.1e-3f - 20.0f; }
-    static float result(float folded) { return folded; }
+    static float result(float accumulated) { return accumulated; }
 };
 template <>
-struct Folded<std::int64_t> {
+struct Accumulated<std::int64_t> {
     static std::int64_t value(std::uint64_t bits) { return static_cast<std::int64_t>(bits) >> 8; }
-    static std::int64_t result(std::int64_t folded) { return folded; }
+    static std::int64_t result(std::int64_t accumulated) { return accumulated; }
 };
 template <>
-struct Folded<Half> {
+struct Accumulated<Half> {
     static int value(std::uint64_t bits) { return static_cast<int>(bits % 8); }
-    static Half result(int folded) { return half_of(folded); }
+    static Half result(int accumulated) { return half_of(accumulated); }
 };
 template <>
-struct Folded<Boolean> {
+struct Accumulated<Boolean> {
     static bool value(std::uint64_t bits) { return bits % 4 == 0; }
-    static Boolean result(bool folded) { return {static_cast<std::uint8_t>(folded ? 1 : 0)}; }
+    static Boolean result(bool accumulated) { return {static_cast<std::uint8_t>(accumulated ? 1 : 0)}; }
 };
 
 template <class A>
@@ -165,7 +165,7 @@ public:
                 break;
             default:
                 for (std::size_t i = 0; i < one_.count; ++i) {
-                    all.push_back(folded<T>(i + (one_.kind == Kind::reduce_scatter ? rank * one_.count : 0)));
+                    all.push_back(accumulated<T>(i + (one_.kind == Kind::reduce_scatter ? rank * one_.count : 0)));
                 }
         }
         return all;
@@ -174,18 +174,18 @@ public:
 private:
     template <class T>
     T value(std::size_t rank, std::size_t index) const {
-        return Folded<T>::result(Folded<T>::value(mix(one_.salt, rank, index)));
+        return Accumulated<T>::result(Accumulated<T>::value(mix(one_.salt, rank, index)));
     }
     template <class T>
-    T folded(std::size_t index) const {
-        auto left = Folded<T>::value(mix(one_.salt, 0, index));
+    T accumulated(std::size_t index) const {
+        auto left = Accumulated<T>::value(mix(one_.salt, 0, index));
         for (std::size_t rank = 1; rank < world_; ++rank) {
-            left = combine(one_.op, left, Folded<T>::value(mix(one_.salt, rank, index)));
+            left = combine(one_.op, left, Accumulated<T>::value(mix(one_.salt, rank, index)));
         }
         if constexpr (std::is_same_v<T, float>) {
             left = one_.op == Op::mean ? left / static_cast<float>(world_) : left;
         }
-        return Folded<T>::result(left);
+        return Accumulated<T>::result(left);
     }
 
     const Case& one_;
@@ -250,7 +250,7 @@ public:
           source_(plan_.has_source(me_) ? plan_.source<T>(me_) : std::vector<T>{}),
           target_(plan_.has_target(me_) ? plan_.target<T>(me_) : std::vector<T>{}) {}
 
-    shm::Ending run(std::uint64_t sequence) {
+    core::Status run(std::uint64_t sequence) {
         place();
         for (const std::uint64_t count : one_.counts) {
             blocks_.push_back(count * sizeof(T));
@@ -258,10 +258,10 @@ public:
         task_.blocks = blocks_.empty() ? nullptr : blocks_.data();
         task_.nbytes = one_.count * sizeof(T);
         task_.fingerprint = one_.salt;
-        CountingWatch watch;
-        const shm::Ending ending = shm::run(group_, task_, patience_of(watch, sequence, very_long, group_.spins()));
-        check(ending);
-        return ending;
+        CountingHook hook;
+        const core::Status status = shm::run(group_, task_, options_of(hook, sequence, very_long, group_.spins()));
+        check(status);
+        return status;
     }
 
 private:
@@ -290,15 +290,15 @@ private:
         }
     }
 
-    void check(const shm::Ending& ending) {
+    void check(const core::Status& status) {
         const bool is_source_kept = task_.in_place || holds(source_start_, source_);
         if (first_ && !task_.in_place) {
             first_->scribble();
         }
         const bool is_target_right = holds(task_.target, target_);
-        if (ending.failed() || !is_source_kept || !is_target_right) {
+        if (status.failed() || !is_source_kept || !is_target_right) {
             std::ostringstream text;
-            text << one_.text() << " on rank " << me_ << " of " << group_.size() << ": " << ending.outcome
+            text << one_.text() << " on rank " << me_ << " of " << group_.size() << ": " << status.code
                  << (is_source_kept ? "" : ", the input has changed") << (is_target_right ? "" : ", wrong result");
             fail(__FILE__, __LINE__, text.str());
         }
@@ -373,7 +373,7 @@ Case make_case(Random& random, int world, Kind kind, DType dtype, std::size_t nb
     return one;
 }
 
-shm::Ending run_case(shm::Group& group, const Case& one, std::uint64_t sequence) {
+core::Status run_case(shm::Group& group, const Case& one, std::uint64_t sequence) {
     switch (one.dtype) {
         case DType::float32: return RankCase<float>(group, one).run(sequence);
         case DType::int64: return RankCase<std::int64_t>(group, one).run(sequence);

@@ -39,6 +39,6 @@ Case make_case(Random& random, int world, shm::Kind kind, DType dtype, std::size
 
 // Does the call and checks its result on this rank. The input is overwritten as soon as the call has
 // returned: nobody may still read it.
-shm::Ending run_case(shm::Group& group, const Case& one, std::uint64_t sequence);
+core::Status run_case(shm::Group& group, const Case& one, std::uint64_t sequence);
 
 }  // namespace ferrodist::tests

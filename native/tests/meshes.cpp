@@ -61,7 +61,7 @@ Meshes::Meshes(int size, const MeshSetup& setup) : ranks_(static_cast<std::size_
             sockets[two][one] = ends.right;
         }
     }
-    const net::MeshOptions options{20 * millisecond, setup.silence_ns, setup.piece_nbytes};
+    const net::MeshOptions options{20 * millisecond, setup.heartbeat_timeout_ns, setup.piece_nbytes};
     for (int rank = 0; rank < size; ++rank) {
         const std::vector<int>& own = sockets[static_cast<std::size_t>(rank)];
         if (has(setup.strangers, rank)) {
@@ -121,28 +121,28 @@ Buffer buffer_of(std::string_view text) {
 
 std::string text_of(const Buffer& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-shm::Ending trade(net::Group& group, const Trade& what, std::int64_t timeout_ns) {
+core::Status trade(net::Group& group, const Trade& what, std::int64_t timeout_ns) {
     const Wait wait(timeout_ns, group.mesh().spins());
     const net::Task task{nullptr, nullptr, false, what.sequence, what.fingerprint};
-    return net::exchange(group, 1, what.to, what.out, what.from, what.in.data(), what.in.size(), task, wait.patience);
+    return net::exchange(group, 1, what.to, what.out, what.from, what.in.data(), what.in.size(), task, wait.options);
 }
 
-shm::Ending trade_in_vain(net::Group& group, const Trade& what, int num_looks) {
-    ActingWatch watch([&] { return --num_looks > 0; });
-    const shm::Patience patience{&watch, 0, shm::no_spins};
+core::Status trade_in_vain(net::Group& group, const Trade& what, int num_polls) {
+    ActingHook hook([&] { return --num_polls > 0; });
+    const core::WaitOptions options{&hook, 0, core::no_spins};
     const net::Task task{nullptr, nullptr, false, what.sequence, what.fingerprint};
-    return net::exchange(group, 1, what.to, what.out, what.from, what.in.data(), what.in.size(), task, patience);
+    return net::exchange(group, 1, what.to, what.out, what.from, what.in.data(), what.in.size(), task, options);
 }
 
-shm::Ending go_round(net::Group& group, std::uint64_t sequence, std::size_t nbytes, std::int64_t timeout_ns) {
+core::Status go_round(net::Group& group, std::uint64_t sequence, std::size_t nbytes, std::int64_t timeout_ns) {
     const int size = group.size(), right = (group.rank() + 1) % size, left = (group.rank() + size - 1) % size;
     for (int step = 0; step < size; ++step) {
         const auto seed = [&](int rank) { return sequence * 1000 + static_cast<std::uint64_t>(100 * step + rank); };
         const Buffer out = random_bytes(nbytes, seed(group.rank()));
         Buffer in(nbytes);
-        const shm::Ending ending = trade(group, {sequence, right, out, left, in}, timeout_ns);
-        if (ending.failed()) {
-            return ending;
+        const core::Status status = trade(group, {sequence, right, out, left, in}, timeout_ns);
+        if (status.failed()) {
+            return status;
         }
         CHECK(in == random_bytes(nbytes, seed(left)));
     }

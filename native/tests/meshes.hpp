@@ -10,14 +10,14 @@
 #include <vector>
 
 #include "net/group.hpp"
-#include "net/walker.hpp"
+#include "net/executor.hpp"
 #include "ranks.hpp"
 #include "wires.hpp"
 
 namespace ferrodist::tests {
 
 struct MeshSetup {
-    std::int64_t silence_ns = very_long;
+    std::int64_t heartbeat_timeout_ns = very_long;
     std::uint64_t piece_nbytes = 64 * 1024;
     std::vector<int> asleep = {};     // nothing reads for these ranks while they do not call
     std::vector<int> strangers = {};  // these have no mesh
@@ -79,14 +79,14 @@ std::string text_of(const Buffer& bytes);
 // A wait of so long.
 class Wait {
 public:
-    explicit Wait(std::int64_t timeout_ns = very_long, shm::Spins* spins = shm::no_spins)
-        : patience{&watch_, shm::now_ns() + timeout_ns, spins} {}
+    explicit Wait(std::int64_t timeout_ns = very_long, core::Spins* spins = core::no_spins)
+        : options{&hook_, core::now_ns() + timeout_ns, spins} {}
 
 private:
-    shm::Watch watch_;
+    core::ProgressHook hook_;
 
 public:
-    const shm::Patience patience;
+    const core::WaitOptions options;
 };
 
 constexpr std::int64_t soon = 50 * millisecond;  // for a wait that is to end in vain
@@ -100,12 +100,12 @@ struct Trade {
     std::span<std::byte> in = {};
     std::uint64_t fingerprint = 1;
 };
-shm::Ending trade(net::Group& group, const Trade& what, std::int64_t timeout_ns = very_long);
+core::Status trade(net::Group& group, const Trade& what, std::int64_t timeout_ns = very_long);
 // The same, but stops waiting after a while; nobody is barred by that.
-shm::Ending trade_in_vain(net::Group& group, const Trade& what, int num_looks = 1);
+core::Status trade_in_vain(net::Group& group, const Trade& what, int num_polls = 1);
 
 // Every rank hears from both neighbours, so from all after as many calls as there are ranks.
-shm::Ending go_round(net::Group& group, std::uint64_t sequence, std::size_t nbytes = 1000,
+core::Status go_round(net::Group& group, std::uint64_t sequence, std::size_t nbytes = 1000,
                      std::int64_t timeout_ns = very_long);
 
 }  // namespace ferrodist::tests

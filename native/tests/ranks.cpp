@@ -11,32 +11,32 @@
 
 #include "check.hpp"
 
-namespace ferrodist::shm {
+namespace ferrodist::core {
 
-std::ostream& operator<<(std::ostream& stream, Outcome outcome) {
-    constexpr const char* names[] = {"done",   "mismatch",    "verdict", "late",       "lost",
-                                     "silent", "interrupted", "corrupt", "unexpected", "given_up"};
-    return stream << names[static_cast<int>(outcome)];
+std::ostream& operator<<(std::ostream& stream, StatusCode code) {
+    constexpr const char* names[] = {"done",   "mismatch",    "group_error", "late",       "lost",
+                                     "no_heartbeat", "interrupted", "corrupt", "unexpected", "given_up"};
+    return stream << names[static_cast<int>(code)];
 }
 
-}  // namespace ferrodist::shm
+}  // namespace ferrodist::core
 
 namespace ferrodist::tests {
 
-shm::Patience patience_of(shm::Watch& watch, std::uint64_t sequence, std::int64_t timeout_ns, shm::Spins* spins) {
-    return {&watch, shm::now_ns() + timeout_ns, spins, sequence};
+core::WaitOptions options_of(core::ProgressHook& hook, std::uint64_t sequence, std::int64_t timeout_ns, core::Spins* spins) {
+    return {&hook, core::now_ns() + timeout_ns, spins, sequence};
 }
 
-shm::Ending meet_all(shm::Group& group, std::uint64_t sequence, std::int64_t timeout_ns,
+core::Status meet_all(shm::Group& group, std::uint64_t sequence, std::int64_t timeout_ns,
                      std::uint64_t fingerprint) {
-    CountingWatch watch;
+    CountingHook hook;
     shm::Task task{shm::Kind::barrier};
     task.fingerprint = fingerprint;
-    return shm::run(group, task, patience_of(watch, sequence, timeout_ns, group.spins()));
+    return shm::run(group, task, options_of(hook, sequence, timeout_ns, group.spins()));
 }
 
-shm::Ending meet_all(shm::Group& group, std::uint64_t sequence, shm::Watch& watch) {
-    return shm::run(group, shm::Task{shm::Kind::barrier}, patience_of(watch, sequence, very_long, group.spins()));
+core::Status meet_all(shm::Group& group, std::uint64_t sequence, core::ProgressHook& hook) {
+    return shm::run(group, shm::Task{shm::Kind::barrier}, options_of(hook, sequence, very_long, group.spins()));
 }
 
 void run_threads(int count, const std::function<void(int)>& work) {
@@ -63,7 +63,7 @@ std::shared_ptr<shm::Group> first_group(const std::shared_ptr<shm::World>& world
     return std::make_shared<shm::Group>(world, members, world->rank(), block, own, nullptr);
 }
 
-Host::Host(int size, std::int64_t silence_ns, std::size_t arena_nbytes)
+Host::Host(int size, std::int64_t heartbeat_timeout_ns, std::size_t arena_nbytes)
     : ranks_(static_cast<std::size_t>(size)) {
     std::vector<int> watches;
     for (Rank& rank : ranks_) {
@@ -79,15 +79,15 @@ Host::Host(int size, std::int64_t silence_ns, std::size_t arena_nbytes)
     for (int rank = 0; rank < size; ++rank) {
         std::vector<shm::Peer> peers;
         for (int peer = 0; peer < size; ++peer) {
-            const int watch = peer == rank ? -1 : dup(watches[static_cast<std::size_t>(peer)]);
-            peers.push_back({arena(peer).base(), arena(peer).nbytes(), watch, nullptr});
+            const int hook = peer == rank ? -1 : dup(watches[static_cast<std::size_t>(peer)]);
+            peers.push_back({arena(peer).base(), arena(peer).nbytes(), hook, nullptr});
         }
         at(rank).world = std::make_shared<shm::World>(rank, at(rank).arena, std::move(peers),
-                                                      20 * millisecond, silence_ns);
+                                                      20 * millisecond, heartbeat_timeout_ns);
         at(rank).group = first_group(at(rank).world);
     }
-    for (const int watch : watches) {
-        ::close(watch);
+    for (const int hook : watches) {
+        ::close(hook);
     }
 }
 
@@ -122,9 +122,9 @@ bool is_all(const std::byte* start, std::size_t nbytes, int value) {
 }
 
 bool eventually(const std::function<bool()>& condition) {
-    const std::int64_t deadline = shm::now_ns() + very_long;
+    const std::int64_t deadline = core::now_ns() + very_long;
     while (!condition()) {
-        if (shm::now_ns() > deadline) {
+        if (core::now_ns() > deadline) {
             return false;
         }
         std::this_thread::yield();

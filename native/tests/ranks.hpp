@@ -14,11 +14,11 @@
 #include "shm/group.hpp"
 #include "shm/world.hpp"
 
-namespace ferrodist::shm {
+namespace ferrodist::core {
 
-std::ostream& operator<<(std::ostream& stream, Outcome outcome);
+std::ostream& operator<<(std::ostream& stream, StatusCode code);
 
-}  // namespace ferrodist::shm
+}  // namespace ferrodist::core
 
 namespace ferrodist::tests {
 
@@ -28,22 +28,22 @@ constexpr std::int64_t second = 1000 * millisecond;
 constexpr std::int64_t very_long = 30 * second;
 
 // Counts what a wait tells it.
-class CountingWatch : public shm::Watch {
+class CountingHook : public core::ProgressHook {
 public:
     void let_go() override { ++num_let_go; }
-    bool look() override {
-        ++num_looks;
+    bool poll() override {
+        ++num_polls;
         return true;
     }
 
-    int num_let_go = 0, num_looks = 0;
+    int num_let_go = 0, num_polls = 0;
 };
 
 // Does something at every look, which may end the wait.
-class ActingWatch : public shm::Watch {
+class ActingHook : public core::ProgressHook {
 public:
-    explicit ActingWatch(std::function<bool()> act) : act_(std::move(act)) {}
-    bool look() override { return act_(); }
+    explicit ActingHook(std::function<bool()> act) : act_(std::move(act)) {}
+    bool poll() override { return act_(); }
 
 private:
     std::function<bool()> act_;
@@ -60,7 +60,7 @@ private:
 };
 
 // Holds a rank up where its wait begins: it has published, and has not yet seen the others.
-class HoldingWatch : public shm::Watch {
+class HoldingHook : public core::ProgressHook {
 public:
     Gate is_here, may_go;
     void let_go() override {
@@ -69,13 +69,13 @@ public:
     }
 };
 
-shm::Patience patience_of(shm::Watch& watch, std::uint64_t sequence, std::int64_t timeout_ns = very_long,
-                          shm::Spins* spins = shm::no_spins);
+core::WaitOptions options_of(core::ProgressHook& hook, std::uint64_t sequence, std::int64_t timeout_ns = very_long,
+                          core::Spins* spins = core::no_spins);
 
 // A collective without data. Ranks that give different fingerprints disagree.
-shm::Ending meet_all(shm::Group& group, std::uint64_t sequence, std::int64_t timeout_ns = very_long,
+core::Status meet_all(shm::Group& group, std::uint64_t sequence, std::int64_t timeout_ns = very_long,
                      std::uint64_t fingerprint = 0);
-shm::Ending meet_all(shm::Group& group, std::uint64_t sequence, shm::Watch& watch);
+core::Status meet_all(shm::Group& group, std::uint64_t sequence, core::ProgressHook& hook);
 
 // Runs one function per rank, each in a thread of its own, and waits for all.
 void run_threads(int count, const std::function<void(int)>& work);
@@ -83,7 +83,7 @@ void run_threads(int count, const std::function<void(int)>& work);
 // The ranks of one host, with the group of all.
 class Host {
 public:
-    explicit Host(int size, std::int64_t silence_ns = very_long, std::size_t arena_nbytes = 64 << 20);
+    explicit Host(int size, std::int64_t heartbeat_timeout_ns = very_long, std::size_t arena_nbytes = 64 << 20);
     ~Host();
     Host(const Host&) = delete;
     Host& operator=(const Host&) = delete;

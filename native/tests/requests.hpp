@@ -41,7 +41,7 @@ inline Posted irecv(core::Messages& messages, int peer, std::uint32_t tag, Buffe
     receive->nbytes = into.size();
     receive->header.assign(header.begin(), header.end());
     receive->is_unattended = true;
-    receive->deadline_ns = timeout_ns == 0 ? 0 : shm::now_ns() + timeout_ns;
+    receive->deadline_ns = timeout_ns == 0 ? 0 : core::now_ns() + timeout_ns;
     messages.irecv(*receive);
     return receive;
 }
@@ -49,8 +49,8 @@ inline Posted irecv(core::Messages& messages, int peer, std::uint32_t tag, Buffe
 // How a request ended, or why the wait for it did.
 inline core::Status wait_for(core::Messages& messages, core::Request& request, std::int64_t timeout_ns = very_long,
                              bool holds_caller = true) {
-    shm::Watch watch;
-    const shm::Patience options{&watch, shm::now_ns() + timeout_ns, shm::no_spins};
+    core::ProgressHook hook;
+    const core::WaitOptions options{&hook, core::now_ns() + timeout_ns, core::no_spins};
     const core::Status status = messages.wait(request, options, holds_caller);
     return status.failed() ? status : request.status();
 }
@@ -72,7 +72,7 @@ inline core::Status receive(core::Messages& messages, int peer, std::uint32_t ta
                             core::Bytes header = {}, std::int64_t timeout_ns = very_long, Buffer* found = nullptr) {
     const Posted request = irecv(messages, peer, tag, into, header);
     const core::Status status = wait_for(messages, *request, timeout_ns);
-    if (found != nullptr && status.outcome == core::StatusCode::unexpected) {
+    if (found != nullptr && status.code == core::StatusCode::unexpected) {
         *found = request->found;
     }
     return status;

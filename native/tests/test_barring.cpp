@@ -11,7 +11,7 @@ namespace ferrodist::tests {
 namespace {
 
 using shm::Group;
-using shm::Outcome;
+using core::StatusCode;
 
 // The ranks that are barred from the current round, as a rank sees them.
 std::vector<int> missing_of(const Group& group) {
@@ -92,32 +92,32 @@ TEST(at_the_deadline_a_call_is_done_on_all_ranks_or_on_none) {
     constexpr int world = 3;
     for (std::size_t i = 0; i < times(300); ++i) {
         Host host(world, very_long, 1 << 20);
-        std::vector<Outcome> outcomes(world);
+        std::vector<StatusCode> codes(world);
         std::atomic<int> num_ready{0};
         const std::int64_t timeout = 2 * millisecond;
         host.run([&](Group& group) {
             ++num_ready;
             eventually([&] { return num_ready == world; });
             if (group.rank() == 2) {
-                const std::int64_t end = shm::now_ns() + timeout * static_cast<std::int64_t>(90 + i % 30) / 100;
-                eventually([&] { return shm::now_ns() >= end; });
+                const std::int64_t end = core::now_ns() + timeout * static_cast<std::int64_t>(90 + i % 30) / 100;
+                eventually([&] { return core::now_ns() >= end; });
             }
-            outcomes[static_cast<std::size_t>(group.rank())] = meet_all(group, 1, timeout).outcome;
+            codes[static_cast<std::size_t>(group.rank())] = meet_all(group, 1, timeout).code;
         });
-        if (outcomes == std::vector<Outcome>(world, Outcome::done)) {
+        if (codes == std::vector<StatusCode>(world, StatusCode::done)) {
             continue;
         }
         std::vector<int> barred;
         for (int rank = 0; rank < world; ++rank) {
-            if (outcomes[static_cast<std::size_t>(rank)] == Outcome::given_up) {
+            if (codes[static_cast<std::size_t>(rank)] == StatusCode::given_up) {
                 barred.push_back(rank);
             }
         }
         CHECK(!barred.empty());
         for (int rank = 0; rank < world; ++rank) {
-            const Outcome outcome = outcomes[static_cast<std::size_t>(rank)];
-            CHECK(outcome == Outcome::given_up || outcome == Outcome::late);
-            CHECK(outcome == Outcome::given_up || missing_of(*host.group(rank)) == barred);
+            const StatusCode code = codes[static_cast<std::size_t>(rank)];
+            CHECK(code == StatusCode::given_up || code == StatusCode::late);
+            CHECK(code == StatusCode::given_up || missing_of(*host.group(rank)) == barred);
         }
     }
 }
@@ -125,43 +125,43 @@ TEST(at_the_deadline_a_call_is_done_on_all_ranks_or_on_none) {
 TEST(a_barred_rank_that_was_in_the_call_is_told_so) {
     Host host(2);
     host.run([](Group& group) {
-        CHECK_EQUAL(meet_all(group, 1).outcome, Outcome::done);
+        CHECK_EQUAL(meet_all(group, 1).code, StatusCode::done);
         CHECK(group.have_all_entered(1));
     });
     CHECK(host.group(0)->publish());
     CHECK(host.group(0)->bar_missing());
-    CountingWatch watch;
-    CHECK_EQUAL(host.group(1)->meet(patience_of(watch, 1)).outcome, Outcome::verdict);
-    CHECK_EQUAL(host.group(1)->meet(patience_of(watch, 2)).outcome, Outcome::given_up);
+    CountingHook hook;
+    CHECK_EQUAL(host.group(1)->meet(options_of(hook, 1)).code, StatusCode::group_error);
+    CHECK_EQUAL(host.group(1)->meet(options_of(hook, 2)).code, StatusCode::given_up);
 }
 
 // All are in the call, and one keeps moving: the deadline of the other is over for long before it is done.
 TEST(a_call_in_which_bytes_move_outlives_its_deadline) {
     Host host(2);
-    constexpr std::int64_t pace = shm::stall_ns / 4;
+    constexpr std::int64_t pace = core::stall_ns / 4;
     host.run([&](Group& group) {
-        CHECK_EQUAL(meet_all(group, 1).outcome, Outcome::done);
-        CountingWatch watch;
+        CHECK_EQUAL(meet_all(group, 1).code, StatusCode::done);
+        CountingHook hook;
         if (group.rank() == 0) {
-            CHECK_EQUAL(group.meet(patience_of(watch, 1, millisecond)).outcome, Outcome::done);
+            CHECK_EQUAL(group.meet(options_of(hook, 1, millisecond)).code, StatusCode::done);
             return;
         }
-        const std::int64_t end = shm::now_ns() + 3 * shm::stall_ns;
-        for (std::int64_t next = 0; shm::now_ns() < end;) {
-            if (shm::now_ns() >= next) {
+        const std::int64_t end = core::now_ns() + 3 * core::stall_ns;
+        for (std::int64_t next = 0; core::now_ns() < end;) {
+            if (core::now_ns() >= next) {
                 group.note_move();
-                next = shm::now_ns() + pace;
+                next = core::now_ns() + pace;
             }
         }
-        CHECK_EQUAL(group.meet(patience_of(watch, 1)).outcome, Outcome::done);
+        CHECK_EQUAL(group.meet(options_of(hook, 1)).code, StatusCode::done);
     });
 }
 
 TEST(a_call_in_which_nothing_moves_ends_and_names_who_is_waited_for) {
     Host host(2);
-    host.run([](Group& group) { CHECK_EQUAL(meet_all(group, 1).outcome, Outcome::done); });
-    CountingWatch watch;
-    CHECK_EQUAL(host.group(0)->meet(patience_of(watch, 1, millisecond)).outcome, Outcome::late);
+    host.run([](Group& group) { CHECK_EQUAL(meet_all(group, 1).code, StatusCode::done); });
+    CountingHook hook;
+    CHECK_EQUAL(host.group(0)->meet(options_of(hook, 1, millisecond)).code, StatusCode::late);
     CHECK(missing_of(*host.group(0)) == std::vector<int>{1});
 }
 
@@ -169,14 +169,14 @@ TEST(another_thread_of_a_rank_ends_a_call_that_has_no_deadline) {
     Host host(2);
     run_threads(2, [&](int number) {
         if (number == 0) {
-            CHECK_EQUAL(meet_all(*host.group(0), 3).outcome, Outcome::verdict);
+            CHECK_EQUAL(meet_all(*host.group(0), 3).code, StatusCode::group_error);
             return;
         }
         CHECK(eventually([&] { return host.group(0)->words(1).sleepers.load() > 0; }));
-        CHECK_EQUAL(host.group(0)->expire().outcome, Outcome::late);
-        CHECK(host.group(0)->give_verdict(3, "late"));
+        CHECK_EQUAL(host.group(0)->expire().code, StatusCode::late);
+        CHECK(host.group(0)->set_error(3, "late"));
     });
-    CHECK_EQUAL(meet_all(*host.group(1), 3).outcome, Outcome::given_up);
+    CHECK_EQUAL(meet_all(*host.group(1), 3).code, StatusCode::given_up);
 }
 
 }  // namespace ferrodist::tests

@@ -152,7 +152,7 @@ TEST(shared_memory_is_not_staged) {
         Host host(world);
         for (const Kind kind : kinds_with_data) {
             const Case one = plain_case(kind, world, 1'000'000, true);
-            // An allreduce counts what it folds for the others.
+            // An allreduce counts what it reduces for the others.
             CHECK_EQUAL(total_sent(costs_of(host, one)), kind == Kind::allreduce ? 1'000'000u : 0u);
         }
     }
@@ -174,11 +174,11 @@ TEST(a_call_allocates_nothing_when_it_is_not_the_first) {
                         task.source = start;
                         task.target = start + 3 * 300'000;
                         task.nbytes = nbytes;
-                        CountingWatch watch;
+                        CountingHook hook;
                         const std::size_t before = num_news;
-                        const auto patience = patience_of(watch, ++sequence, very_long, group.spins());
-                        CHECK(!shm::run(group, task, patience).failed());
-                        if (round > 0 && watch.num_looks == 0) {  // a wait of 50 ms makes a list
+                        const auto options = options_of(hook, ++sequence, very_long, group.spins());
+                        CHECK(!shm::run(group, task, options).failed());
+                        if (round > 0 && hook.num_polls == 0) {  // a wait of 50 ms makes a list
                             ++num_counted;
                             CHECK_EQUAL(num_news - before, 0u);
                         }

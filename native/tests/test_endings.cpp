@@ -12,14 +12,14 @@
 namespace ferrodist::tests {
 namespace {
 
-using shm::Ending;
+using core::Status;
 using shm::Group;
 using shm::Kind;
-using shm::Outcome;
+using core::StatusCode;
 
-void check_ending(const Ending& ending, Outcome outcome, int culprit) {
-    CHECK_EQUAL(ending.outcome, outcome);
-    CHECK_EQUAL(ending.culprit, culprit);
+void check_status(const Status& status, StatusCode code, int failed_rank) {
+    CHECK_EQUAL(status.code, code);
+    CHECK_EQUAL(status.failed_rank, failed_rank);
 }
 
 bool is_asleep_for(Group& group, int rank) {
@@ -37,9 +37,9 @@ TEST(whoever_differs_all_ranks_find_the_mismatch_and_go_on_in_step) {
         Random random(1);
         for (int odd = 0; odd < 3; ++odd) {
             const std::uint64_t fingerprint = group.rank() == odd ? 7 : 5;
-            const Ending ending = meet_all(group, ++sequence, very_long, fingerprint);
-            CHECK_EQUAL(ending.outcome, Outcome::mismatch);
-            CHECK_EQUAL(ending.culprit, group.rank() != odd ? odd : odd == 0 ? 1 : 0);
+            const Status status = meet_all(group, ++sequence, very_long, fingerprint);
+            CHECK_EQUAL(status.code, StatusCode::mismatch);
+            CHECK_EQUAL(status.failed_rank, group.rank() != odd ? odd : odd == 0 ? 1 : 0);
             for (const std::size_t nbytes : {100, 500'000}) {
                 run_case(group, make_case(random, 3, Kind::allreduce, DType::float32, nbytes, Memory::any), ++sequence);
             }
@@ -50,8 +50,8 @@ TEST(whoever_differs_all_ranks_find_the_mismatch_and_go_on_in_step) {
 TEST(a_difference_of_the_sequence_is_a_mismatch) {
     Host host(2);
     host.run([](Group& group) {
-        CHECK_EQUAL(meet_all(group, group.rank() == 0 ? 5 : 6).outcome, Outcome::mismatch);
-        CHECK_EQUAL(meet_all(group, 7).outcome, Outcome::done);
+        CHECK_EQUAL(meet_all(group, group.rank() == 0 ? 5 : 6).code, StatusCode::mismatch);
+        CHECK_EQUAL(meet_all(group, 7).code, StatusCode::done);
     });
 }
 
@@ -59,14 +59,14 @@ TEST(calls_of_different_kinds_and_sizes_are_a_mismatch) {
     Host host(2);
     host.run([](Group& group) {
         std::vector<std::byte> memory(2 << 20);
-        CountingWatch watch;
+        CountingHook hook;
         for (std::uint64_t sequence = 1; sequence <= 20; ++sequence) {
             shm::Task task{sequence % 2 == static_cast<std::uint64_t>(group.rank()) ? Kind::allreduce : Kind::all_to_all};
             task.nbytes = group.rank() == 0 ? 100 : 1 << 20;
             task.source = task.target = memory.data();
             task.in_place = true;
             task.fingerprint = static_cast<std::uint64_t>(task.kind);
-            CHECK_EQUAL(shm::run(group, task, patience_of(watch, sequence)).outcome, Outcome::mismatch);
+            CHECK_EQUAL(shm::run(group, task, options_of(hook, sequence)).code, StatusCode::mismatch);
         }
     });
 }
@@ -75,9 +75,9 @@ TEST(calls_of_different_kinds_and_sizes_are_a_mismatch) {
 
 TEST(who_waits_beyond_the_deadline_is_late) {
     Host host(2);
-    const std::int64_t start = shm::now_ns();
-    check_ending(meet_all(*host.group(0), 1, 120 * millisecond), Outcome::late, -1);
-    const std::int64_t passed = shm::now_ns() - start;
+    const std::int64_t start = core::now_ns();
+    check_status(meet_all(*host.group(0), 1, 120 * millisecond), StatusCode::late, -1);
+    const std::int64_t passed = core::now_ns() - start;
     CHECK(passed >= 120 * millisecond);
     CHECK(passed < 5 * second);
     CHECK(host.group(0)->is_missing(1));
@@ -86,28 +86,28 @@ TEST(who_waits_beyond_the_deadline_is_late) {
 
 TEST(a_timeout_runs_from_when_the_wait_begins) {
     Host host(2);
-    CountingWatch watch;
-    const shm::Patience patience{&watch, 0, shm::no_spins, 1, 120 * millisecond};
-    const std::int64_t start = shm::now_ns();
-    check_ending(shm::run(*host.group(0), shm::Task{Kind::barrier}, patience), Outcome::late, -1);
-    CHECK(shm::now_ns() - start >= 120 * millisecond);
-    CHECK(shm::now_ns() - start < 5 * second);
-    CHECK_EQUAL(watch.num_let_go, 1);
+    CountingHook hook;
+    const core::WaitOptions options{&hook, 0, core::no_spins, 1, 120 * millisecond};
+    const std::int64_t start = core::now_ns();
+    check_status(shm::run(*host.group(0), shm::Task{Kind::barrier}, options), StatusCode::late, -1);
+    CHECK(core::now_ns() - start >= 120 * millisecond);
+    CHECK(core::now_ns() - start < 5 * second);
+    CHECK_EQUAL(hook.num_let_go, 1);
 }
 
 TEST(a_deadline_in_the_past_does_not_hurt_who_need_not_wait) {
     Host host(2);
-    ActingWatch in_vain([] { return false; });
-    CHECK_EQUAL(meet_all(*host.group(0), 1, in_vain).outcome, Outcome::interrupted);  // but it has posted
-    CHECK_EQUAL(meet_all(*host.group(1), 1, -second).outcome, Outcome::done);
+    ActingHook in_vain([] { return false; });
+    CHECK_EQUAL(meet_all(*host.group(0), 1, in_vain).code, StatusCode::interrupted);  // but it has posted
+    CHECK_EQUAL(meet_all(*host.group(1), 1, -second).code, StatusCode::done);
 }
 
-TEST(a_watch_ends_a_wait) {
+TEST(a_hook_ends_a_wait) {
     Host host(2);
-    int num_looks = 0;
-    ActingWatch watch([&] { return ++num_looks < 3; });
-    check_ending(meet_all(*host.group(0), 1, watch), Outcome::interrupted, -1);
-    CHECK_EQUAL(num_looks, 3);
+    int num_polls = 0;
+    ActingHook hook([&] { return ++num_polls < 3; });
+    check_status(meet_all(*host.group(0), 1, hook), StatusCode::interrupted, -1);
+    CHECK_EQUAL(num_polls, 3);
 }
 
 // -- leaving and dying -------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ TEST(a_watch_ends_a_wait) {
 TEST(who_waits_for_a_rank_that_leaves_has_lost_it) {
     for (const int leaver : {0, 1, 2}) {
         Host host(3);
-        const std::int64_t start = shm::now_ns();
+        const std::int64_t start = core::now_ns();
         host.run([&](Group& group) {
             if (group.rank() == leaver) {
                 CHECK(is_asleep_for(group, leaver));
@@ -123,22 +123,22 @@ TEST(who_waits_for_a_rank_that_leaves_has_lost_it) {
                 CHECK(group.has_left());
                 return;
             }
-            check_ending(meet_all(group, 1), Outcome::lost, leaver);
-            CHECK_EQUAL(group.departure_of(leaver).value_or("none"), "bye");
+            check_status(meet_all(group, 1), StatusCode::lost, leaver);
+            CHECK_EQUAL(group.leave_reason_of(leaver).value_or("none"), "bye");
         });
-        CHECK(shm::now_ns() - start < 5 * second);
+        CHECK(core::now_ns() - start < 5 * second);
     }
 }
 
 TEST(a_rank_that_left_before_the_call_is_lost) {
     Host host(2);
-    CHECK(!host.group(0)->departure_of(1));
+    CHECK(!host.group(0)->leave_reason_of(1));
     host.group(1)->announce_closing();
     CHECK(!host.group(0)->is_gone(1));
     host.group(1)->leave(std::string(5000, 'x'));
     host.group(1)->leave("again");
-    check_ending(meet_all(*host.group(0), 1), Outcome::lost, 1);
-    CHECK_EQUAL(host.group(0)->departure_of(1).value_or(""), std::string(2048, 'x'));
+    check_status(meet_all(*host.group(0), 1), StatusCode::lost, 1);
+    CHECK_EQUAL(host.group(0)->leave_reason_of(1).value_or(""), std::string(2048, 'x'));
 }
 
 TEST(a_rank_that_dies_is_lost_without_a_word) {
@@ -149,27 +149,27 @@ TEST(a_rank_that_dies_is_lost_without_a_word) {
             host.kill(1);
             return;
         }
-        check_ending(meet_all(group, 1), Outcome::lost, 1);
-        CHECK(!group.departure_of(1));
+        check_status(meet_all(group, 1), StatusCode::lost, 1);
+        CHECK(!group.leave_reason_of(1));
     });
 }
 
-// FAULTS, row 26: gone counts only where something is still missing.
+// FAULTS, instruction 26: gone counts only where something is still missing.
 TEST(a_rank_that_has_done_its_part_may_go) {
     for (const bool says_goodbye : {true, false}) {
         Host host(3);
-        ActingWatch in_vain([] { return false; });
-        CHECK_EQUAL(meet_all(*host.group(2), 1, in_vain).outcome, Outcome::interrupted);  // it has posted
+        ActingHook in_vain([] { return false; });
+        CHECK_EQUAL(meet_all(*host.group(2), 1, in_vain).code, StatusCode::interrupted);  // it has posted
         says_goodbye ? host.group(2)->leave("") : host.kill(2);
-        std::atomic<int> num_looks{0};
+        std::atomic<int> num_polls{0};
         run_threads(2, [&](int rank) {
-            ActingWatch watch([&] { return ++num_looks > 0; });
+            ActingHook hook([&] { return ++num_polls > 0; });
             if (rank == 1) {  // comes when rank 0 has looked round twice
-                CHECK(eventually([&] { return num_looks >= 2; }));
+                CHECK(eventually([&] { return num_polls >= 2; }));
             }
-            CHECK_EQUAL(meet_all(*host.group(rank), 1, watch).outcome, Outcome::done);
+            CHECK_EQUAL(meet_all(*host.group(rank), 1, hook).code, StatusCode::done);
         });
-        check_ending(meet_all(*host.group(0), 2), Outcome::lost, 2);
+        check_status(meet_all(*host.group(0), 2), StatusCode::lost, 2);
     }
 }
 
@@ -203,13 +203,13 @@ public:
         root.show_staged(nbytes / 2);
     }
 
-    shm::Ending receive(shm::Watch& watch, std::int64_t timeout_ns = very_long) {
+    core::Status receive(core::ProgressHook& hook, std::int64_t timeout_ns = very_long) {
         std::vector<std::byte> memory(nbytes);
         shm::Task task{Kind::broadcast};
         task.root = 1;
         task.target = memory.data();
         task.nbytes = nbytes;
-        return shm::run(*host.group(0), task, patience_of(watch, 1, timeout_ns));
+        return shm::run(*host.group(0), task, options_of(hook, 1, timeout_ns));
     }
 
 private:
@@ -220,28 +220,28 @@ TEST(a_rank_that_goes_in_the_middle_of_its_stage_is_lost) {
     for (const bool says_goodbye : {true, false}) {
         HalfStaged half;
         says_goodbye ? half.host.group(1)->leave("") : half.host.kill(1);
-        CountingWatch watch;
-        check_ending(half.receive(watch), Outcome::lost, 1);
+        CountingHook hook;
+        check_status(half.receive(hook), StatusCode::lost, 1);
         CHECK(half.host.group(0)->is_missing(1));
     }
 }
 
 TEST(a_rank_that_stops_in_the_middle_of_its_stage_is_silent_or_makes_others_late) {
-    CountingWatch watch;
-    check_ending(HalfStaged().receive(watch, 100 * millisecond), Outcome::late, 1);
+    CountingHook hook;
+    check_status(HalfStaged().receive(hook, 100 * millisecond), StatusCode::late, 1);
     HalfStaged half;
     shm::stop_beating(half.host.world(1)->peer(1).header().beat);
-    check_ending(half.receive(watch), Outcome::silent, 1);
+    check_status(half.receive(hook), StatusCode::no_heartbeat, 1);
 }
 
-TEST(a_verdict_ends_the_wait_for_a_stage) {
+TEST(a_group_error_ends_the_wait_for_a_stage) {
     HalfStaged half;
     std::thread judge([&] {
         CHECK(eventually([&] { return half.host.group(1)->words(1).sleepers.load() == 1; }));
-        half.host.group(1)->give_verdict(1, "enough");
+        half.host.group(1)->set_error(1, "enough");
     });
-    CountingWatch watch;
-    check_ending(half.receive(watch), Outcome::verdict, -1);
+    CountingHook hook;
+    check_status(half.receive(hook), StatusCode::group_error, -1);
     judge.join();
 }
 
@@ -251,8 +251,8 @@ TEST(the_end_of_a_stage_wakes_who_sleeps_for_it) {
         CHECK(eventually([&] { return half.host.group(1)->words(1).sleepers.load() == 1; }));
         half.host.group(1)->end_staging();
     });
-    CountingWatch watch;
-    CHECK_EQUAL(half.receive(watch).outcome, Outcome::done);
+    CountingHook hook;
+    CHECK_EQUAL(half.receive(hook).code, StatusCode::done);
     writer.join();
 }
 
@@ -261,21 +261,21 @@ TEST(the_end_of_a_stage_wakes_who_sleeps_for_it) {
 TEST(a_rank_without_a_heartbeat_is_silent) {
     Host host(2, 150 * millisecond);
     shm::stop_beating(host.world(1)->peer(1).header().beat);
-    const std::int64_t start = shm::now_ns();
-    check_ending(meet_all(*host.group(0), 1), Outcome::silent, 1);
-    CHECK(shm::now_ns() - start >= 150 * millisecond);
-    CHECK(shm::now_ns() - start < 10 * second);
+    const std::int64_t start = core::now_ns();
+    check_status(meet_all(*host.group(0), 1), StatusCode::no_heartbeat, 1);
+    CHECK(core::now_ns() - start >= 150 * millisecond);
+    CHECK(core::now_ns() - start < 10 * second);
 }
 
 TEST(a_rank_that_is_slow_is_not_silent) {
     Host host(2, 400 * millisecond);
-    std::atomic<int> num_looks{0};
+    std::atomic<int> num_polls{0};
     host.run([&](Group& group) {
-        ActingWatch watch([&] { return ++num_looks > 0; });
+        ActingHook hook([&] { return ++num_polls > 0; });
         if (group.rank() == 1) {
-            CHECK(eventually([&] { return num_looks >= 12; }));  // 50 ms each
+            CHECK(eventually([&] { return num_polls >= 12; }));  // 50 ms each
         }
-        CHECK_EQUAL(meet_all(group, 1, watch).outcome, Outcome::done);
+        CHECK_EQUAL(meet_all(group, 1, hook).code, StatusCode::done);
     });
 }
 
@@ -284,20 +284,20 @@ TEST(a_rank_that_is_slow_is_not_silent) {
 TEST(a_rank_that_posts_memory_beyond_its_arena_is_corrupt) {
     Host host(2);
     host.run([&](Group& group) {
-        CountingWatch watch;
+        CountingHook hook;
         if (group.rank() == 1) {
             shm::Slot& mine = group.slot(1);
             mine.sequence = 1;
             mine.fingerprint = 0;
             mine.source = group.world().arena().nbytes() - 1000;
-            CHECK(!group.meet(patience_of(watch, 1)).failed());
+            CHECK(!group.meet(options_of(hook, 1)).failed());
             return;
         }
         std::vector<std::byte> memory(100'000);
         shm::Task task{Kind::reduce};
         task.source = task.target = memory.data();
         task.nbytes = memory.size();
-        check_ending(shm::run(group, task, patience_of(watch, 1)), Outcome::corrupt, 1);
+        check_status(shm::run(group, task, options_of(hook, 1)), StatusCode::corrupt, 1);
     });
 }
 
@@ -305,11 +305,11 @@ TEST(a_rank_that_posts_memory_beyond_its_arena_is_corrupt) {
 void check_stage_is_corrupt(std::size_t offset) {
     Host host(2);
     host.run([&](Group& group) {
-        CountingWatch watch;
+        CountingHook hook;
         if (group.rank() == 1) {
             group.slot(1).sequence = 1;
             group.slot(1).stage = offset;
-            CHECK(!group.meet(patience_of(watch, 1)).failed());
+            CHECK(!group.meet(options_of(hook, 1)).failed());
             return;
         }
         std::vector<std::byte> memory(100'000);
@@ -318,7 +318,7 @@ void check_stage_is_corrupt(std::size_t offset) {
         std::vector<std::byte> gathered(2 * memory.size());
         task.target = gathered.data();
         task.nbytes = memory.size();
-        check_ending(shm::run(group, task, patience_of(watch, 1)), Outcome::corrupt, 1);
+        check_status(shm::run(group, task, options_of(hook, 1)), StatusCode::corrupt, 1);
     });
 }
 
@@ -332,13 +332,13 @@ TEST(a_rank_that_stages_beyond_its_arena_is_corrupt) {
 TEST(a_rank_without_memory_for_a_stage_has_said_nothing) {
     Host host(2, very_long, 512 << 10);  // a stage takes 768 KB
     host.run([&](Group& group) {
-        CountingWatch watch;
+        CountingHook hook;
         std::vector<std::byte> memory(100'000);
         shm::Task task{Kind::allreduce};
         task.source = task.target = memory.data();
         task.nbytes = memory.size();
-        CHECK_THROWS(shm::OutOfMemory, shm::run(group, task, patience_of(watch, 1)), "no gap");
-        CHECK_EQUAL(meet_all(group, 2).outcome, Outcome::done);
+        CHECK_THROWS(shm::OutOfMemory, shm::run(group, task, options_of(hook, 1)), "no gap");
+        CHECK_EQUAL(meet_all(group, 2).code, StatusCode::done);
     });
 }
 
@@ -348,23 +348,23 @@ TEST(a_rank_without_memory_for_a_stage_has_said_nothing) {
 TEST(an_array_of_a_call_that_failed_is_left_alone_when_it_is_freed) {
     Host host(2);
     constexpr std::size_t nbytes = 100'000;
-    HoldingWatch held;
+    HoldingHook held;
     std::thread slow([&] {
         std::byte* const mine = host.arena(1).base() + host.arena(1).allocate(nbytes);
         std::fill_n(mine, nbytes, std::byte{0x22});
         shm::Task task{Kind::allreduce};
         task.source = task.target = mine;
         task.nbytes = nbytes;
-        shm::run(*host.group(1), task, patience_of(held, 1, 2 * second));
+        shm::run(*host.group(1), task, options_of(held, 1, 2 * second));
     });
     held.is_here.pass();
     const std::size_t array = host.arena(0).allocate(nbytes);
     shm::Task task{Kind::allreduce};
     task.source = task.target = host.arena(0).base() + array;
     task.nbytes = nbytes;
-    ActingWatch impatient([] { return false; });
-    CHECK_EQUAL(shm::run(*host.group(0), task, patience_of(impatient, 1)).outcome, Outcome::interrupted);
-    host.group(0)->give_verdict(1, "interrupted");
+    ActingHook no_wait([] { return false; });
+    CHECK_EQUAL(shm::run(*host.group(0), task, options_of(no_wait, 1)).code, StatusCode::interrupted);
+    host.group(0)->set_error(1, "interrupted");
     host.arena(0).free(array);
     const std::size_t another = host.arena(0).allocate(nbytes);
     std::fill_n(host.arena(0).base() + another, nbytes, std::byte{0x11});
@@ -377,13 +377,13 @@ TEST(an_array_of_a_call_that_failed_is_left_alone_when_it_is_freed) {
 TEST(an_array_of_a_call_that_threw_is_left_alone_when_it_is_freed) {
     Host host(2, very_long, 4 << 20);
     constexpr std::size_t nbytes = 100'000;
-    HoldingWatch held;
+    HoldingHook held;
     std::thread slow([&] {
         std::vector<std::byte> mine(nbytes, std::byte{0x22});  // private: rank 0 needs a stage for results
         shm::Task task{Kind::allreduce};
         task.source = task.target = mine.data();
         task.nbytes = nbytes;
-        shm::run(*host.group(1), task, patience_of(held, 1, second));
+        shm::run(*host.group(1), task, options_of(held, 1, second));
     });
     held.is_here.pass();
     const std::size_t array = host.arena(0).allocate(nbytes);
@@ -391,8 +391,8 @@ TEST(an_array_of_a_call_that_threw_is_left_alone_when_it_is_freed) {
     shm::Task task{Kind::allreduce};
     task.source = task.target = host.arena(0).base() + array;
     task.nbytes = nbytes;
-    CountingWatch watch;
-    CHECK_THROWS(shm::OutOfMemory, shm::run(*host.group(0), task, patience_of(watch, 1)), "no gap");
+    CountingHook hook;
+    CHECK_THROWS(shm::OutOfMemory, shm::run(*host.group(0), task, options_of(hook, 1)), "no gap");
     host.arena(0).free(array);
     try {
         const std::size_t another = host.arena(0).allocate(nbytes);

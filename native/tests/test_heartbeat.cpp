@@ -40,8 +40,8 @@ TEST(the_end_of_a_heartbeat_does_not_wait_for_another) {
                 return;
             }
             shm::start_beating(other, second);
-            const std::int64_t limit = shm::now_ns() + second;
-            while (!is_stopped && shm::now_ns() < limit) {
+            const std::int64_t limit = core::now_ns() + second;
+            while (!is_stopped && core::now_ns() < limit) {
                 std::this_thread::yield();
             }
             is_quick = is_stopped;
@@ -68,8 +68,8 @@ TEST(a_forked_child_can_have_a_world_of_its_own) {
         arena.free(arena.allocate(100));
         CHECK_EQUAL(arena.allocated_nbytes(), before);
         const shm::Beat& beat = own.world(0)->peer(1).header().beat;
-        const std::int64_t limit = shm::now_ns() + second;
-        while (beat < 2 && shm::now_ns() < limit) {
+        const std::int64_t limit = core::now_ns() + second;
+        while (beat < 2 && core::now_ns() < limit) {
             std::this_thread::yield();
         }
         CHECK(beat >= 2);

@@ -14,7 +14,7 @@ namespace {
 
 using hybrid::Program;
 using hybrid::Space;
-using shm::Outcome;
+using core::StatusCode;
 
 constexpr std::uint64_t sequence = 1, fingerprint = 77, mismatch_fingerprint = 5;
 constexpr hybrid::Span one_number_in{Space::input, 0, 8}, one_number_out{Space::output, 0, 8};
@@ -36,18 +36,18 @@ public:
     net::Group& group(int rank) { return meshes_.group(rank); }
     void kill_connections(int rank) { meshes_.kill(rank); }
 
-    shm::Ending execute(int rank, const Program& program, std::int64_t& number, int index = 0,
+    core::Status execute(int rank, const Program& program, std::int64_t& number, int index = 0,
                         std::uint64_t its_fingerprint = fingerprint) {
         const Wait wait;
         const hybrid::Task task{reinterpret_cast<std::byte*>(&number), reinterpret_cast<std::byte*>(&number),
                                 static_cast<std::uint32_t>(shm::Kind::allreduce), sequence, its_fingerprint, index};
-        return hybrid::execute(levels(rank), program, task, patience_of(wait));
+        return hybrid::execute(levels(rank), program, task, options_of(wait));
     }
 
-    shm::Ending tell_mismatch(int rank) {
+    core::Status tell_mismatch(int rank) {
         const Wait wait;
         const auto kind = static_cast<std::uint32_t>(shm::Kind::allreduce);
-        return hybrid::tell_mismatch(levels(rank), {nullptr, nullptr, kind, sequence, fingerprint, 0}, patience_of(wait));
+        return hybrid::tell_mismatch(levels(rank), {nullptr, nullptr, kind, sequence, fingerprint, 0}, options_of(wait));
     }
 
     // What every rank does when ranks differ; returns what all have called.
@@ -55,7 +55,7 @@ public:
         const Wait wait;
         std::vector<std::string> all;
         const std::string mine = "rank " + std::to_string(rank);
-        CHECK_EQUAL(group(rank).hear_all(sequence, bytes_of(mine), wait.patience, all).outcome, Outcome::done);
+        CHECK_EQUAL(group(rank).exchange_descriptors(sequence, bytes_of(mine), wait.options, all).code, StatusCode::done);
         return all;
     }
 
@@ -68,10 +68,10 @@ private:
         return static_cast<int>(total);
     }
 
-    static shm::Patience patience_of(const Wait& wait) {
-        shm::Patience patience = wait.patience;
-        patience.sequence = sequence;
-        return patience;
+    static core::WaitOptions options_of(const Wait& wait) {
+        core::WaitOptions options = wait.options;
+        options.sequence = sequence;
+        return options;
     }
 
     hybrid::Levels levels(int rank) {
@@ -96,7 +96,7 @@ std::shared_ptr<const net::Plan> step(int world, int rank, int to, int from) {
     ints.insert(ints.end(), {0, 0, 0});  // no work
     const std::array<std::uint64_t, 4> ranges{0, 8, 0, 8};
     const std::array<std::uint64_t, 1> scratch{0};
-    return std::make_shared<net::Plan>(ints, ranges, scratch, net::Folding{DType::int64, Op::sum, 1, false, false},
+    return std::make_shared<net::Plan>(ints, ranges, scratch, net::Reduction{DType::int64, Op::sum, 1, false, false},
                                        std::span<const int>{});
 }
 
@@ -121,7 +121,7 @@ TEST(a_program_reduces_on_hosts_then_between_them) {
         }
         program.add(on_host(shm::Kind::broadcast, is_leader, true));
         std::int64_t number = rank + 1;
-        CHECK_EQUAL(levels.execute(rank, program, number).outcome, Outcome::done);
+        CHECK_EQUAL(levels.execute(rank, program, number).code, StatusCode::done);
         CHECK_EQUAL(number, 3);  // ranks 0 and 1 together, on both hosts
     });
 }
@@ -135,7 +135,7 @@ TEST(ranks_of_one_host_that_differ_find_out_there) {
                                       one_number_out, true});
         std::int64_t number = 0;
         const auto its_fingerprint = fingerprint + static_cast<std::uint64_t>(rank == 1);
-        CHECK_EQUAL(levels.execute(rank, program, number, 0, its_fingerprint).outcome, Outcome::mismatch);
+        CHECK_EQUAL(levels.execute(rank, program, number, 0, its_fingerprint).code, StatusCode::mismatch);
         CHECK_EQUAL(levels.exchange_descriptors(rank).size(), 3u);
     });
 }
@@ -160,16 +160,16 @@ TEST(a_mismatch_reaches_ranks_of_a_host_at_different_stages) {
         if (rank < 2) {
             second.add(hybrid::InterNode{step(levels.size(), rank, -1, 4), one_number_in, one_number_out, true});
         }
-        shm::Ending ending = levels.execute(rank, first, number);
-        CHECK_EQUAL(ending.outcome, rank == 4 ? Outcome::mismatch : Outcome::done);
+        core::Status status = levels.execute(rank, first, number);
+        CHECK_EQUAL(status.code, rank == 4 ? StatusCode::mismatch : StatusCode::done);
         if (rank == 0) {  // holds rank 4 up until all others know
             CHECK(mismatch_is_known.pass());
         }
         if (rank == 3) {
-            CHECK_EQUAL(levels.tell_mismatch(rank).outcome, Outcome::mismatch);
+            CHECK_EQUAL(levels.tell_mismatch(rank).code, StatusCode::mismatch);
         } else if (rank != 4) {
-            ending = levels.execute(rank, second, number, 1);
-            CHECK_EQUAL(ending.outcome, Outcome::mismatch);
+            status = levels.execute(rank, second, number, 1);
+            CHECK_EQUAL(status.code, StatusCode::mismatch);
         }
         if (rank == 4) {
             mismatch_is_known.open();
@@ -190,9 +190,9 @@ TEST(a_rank_lost_on_another_host_ends_waits_on_this_one) {
         Program program;
         program.add(barrier());
         std::int64_t number = 0;
-        const shm::Ending ending = levels.execute(rank, program, number);
-        CHECK_EQUAL(ending.outcome, Outcome::lost);
-        CHECK_EQUAL(ending.culprit, 2);
+        const core::Status status = levels.execute(rank, program, number);
+        CHECK_EQUAL(status.code, StatusCode::lost);
+        CHECK_EQUAL(status.failed_rank, 2);
     });
 }
 

@@ -120,7 +120,7 @@ TEST(what_is_urgent_overtakes_all_that_has_not_begun) {
     send(wire.one, random_bytes(1000, 2), 2);
     send(wire.one, {}, 3);
     send(wire.one, {}, 101, true, FrameKind::poll);
-    send(wire.one, random_bytes(50, 4), 102, true, FrameKind::verdict);
+    send(wire.one, random_bytes(50, 4), 102, true, FrameKind::group_error);
     wire.carry_all();
     CHECK(sequences_of(wire.heard_by_two) == std::vector<std::uint64_t>({1, 101, 102, 2, 3}));
     CHECK(holds(wire.heard_by_two.frames[2], random_bytes(50, 4)));
@@ -134,7 +134,7 @@ TEST(urgent_frames_at_any_moment_keep_the_stream_in_step) {
         std::uint64_t num_plain = 0, num_urgent = 0;
         for (int i = 0; i < 300; ++i) {
             if (random() % 3 == 0) {
-                send(wire.one, random_bytes(random() % 100, num_urgent), num_urgent, true, FrameKind::verdict);
+                send(wire.one, random_bytes(random() % 100, num_urgent), num_urgent, true, FrameKind::group_error);
                 ++num_urgent;
             } else {
                 send(wire.one, random_bytes(random() % 20'000, num_plain), num_plain);
@@ -148,7 +148,7 @@ TEST(urgent_frames_at_any_moment_keep_the_stream_in_step) {
         CHECK_EQUAL(wire.two.state(), Link::State::up);
         std::uint64_t plain = 0, urgent = 0;
         for (const Frame& frame : wire.heard_by_two.frames) {  // each kind in its own order
-            const bool is_urgent = frame.header.kind == FrameKind::verdict;
+            const bool is_urgent = frame.header.kind == FrameKind::group_error;
             CHECK_EQUAL(frame.header.sequence, is_urgent ? urgent++ : plain++);
             CHECK(holds(frame, random_bytes(frame.payload.size(), frame.header.sequence)));
         }
@@ -360,7 +360,7 @@ TEST(a_link_that_hears_what_cannot_be_right_still_sends) {
     Collector heard;
     link.pump(heard);
     CHECK_EQUAL(link.state(), Link::State::corrupt);
-    send(link, random_bytes(10, 6), 1, true, FrameKind::verdict);
+    send(link, random_bytes(10, 6), 1, true, FrameKind::group_error);
     link.flush();
     Link other(ends.right, session_of(0, 1), 0, 1, Wire::piece);
     other.pump(heard);

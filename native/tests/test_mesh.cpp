@@ -14,13 +14,13 @@ namespace ferrodist::tests {
 namespace {
 
 using net::Group;
-using shm::Outcome;
+using core::StatusCode;
 
 void send(Group& group, int peer, std::uint32_t tag, net::Bytes content) {
     CHECK(isend(group.messages(), peer, tag, content)->is_complete());
 }
 
-shm::Ending receive(Group& group, int peer, std::uint32_t tag, Buffer& into) {
+core::Status receive(Group& group, int peer, std::uint32_t tag, Buffer& into) {
     return tests::receive(group.messages(), peer, tag, into);
 }
 
@@ -37,10 +37,10 @@ TEST(pieces_of_all_sizes_go_round) {
         meshes.run([](Group& group) {
             std::uint64_t sequence = 0;
             for (const std::size_t nbytes : {0u, 1u, 100u, 4096u, 65535u, 65536u}) {
-                CHECK_EQUAL(go_round(group, ++sequence, nbytes).outcome, Outcome::done);
+                CHECK_EQUAL(go_round(group, ++sequence, nbytes).code, StatusCode::done);
             }
             for (std::size_t i = 0; i < times(200); ++i) {
-                CHECK_EQUAL(go_round(group, ++sequence, 64).outcome, Outcome::done);
+                CHECK_EQUAL(go_round(group, ++sequence, 64).code, StatusCode::done);
             }
         });
     }
@@ -58,7 +58,7 @@ TEST(pieces_go_round_though_the_kernel_holds_little) {
     }
     meshes.run([](Group& group) {
         for (std::uint64_t sequence = 1; sequence <= times(20); ++sequence) {
-            CHECK_EQUAL(go_round(group, sequence, 1 << 20).outcome, Outcome::done);
+            CHECK_EQUAL(go_round(group, sequence, 1 << 20).code, StatusCode::done);
         }
     });
 }
@@ -71,7 +71,7 @@ TEST(a_rank_may_only_send_or_only_receive) {
         for (std::uint64_t sequence = 1; sequence <= 10; ++sequence) {
             const Trade what = group.rank() == 0 ? Trade{.sequence = sequence, .to = 1, .out = sent}
                                                  : Trade{.sequence = sequence, .from = 0, .in = here};
-            CHECK_EQUAL(trade(group, what).outcome, Outcome::done);
+            CHECK_EQUAL(trade(group, what).code, StatusCode::done);
         }
     });
     CHECK(here == sent);
@@ -80,12 +80,12 @@ TEST(a_rank_may_only_send_or_only_receive) {
 TEST(pieces_that_come_before_anybody_waits_for_them_are_kept) {
     Meshes meshes(2);
     for (std::uint64_t i = 0; i < 20; ++i) {  // of call 1, then of call 2
-        CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1 + i / 10, .to = 1, .out = random_bytes(i, i)}).outcome,
-                    Outcome::done);
+        CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1 + i / 10, .to = 1, .out = random_bytes(i, i)}).code,
+                    StatusCode::done);
     }
     for (std::uint64_t i = 0; i < 20; ++i) {
         Buffer here(i);
-        CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1 + i / 10, .from = 0, .in = here}).outcome, Outcome::done);
+        CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1 + i / 10, .from = 0, .in = here}).code, StatusCode::done);
         CHECK(here == random_bytes(i, i));
     }
 }
@@ -93,10 +93,10 @@ TEST(pieces_that_come_before_anybody_waits_for_them_are_kept) {
 TEST(what_is_left_of_a_call_is_dropped_in_the_next) {
     Meshes meshes(2);
     const Buffer old = random_bytes(300, 1), fresh = random_bytes(300, 2);
-    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1, .to = 1, .out = old}).outcome, Outcome::done);
-    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 2, .to = 1, .out = fresh}).outcome, Outcome::done);
+    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1, .to = 1, .out = old}).code, StatusCode::done);
+    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 2, .to = 1, .out = fresh}).code, StatusCode::done);
     Buffer here(300);
-    CHECK_EQUAL(trade(meshes.group(1), {.sequence = 2, .from = 0, .in = here}).outcome, Outcome::done);
+    CHECK_EQUAL(trade(meshes.group(1), {.sequence = 2, .from = 0, .in = here}).code, StatusCode::done);
     CHECK(here == fresh);
 }
 
@@ -109,7 +109,7 @@ TEST(several_threads_of_a_rank_wait_at_once) {
         const auto tag = static_cast<std::uint32_t>(number / 2);
         if (tag == num_threads) {
             for (std::uint64_t sequence = 1; sequence <= times(100); ++sequence) {
-                CHECK_EQUAL(go_round(group, sequence).outcome, Outcome::done);
+                CHECK_EQUAL(go_round(group, sequence).code, StatusCode::done);
             }
             return;
         }
@@ -117,7 +117,7 @@ TEST(several_threads_of_a_rank_wait_at_once) {
             const std::size_t size = 1 + 997 * i % 5000;
             send(group, peer, tag, random_bytes(size, 100 * i + tag));
             Buffer here(size);
-            CHECK_EQUAL(receive(group, peer, tag, here).outcome, Outcome::done);
+            CHECK_EQUAL(receive(group, peer, tag, here).code, StatusCode::done);
             CHECK(here == random_bytes(size, 100 * i + tag));
         }
     });
@@ -125,7 +125,7 @@ TEST(several_threads_of_a_rank_wait_at_once) {
 
 TEST(bytes_sent_and_received_are_counted) {
     Meshes meshes(2);
-    meshes.run([](Group& group) { CHECK_EQUAL(go_round(group, 1, 10'000).outcome, Outcome::done); });
+    meshes.run([](Group& group) { CHECK_EQUAL(go_round(group, 1, 10'000).code, StatusCode::done); });
     CHECK(eventually([&] { return meshes.mesh(1).received_nbytes() >= 2 * 10'000; }));
     CHECK(meshes.mesh(0).sent_nbytes() >= 2 * 10'000);
     CHECK(meshes.mesh(0).sent_nbytes() < 3 * 10'000);
@@ -149,14 +149,14 @@ TEST(a_rank_that_finishes_has_delivered_everything) {
         }
         Buffer here(60'000);
         for (std::uint64_t i = 0; i < count; ++i) {
-            CHECK_EQUAL(receive(meshes.group(1), 0, 7, here).outcome, Outcome::done);
+            CHECK_EQUAL(receive(meshes.group(1), 0, 7, here).code, StatusCode::done);
             CHECK(here == random_bytes(here.size(), i));
         }
-        CHECK_EQUAL(receive(meshes.group(1), 0, 7, here).outcome, Outcome::lost);
+        CHECK_EQUAL(receive(meshes.group(1), 0, 7, here).code, StatusCode::lost);
     });
     Buffer here(60'000);
     for (std::uint64_t i = 0; i < count; ++i) {
-        CHECK_EQUAL(receive(meshes.group(2), 0, 7, here).outcome, Outcome::done);
+        CHECK_EQUAL(receive(meshes.group(2), 0, 7, here).code, StatusCode::done);
         CHECK(here == random_bytes(here.size(), i));
     }
 }
@@ -178,9 +178,9 @@ TEST(the_end_of_a_connection_is_heard_though_it_comes_with_the_last_bytes) {
     meshes.stranger(1, 0).say({.kind = net::FrameKind::data, .sequence = 1, .fingerprint = 1}, sent);
     ::shutdown(meshes.stranger(1, 0).link.socket(), SHUT_WR);
     Buffer here(100);
-    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1, .from = 1, .in = here}).outcome, Outcome::done);
+    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1, .from = 1, .in = here}).code, StatusCode::done);
     CHECK(here == sent);
-    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 2, .from = 1, .in = here}, 2 * second).outcome, Outcome::lost);
+    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 2, .from = 1, .in = here}, 2 * second).code, StatusCode::lost);
 }
 
 }  // namespace ferrodist::tests

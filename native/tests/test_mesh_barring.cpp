@@ -11,9 +11,9 @@ namespace {
 
 using net::FrameKind;
 using net::Group;
-using shm::Outcome;
+using core::StatusCode;
 
-shm::Ending receive_piece(Group& group, int peer, std::int64_t timeout_ns) {
+core::Status receive_piece(Group& group, int peer, std::int64_t timeout_ns) {
     Buffer here(10);
     return trade(group, {.sequence = 1, .from = peer, .in = here}, timeout_ns);
 }
@@ -25,31 +25,31 @@ TEST(over_tcp_a_call_is_done_on_all_ranks_or_on_none_at_its_deadline) {
     constexpr std::int64_t timeout = 10 * millisecond;
     for (std::size_t i = 0; i < times(100); ++i) {
         Meshes meshes(world);
-        std::vector<Outcome> outcomes(world);
+        std::vector<StatusCode> codes(world);
         std::atomic<int> num_ready{0};
         meshes.run([&](Group& group) {
             ++num_ready;
             eventually([&] { return num_ready == world; });
             if (group.rank() == 2) {
-                const std::int64_t end = shm::now_ns() + timeout * static_cast<std::int64_t>(95 + i % 15) / 100;
-                eventually([&] { return shm::now_ns() >= end; });
+                const std::int64_t end = core::now_ns() + timeout * static_cast<std::int64_t>(95 + i % 15) / 100;
+                eventually([&] { return core::now_ns() >= end; });
             }
-            outcomes[static_cast<std::size_t>(group.rank())] = go_round(group, 1, 100, timeout).outcome;
+            codes[static_cast<std::size_t>(group.rank())] = go_round(group, 1, 100, timeout).code;
         });
-        if (outcomes == std::vector<Outcome>(world, Outcome::done)) {
+        if (codes == std::vector<StatusCode>(world, StatusCode::done)) {
             continue;
         }
         std::vector<int> barred;
         for (int rank = 0; rank < world; ++rank) {
-            if (outcomes[static_cast<std::size_t>(rank)] == Outcome::given_up) {
+            if (codes[static_cast<std::size_t>(rank)] == StatusCode::given_up) {
                 barred.push_back(rank);
             }
         }
         CHECK(!barred.empty());
         for (int rank = 0; rank < world; ++rank) {
-            const Outcome outcome = outcomes[static_cast<std::size_t>(rank)];
-            CHECK(outcome == Outcome::given_up || outcome == Outcome::late);
-            CHECK(outcome == Outcome::given_up || meshes.group(rank).missing() == barred);
+            const StatusCode code = codes[static_cast<std::size_t>(rank)];
+            CHECK(code == StatusCode::given_up || code == StatusCode::late);
+            CHECK(code == StatusCode::given_up || meshes.group(rank).missing() == barred);
         }
     }
 }
@@ -57,34 +57,34 @@ TEST(over_tcp_a_call_is_done_on_all_ranks_or_on_none_at_its_deadline) {
 TEST(who_has_entered_and_left_a_call_is_not_barred_from_it) {
     Meshes meshes(2);
     const Buffer piece(10);
-    CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1, .to = 0, .out = piece}).outcome, Outcome::done);
-    CHECK_EQUAL(receive_piece(meshes.group(0), 1, soon).outcome, Outcome::done);
-    CHECK_EQUAL(receive_piece(meshes.group(0), 1, soon).outcome, Outcome::late);  // there is no second one
+    CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1, .to = 0, .out = piece}).code, StatusCode::done);
+    CHECK_EQUAL(receive_piece(meshes.group(0), 1, soon).code, StatusCode::done);
+    CHECK_EQUAL(receive_piece(meshes.group(0), 1, soon).code, StatusCode::late);  // there is no second one
     CHECK(!meshes.group(0).has_barred());
     CHECK(meshes.group(0).missing() == std::vector<int>{1});
-    run_threads(2, [&](int rank) { CHECK_EQUAL(go_round(meshes.group(rank), 2).outcome, Outcome::done); });
+    run_threads(2, [&](int rank) { CHECK_EQUAL(go_round(meshes.group(rank), 2).code, StatusCode::done); });
 }
 
 TEST(pieces_of_a_rank_that_does_not_answer_are_refused_by_all) {
     Meshes meshes(3, {.strangers = {2}});
     run_threads(2, [&](int rank) {
-        CHECK_EQUAL(receive_piece(meshes.group(rank), 2, soon).outcome, Outcome::late);
+        CHECK_EQUAL(receive_piece(meshes.group(rank), 2, soon).code, StatusCode::late);
         CHECK(meshes.group(rank).missing() == std::vector<int>{2});
         CHECK(meshes.group(rank).has_barred());
     });
     for (int rank = 0; rank < 2; ++rank) {  // it comes after all
         meshes.stranger(2, rank).say({.kind = FrameKind::data, .sequence = 1, .fingerprint = 1}, Buffer(10));
         Buffer here(10);
-        CHECK_EQUAL(trade_in_vain(meshes.group(rank), {.sequence = 1, .from = 2, .in = here}, 4).outcome,
-                    Outcome::interrupted);
+        CHECK_EQUAL(trade_in_vain(meshes.group(rank), {.sequence = 1, .from = 2, .in = here}, 4).code,
+                    StatusCode::interrupted);
     }
 }
 
 TEST(a_rank_of_which_a_piece_has_come_has_entered_though_it_does_not_answer) {
     Meshes meshes(3, {.strangers = {2}});
     meshes.stranger(2, 1).say({.kind = FrameKind::data, .sequence = 1, .fingerprint = 1}, Buffer(10));
-    CHECK_EQUAL(receive_piece(meshes.group(1), 2, very_long).outcome, Outcome::done);
-    CHECK_EQUAL(receive_piece(meshes.group(0), 2, soon).outcome, Outcome::late);
+    CHECK_EQUAL(receive_piece(meshes.group(1), 2, very_long).code, StatusCode::done);
+    CHECK_EQUAL(receive_piece(meshes.group(0), 2, soon).code, StatusCode::late);
     CHECK(!meshes.group(0).has_barred());
     CHECK(meshes.group(0).missing() == std::vector<int>{2});
 }

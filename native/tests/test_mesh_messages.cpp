@@ -15,7 +15,7 @@ namespace {
 
 using net::FrameKind;
 using net::Group;
-using shm::Outcome;
+using core::StatusCode;
 
 constexpr std::size_t large = core::eager_limit + 1;
 constexpr std::string_view header = "float32 100";
@@ -25,18 +25,18 @@ Posted isend(Group& group, int peer, std::uint32_t tag, net::Bytes content, std:
 }
 
 struct Received {
-    shm::Ending ending;
+    core::Status status;
     Buffer content;
     std::string found;
 };
 
 Received receive(Group& group, int peer, std::uint32_t tag, std::size_t size, std::int64_t timeout_ns = very_long) {
     Buffer content(size), found;
-    const shm::Ending ending = tests::receive(group.messages(), peer, tag, content, bytes_of(header), timeout_ns, &found);
-    return {ending, content, text_of(found)};
+    const core::Status status = tests::receive(group.messages(), peer, tag, content, bytes_of(header), timeout_ns, &found);
+    return {status, content, text_of(found)};
 }
 
-shm::Ending wait_for(Group& group, core::Request& request, std::int64_t timeout_ns = very_long) {
+core::Status wait_for(Group& group, core::Request& request, std::int64_t timeout_ns = very_long) {
     return tests::wait_for(group.messages(), request, timeout_ns);
 }
 
@@ -44,7 +44,7 @@ shm::Ending wait_for(Group& group, core::Request& request, std::int64_t timeout_
 void deliver(Group& group, int peer, std::uint32_t tag, Buffer content) {
     const auto request = isend(group, peer, tag, content);
     CHECK(request->is_complete() || content.size() >= large);
-    CHECK_EQUAL(wait_for(group, *request).outcome, Outcome::done);
+    CHECK_EQUAL(wait_for(group, *request).code, StatusCode::done);
     std::fill(content.begin(), content.end(), std::byte{0xee});
 }
 
@@ -60,7 +60,7 @@ TEST(messages_of_all_sizes_arrive_in_order) {
                 continue;
             }
             const Received message = receive(group, 0, 3, sizes[i]);
-            CHECK_EQUAL(message.ending.outcome, Outcome::done);
+            CHECK_EQUAL(message.status.code, StatusCode::done);
             CHECK(message.content == random_bytes(sizes[i], i));
         }
     });
@@ -75,7 +75,7 @@ TEST(messages_both_ways_at_once_arrive) {
             const auto request = isend(group, peer, 1, content);
             const Received message = receive(group, peer, 1, large + i);
             CHECK(message.content == random_bytes(large + i, i + static_cast<std::uint64_t>(peer)));
-            CHECK_EQUAL(wait_for(group, *request).outcome, Outcome::done);
+            CHECK_EQUAL(wait_for(group, *request).code, StatusCode::done);
         }
     });
 }
@@ -86,7 +86,7 @@ TEST(tags_keep_messages_apart) {
     for (const std::uint32_t tag : {5u, 6u, 0xffffffffu}) {
         deliver(sender, 1, tag, random_bytes(100, tag));
     }
-    CHECK_EQUAL(receive(receiver, 0, 7, 100, soon).ending.outcome, Outcome::late);
+    CHECK_EQUAL(receive(receiver, 0, 7, 100, soon).status.code, StatusCode::late);
     CHECK(receiver.messages().unexpected_tags(0) == std::vector<std::uint32_t>({5, 6, 0xffffffff}));
     for (const std::uint32_t tag : {0xffffffffu, 6u, 5u}) {
         CHECK(receive(receiver, 0, tag, 100).content == random_bytes(100, tag));
@@ -104,13 +104,13 @@ TEST(a_message_of_another_size_or_header_is_told_and_dropped) {
             isend(group, 1, 1, random_bytes(100, 3), "int8 100");
             const Buffer content = random_bytes(large, 4);
             const auto request = isend(group, 1, 1, content, "int8 many");
-            CHECK_EQUAL(wait_for(group, *request).outcome, Outcome::done);
+            CHECK_EQUAL(wait_for(group, *request).code, StatusCode::done);
             deliver(group, 1, 1, random_bytes(50, 5));
             return;
         }
         for (const std::size_t size : {std::size_t{99}, large + 1}) {
             const Received message = receive(group, 0, 1, size);
-            CHECK_EQUAL(message.ending.outcome, Outcome::unexpected);
+            CHECK_EQUAL(message.status.code, StatusCode::unexpected);
             CHECK(message.found == header);
         }
         CHECK_EQUAL(receive(group, 0, 1, 100).found, "int8 100");
@@ -123,10 +123,10 @@ TEST(a_large_message_may_be_taken_back_until_it_is_wanted) {
     Meshes meshes(2);
     const Buffer first = random_bytes(large, 1), second = random_bytes(large, 2);
     const auto request = isend(meshes.group(0), 1, 1, first);
-    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).outcome, Outcome::late);
-    CHECK(meshes.group(0).messages().cancel(*request, {Outcome::late}));
-    CHECK(!meshes.group(0).messages().cancel(*request, {Outcome::late}));
-    CHECK_EQUAL(request->status().outcome, Outcome::late);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).code, StatusCode::late);
+    CHECK(meshes.group(0).messages().cancel(*request, {StatusCode::late}));
+    CHECK(!meshes.group(0).messages().cancel(*request, {StatusCode::late}));
+    CHECK_EQUAL(request->status().code, StatusCode::late);
     run_threads(2, [&](int rank) {
         if (rank == 0) {
             deliver(meshes.group(0), 1, 1, second);
@@ -143,8 +143,8 @@ TEST(a_message_that_was_wanted_cannot_be_taken_back) {
     const auto request = isend(meshes.group(0), 1, 1, content);
     const std::uint64_t number = meshes.stranger(1, 0).hear(FrameKind::rts).header.sequence;
     meshes.stranger(1, 0).say({.kind = FrameKind::cts, .sequence = number});
-    CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::done);
-    CHECK(!meshes.group(0).messages().cancel(*request, {Outcome::late}));
+    CHECK_EQUAL(wait_for(meshes.group(0), *request).code, StatusCode::done);
+    CHECK(!meshes.group(0).messages().cancel(*request, {StatusCode::late}));
     Buffer here;
     while (here.size() < large) {
         const Frame part = meshes.stranger(1, 0).hear(FrameKind::bulk);
@@ -162,10 +162,10 @@ TEST(a_message_abandoned_in_the_middle_leaves_the_stream_in_step) {
     const auto request = isend(meshes.group(0), 1, 1, content);
     const std::uint64_t number = receiver.hear(FrameKind::rts).header.sequence;
     receiver.say({.kind = FrameKind::cts, .sequence = number});
-    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).outcome, Outcome::late);  // nobody reads it
-    CHECK(!meshes.group(0).messages().cancel(*request, {Outcome::late}));
-    meshes.group(0).messages().abandon(*request, {Outcome::late});
-    meshes.group(0).messages().abandon(*request, {Outcome::late});
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).code, StatusCode::late);  // nobody reads it
+    CHECK(!meshes.group(0).messages().cancel(*request, {StatusCode::late}));
+    meshes.group(0).messages().abandon(*request, {StatusCode::late});
+    meshes.group(0).messages().abandon(*request, {StatusCode::late});
     content = Buffer();  // it is the caller's again
     isend(meshes.group(0), 1, 2, random_bytes(10, 2));
     CHECK_EQUAL(receiver.hear(FrameKind::abandoned).header.sequence, number);
@@ -204,7 +204,7 @@ TEST(a_receiver_that_gives_up_in_the_middle_has_its_memory_back) {
     Buffer bytes = frame_bytes({.kind = FrameKind::bulk, .sequence = 7, .number = 3}, random_bytes(30'000, 1), key);
     run_threads(2, [&](int rank) {
         if (rank == 1) {
-            CHECK_EQUAL(receive(meshes.group(1), 0, 1, large, 10 * soon).ending.outcome, Outcome::late);
+            CHECK_EQUAL(receive(meshes.group(1), 0, 1, large, 10 * soon).status.code, StatusCode::late);
             return;
         }
         sender.hear(FrameKind::cts);
@@ -214,7 +214,7 @@ TEST(a_receiver_that_gives_up_in_the_middle_has_its_memory_back) {
                 static_cast<ssize_t>(bytes.size() - 10'000));
     bytes = frame_bytes({.kind = FrameKind::eager, .tag = 1, .number = 4}, Buffer(2), key);
     CHECK_EQUAL(::write(sender.link.socket(), bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
-    CHECK_EQUAL(receive(meshes.group(1), 0, 1, 0).ending.outcome, Outcome::unexpected);  // it has no header
+    CHECK_EQUAL(receive(meshes.group(1), 0, 1, 0).status.code, StatusCode::unexpected);  // it has no header
     CHECK_EQUAL(meshes.group(1).flaw_of(0), "");
 }
 
@@ -226,10 +226,10 @@ TEST(a_message_to_a_rank_that_is_gone_is_lost) {
         if (rank == 1) {
             meshes.kill(1);
         } else {
-            CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::lost);
+            CHECK_EQUAL(wait_for(meshes.group(0), *request).code, StatusCode::lost);
         }
     });
-    CHECK_EQUAL(receive(meshes.group(0), 1, 1, 10).ending.outcome, Outcome::lost);
+    CHECK_EQUAL(receive(meshes.group(0), 1, 1, 10).status.code, StatusCode::lost);
 }
 
 TEST(a_message_to_a_rank_that_closes_and_receives_no_more_is_lost) {
@@ -239,10 +239,10 @@ TEST(a_message_to_a_rank_that_closes_and_receives_no_more_is_lost) {
     Buffer here(10);
     auto receive_in_flight = irecv(meshes.group(1).messages(), 0, 2, here);
     meshes.group(1).announce_closing();  // one receive is still on its way
-    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).outcome, Outcome::late);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).code, StatusCode::late);
     receive_in_flight.reset();
-    CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::lost);
-    CHECK_EQUAL(receive(meshes.group(0), 1, 1, 10).ending.outcome, Outcome::lost);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request).code, StatusCode::lost);
+    CHECK_EQUAL(receive(meshes.group(0), 1, 1, 10).status.code, StatusCode::lost);
 }
 
 TEST(ranks_that_send_in_a_cycle_find_it) {
@@ -251,19 +251,19 @@ TEST(ranks_that_send_in_a_cycle_find_it) {
         const Buffer content = random_bytes(large, 1);
         const int right = (group.rank() + 1) % 3;
         const auto request = isend(group, right, 1, content);
-        CHECK_EQUAL(wait_for(group, *request, 6 * soon).outcome, Outcome::late);
+        CHECK_EQUAL(wait_for(group, *request, 6 * soon).code, StatusCode::late);
         CHECK(group.find_send_cycle(right) == std::vector<int>({0, 1, 2}));
-        CHECK(group.messages().cancel(*request, {Outcome::late}));
+        CHECK(group.messages().cancel(*request, {StatusCode::late}));
     });
 }
 
-TEST(a_verdict_ends_the_waits_for_messages) {
+TEST(a_group_error_ends_the_waits_for_messages) {
     Meshes meshes(2);
     const Buffer content = random_bytes(large, 1);
     const auto request = isend(meshes.group(0), 1, 1, content);
-    meshes.group(1).give_verdict(0, "enough");
-    CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::verdict);
-    CHECK_EQUAL(receive(meshes.group(1), 0, 1, 10).ending.outcome == Outcome::done, false);
+    meshes.group(1).set_error(0, "enough");
+    CHECK_EQUAL(wait_for(meshes.group(0), *request).code, StatusCode::group_error);
+    CHECK_EQUAL(receive(meshes.group(1), 0, 1, 10).status.code == StatusCode::done, false);
 }
 
 TEST(without_memory_for_a_message_both_sides_are_told_and_the_link_goes_on) {
@@ -273,13 +273,13 @@ TEST(without_memory_for_a_message_both_sides_are_told_and_the_link_goes_on) {
     {
         const NoMemory none;
         const auto send = isend(sender, 1, 3, content);
-        CHECK_EQUAL(wait_for(sender, *send).outcome, Outcome::no_memory);
-        CHECK_EQUAL(receive(receiver, 0, 3, large).ending.outcome, Outcome::no_memory);
+        CHECK_EQUAL(wait_for(sender, *send).code, StatusCode::no_memory);
+        CHECK_EQUAL(receive(receiver, 0, 3, large).status.code, StatusCode::no_memory);
         deliver(sender, 1, 1, random_bytes(1000, 1));
-        CHECK_EQUAL(receive(receiver, 0, 1, 1000).ending.outcome, Outcome::no_memory);
+        CHECK_EQUAL(receive(receiver, 0, 1, 1000).status.code, StatusCode::no_memory);
     }
     // The small one was done at once: the next send is told of it.
-    CHECK(eventually([&] { return isend(sender, 1, 2, Buffer(10))->status().outcome == Outcome::no_memory; }));
+    CHECK(eventually([&] { return isend(sender, 1, 2, Buffer(10))->status().code == StatusCode::no_memory; }));
     meshes.run([&](Group& group) {
         if (group.rank() == 0) {
             deliver(group, 1, 1, random_bytes(1000, 2));

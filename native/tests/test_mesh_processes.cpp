@@ -14,7 +14,7 @@ namespace ferrodist::tests {
 namespace {
 
 using net::Group;
-using shm::Outcome;
+using core::StatusCode;
 
 // A pipe: what one process writes lets another go on.
 class Signpost {
@@ -62,11 +62,11 @@ void check_ends_well(pid_t pid) {
 // How long it takes at most, on this host as it is now, until something is heard of a rank that does nothing.
 std::int64_t longest_gap() {
     Meshes meshes(2);
-    std::int64_t longest = 0, last = shm::now_ns();
+    std::int64_t longest = 0, last = core::now_ns();
     for (int i = 0; i < 20; ++i) {
         const std::uint64_t before = meshes.mesh(0).received_nbytes();
         CHECK(eventually([&] { return meshes.mesh(0).received_nbytes() != before; }));
-        const std::int64_t now = shm::now_ns();
+        const std::int64_t now = core::now_ns();
         longest = std::max(longest, now - last);
         last = now;
     }
@@ -74,34 +74,34 @@ std::int64_t longest_gap() {
 }
 
 TEST(ranks_that_were_all_stopped_do_not_take_each_other_for_silent) {
-    const std::int64_t silence = std::max(300 * millisecond, 10 * longest_gap());
+    const std::int64_t heartbeat_timeout = std::max(300 * millisecond, 10 * longest_gap());
     Signpost is_waiting, may_go;
     const pid_t pid = start_process([&] {
-        Meshes meshes(2, {.silence_ns = silence});
-        std::atomic<int> num_looks{0};
+        Meshes meshes(2, {.heartbeat_timeout_ns = heartbeat_timeout});
+        std::atomic<int> num_polls{0};
         run_threads(2, [&](int rank) {
             Buffer piece(100);
             if (rank == 0) {
-                ActingWatch watch([&] { return ++num_looks > 0; });
-                const shm::Patience patience{&watch, 0, shm::no_spins};
+                ActingHook hook([&] { return ++num_polls > 0; });
+                const core::WaitOptions options{&hook, 0, core::no_spins};
                 const net::Task task{nullptr, nullptr, false, 1, 1};
-                CHECK_EQUAL(net::exchange(meshes.group(0), 1, -1, {}, 1, piece.data(), 100, task, patience).outcome,
-                            Outcome::done);
+                CHECK_EQUAL(net::exchange(meshes.group(0), 1, -1, {}, 1, piece.data(), 100, task, options).code,
+                            StatusCode::done);
                 return;
             }
             CHECK(eventually([&] { return meshes.group(0).last_call(0).first == 1; }));
             is_waiting.let_go();
             may_go.wait();
-            const int before = num_looks;  // it looks round, and again
-            CHECK(eventually([&] { return num_looks >= before + 3; }));
-            CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1, .to = 0, .out = piece}).outcome, Outcome::done);
+            const int before = num_polls;  // it looks round, and again
+            CHECK(eventually([&] { return num_polls >= before + 3; }));
+            CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1, .to = 0, .out = piece}).code, StatusCode::done);
         });
     });
     is_waiting.wait();
     CHECK_EQUAL(kill(pid, SIGSTOP), 0);
     CHECK_EQUAL(waitpid(pid, nullptr, WUNTRACED), pid);
-    const std::int64_t end = shm::now_ns() + 3 * silence;
-    CHECK(eventually([&] { return shm::now_ns() > end; }));
+    const std::int64_t end = core::now_ns() + 3 * heartbeat_timeout;
+    CHECK(eventually([&] { return core::now_ns() > end; }));
     CHECK_EQUAL(kill(pid, SIGCONT), 0);
     may_go.let_go();
     check_ends_well(pid);
@@ -116,8 +116,8 @@ TEST(a_forked_child_drops_its_copy_of_a_mesh_and_harms_nobody) {
             Buffer out(1), in(1);
             for (std::uint64_t sequence = 1; in[0] == std::byte{0} && out[0] == std::byte{0}; ++sequence) {
                 out[0] = std::byte{static_cast<std::uint8_t>(number == 0 && is_over)};
-                CHECK_EQUAL(trade(meshes.group(number), {sequence, 1 - number, out, 1 - number, in}).outcome,
-                            Outcome::done);
+                CHECK_EQUAL(trade(meshes.group(number), {sequence, 1 - number, out, 1 - number, in}).code,
+                            StatusCode::done);
             }
             return;
         }
@@ -143,7 +143,7 @@ TEST(the_end_of_a_rank_is_heard_though_a_child_of_it_lives_on) {
     is_there.wait();
     meshes.kill(1);
     Buffer here(10);
-    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1, .from = 1, .in = here}).outcome, Outcome::lost);
+    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 1, .from = 1, .in = here}).code, StatusCode::lost);
     may_go.let_go();
     check_ends_well(pid);
 }

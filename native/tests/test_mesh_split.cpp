@@ -11,13 +11,13 @@ namespace {
 
 using net::Group;
 using net::Split;
-using shm::Outcome;
+using core::StatusCode;
 using GroupPointer = std::shared_ptr<Group>;
 
 GroupPointer split(const GroupPointer& parent, const std::vector<int>& members, std::uint64_t identity) {
     const Wait wait;
     Split one(parent, members, identity);
-    CHECK_EQUAL(one.wait(wait.patience).outcome, Outcome::done);
+    CHECK_EQUAL(one.wait(wait.options).code, StatusCode::done);
     return one.group();
 }
 
@@ -32,7 +32,7 @@ TEST(some_ranks_of_a_mesh_become_a_group) {
         CHECK_EQUAL(group->size(), static_cast<int>(members.size()));
         CHECK_EQUAL(group->world_rank(group->rank()), rank);
         for (std::uint64_t sequence = 1; sequence <= times(50); ++sequence) {
-            CHECK_EQUAL(go_round(*group, sequence, 500 * sequence).outcome, Outcome::done);
+            CHECK_EQUAL(go_round(*group, sequence, 500 * sequence).code, StatusCode::done);
         }
     });
 }
@@ -44,12 +44,12 @@ TEST(groups_over_one_mesh_do_not_mix) {
         const GroupPointer three = rank == 3 ? nullptr : split(all, {2, 0, 1}, 11);
         const GroupPointer two = rank == 1 || rank == 2 ? split(three, {2, 0}, 12) : nullptr;  // of the three
         for (std::uint64_t sequence = 1; sequence <= times(50); ++sequence) {
-            CHECK_EQUAL(go_round(*all, sequence).outcome, Outcome::done);
+            CHECK_EQUAL(go_round(*all, sequence).code, StatusCode::done);
             if (three != nullptr) {
-                CHECK_EQUAL(go_round(*three, sequence).outcome, Outcome::done);
+                CHECK_EQUAL(go_round(*three, sequence).code, StatusCode::done);
             }
             if (two != nullptr) {
-                CHECK_EQUAL(go_round(*two, 2 * sequence).outcome, Outcome::done);
+                CHECK_EQUAL(go_round(*two, 2 * sequence).code, StatusCode::done);
             }
         }
     });
@@ -60,7 +60,7 @@ TEST(a_group_is_split_off_again_and_again) {
     run_threads(3, [&](int rank) {
         for (std::uint64_t identity = 1; identity <= times(100); ++identity) {
             const GroupPointer group = split(meshes.shared_group(rank), {2, 1, 0}, identity);
-            CHECK_EQUAL(go_round(*group, 1).outcome, Outcome::done);
+            CHECK_EQUAL(go_round(*group, 1).code, StatusCode::done);
         }
     });
     for (int rank = 0; rank < 3; ++rank) {
@@ -75,10 +75,10 @@ TEST(who_does_not_come_to_a_split_is_named_and_no_link_is_harmed) {
     for (int rank = 0; rank < 2; ++rank) {
         const Wait wait(soon);
         Split one(meshes.shared_group(rank), {0, 1, 2}, 5);
-        CHECK_EQUAL(one.wait(wait.patience).outcome, Outcome::late);
+        CHECK_EQUAL(one.wait(wait.options).code, StatusCode::late);
         CHECK(one.absent() == (rank == 0 ? std::vector<int>{1, 2} : std::vector<int>{0, 2}));
     }
-    meshes.run([](Group& group) { CHECK_EQUAL(go_round(group, 1).outcome, Outcome::done); });
+    meshes.run([](Group& group) { CHECK_EQUAL(go_round(group, 1).code, StatusCode::done); });
     for (int rank = 0; rank < 4; ++rank) {
         for (int peer = 0; peer < 4; ++peer) {
             CHECK_EQUAL(meshes.group(rank).flaw_of(peer), "");
@@ -86,7 +86,7 @@ TEST(who_does_not_come_to_a_split_is_named_and_no_link_is_harmed) {
     }
     run_threads(3, [&](int rank) {  // all may come later, under another number
         const GroupPointer group = split(meshes.shared_group(rank), {0, 1, 2}, 6);
-        CHECK_EQUAL(go_round(*group, 1).outcome, Outcome::done);
+        CHECK_EQUAL(go_round(*group, 1).code, StatusCode::done);
     });
 }
 
@@ -95,7 +95,7 @@ TEST(where_a_process_waits_is_known_to_all) {
     const Wait wait(soon);
     {
         Split one(meshes.shared_group(1), {1, 2}, 5);
-        CHECK_EQUAL(one.wait(wait.patience).outcome, Outcome::late);
+        CHECK_EQUAL(one.wait(wait.options).code, StatusCode::late);
         for (const int rank : {0, 2}) {
             CHECK(eventually([&] { return !meshes.mesh(rank).invitations_of(1).empty(); }));
             CHECK(meshes.mesh(rank).invitations_of(1) == std::vector<std::vector<int>>({{1, 2}}));
@@ -114,27 +114,27 @@ TEST(a_member_that_died_is_lost_to_a_split) {
         }
         const Wait wait;
         Split one(meshes.shared_group(rank), {2, 0, 1}, 5);
-        const shm::Ending ending = one.wait(wait.patience);
-        CHECK_EQUAL(ending.outcome, Outcome::lost);
-        CHECK_EQUAL(ending.culprit, 2);
+        const core::Status status = one.wait(wait.options);
+        CHECK_EQUAL(status.code, StatusCode::lost);
+        CHECK_EQUAL(status.failed_rank, 2);
     });
 }
 
 TEST(a_member_of_which_nothing_is_heard_is_silent_to_a_split) {
-    Meshes meshes(3, {.silence_ns = 300 * millisecond, .asleep = {2}});
+    Meshes meshes(3, {.heartbeat_timeout_ns = 300 * millisecond, .asleep = {2}});
     const Wait wait;
     Split one(meshes.shared_group(0), {0, 1, 2}, 5);
-    const shm::Ending ending = one.wait(wait.patience);
-    CHECK_EQUAL(ending.outcome, Outcome::silent);
-    CHECK_EQUAL(ending.culprit, 2);
+    const core::Status status = one.wait(wait.options);
+    CHECK_EQUAL(status.code, StatusCode::no_heartbeat);
+    CHECK_EQUAL(status.failed_rank, 2);
 }
 
-TEST(a_verdict_ends_the_wait_for_a_split) {
+TEST(a_group_error_ends_the_wait_for_a_split) {
     Meshes meshes(3);
     const Wait wait;
     Split one(meshes.shared_group(0), {0, 1}, 5);
-    meshes.group(2).give_verdict(0, "enough");
-    CHECK_EQUAL(one.wait(wait.patience).outcome, Outcome::verdict);
+    meshes.group(2).set_error(0, "enough");
+    CHECK_EQUAL(one.wait(wait.options).code, StatusCode::group_error);
 }
 
 TEST(a_member_that_gave_up_as_the_last_one_came_is_lost_to_the_group) {

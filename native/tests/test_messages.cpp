@@ -12,7 +12,7 @@ namespace ferrodist::tests {
 namespace {
 
 using shm::Messages;
-using shm::Outcome;
+using core::StatusCode;
 
 constexpr std::size_t large = core::eager_limit + 1;
 constexpr std::int64_t soon = 50 * millisecond;
@@ -37,13 +37,13 @@ private:
 void deliver(Messages& messages, int peer, std::uint32_t tag, Buffer content) {
     const auto send = isend(messages, peer, tag, content);
     CHECK(send->is_complete() || content.size() >= large);
-    CHECK_EQUAL(wait_for(messages, *send).outcome, Outcome::done);
+    CHECK_EQUAL(wait_for(messages, *send).code, StatusCode::done);
     std::fill(content.begin(), content.end(), std::byte{0xee});
 }
 
 void check_next(Messages& messages, int peer, std::uint32_t tag, const Buffer& expected) {
     Buffer here(expected.size());
-    CHECK_EQUAL(receive(messages, peer, tag, here).outcome, Outcome::done);
+    CHECK_EQUAL(receive(messages, peer, tag, here).code, StatusCode::done);
     CHECK(here == expected);
 }
 
@@ -75,8 +75,8 @@ TEST(messages_go_both_ways_at_once) {
             Buffer here(size);
             const auto receive = irecv(mail.of(rank), left, 1, here);
             const auto send = isend(mail.of(rank), right, 1, content);
-            CHECK_EQUAL(wait_for(mail.of(rank), *send).outcome, Outcome::done);
-            CHECK_EQUAL(wait_for(mail.of(rank), *receive).outcome, Outcome::done);
+            CHECK_EQUAL(wait_for(mail.of(rank), *send).code, StatusCode::done);
+            CHECK_EQUAL(wait_for(mail.of(rank), *receive).code, StatusCode::done);
             CHECK(here == random_bytes(size, i + 100 * static_cast<std::uint64_t>(left)));
         }
     });
@@ -128,7 +128,7 @@ TEST(beyond_the_limit_small_sends_wait_as_large_ones_do) {
     run_threads(2, [&](int rank) {
         for (std::uint64_t i = 0; i < 30; ++i) {
             if (rank == 0) {
-                CHECK_EQUAL(wait_for(mail.of(0), *sends[i]).outcome, Outcome::done);
+                CHECK_EQUAL(wait_for(mail.of(0), *sends[i]).code, StatusCode::done);
             } else {
                 check_next(mail.of(1), 0, 1, contents[i]);
             }
@@ -142,8 +142,8 @@ TEST(a_receive_that_runs_out_of_time_is_withdrawn_and_its_message_stays) {
     Buffer here(10);
     const auto late = irecv(mail.of(1), 0, 1, here, {}, soon);
     CHECK(eventually([&] { return late->is_complete(); }));  // nobody waits for it
-    CHECK_EQUAL(late->status().outcome, Outcome::late);
-    CHECK_EQUAL(receive(mail.of(1), 0, 1, here, {}, soon).outcome, Outcome::late);
+    CHECK_EQUAL(late->status().code, StatusCode::late);
+    CHECK_EQUAL(receive(mail.of(1), 0, 1, here, {}, soon).code, StatusCode::late);
     deliver(mail.of(0), 1, 1, random_bytes(10, 1));
     CHECK(mail.of(1).unexpected_tags(0) == std::vector<std::uint32_t>({1}));
     check_next(mail.of(1), 0, 1, random_bytes(10, 1));
@@ -153,9 +153,9 @@ TEST(a_large_send_is_withdrawn_unless_it_was_matched) {
     Mail mail(2);
     const Buffer first = random_bytes(large, 1), second = random_bytes(large, 2);
     auto send = isend(mail.of(0), 1, 1, first);
-    CHECK_EQUAL(wait_for(mail.of(0), *send, soon).outcome, Outcome::late);
+    CHECK_EQUAL(wait_for(mail.of(0), *send, soon).code, StatusCode::late);
     CHECK(mail.of(1).unexpected_tags(0) == std::vector<std::uint32_t>({1}));
-    CHECK(mail.of(0).cancel(*send, {Outcome::late}));
+    CHECK(mail.of(0).cancel(*send, {StatusCode::late}));
     CHECK(mail.of(1).unexpected_tags(0).empty());
     run_threads(2, [&](int rank) {
         if (rank == 0) {
@@ -174,7 +174,7 @@ TEST(a_send_that_is_abandoned_leaves_its_receive_to_the_next) {
         run_threads(2, [&](int rank) {
             if (rank == 1) {
                 Buffer here(next.size());
-                CHECK_EQUAL(receive(mail.of(1), 0, 1, here).outcome, Outcome::done);
+                CHECK_EQUAL(receive(mail.of(1), 0, 1, here).code, StatusCode::done);
                 CHECK(here == next || here == random_bytes(next.size(), i));
                 const bool is_next = here == next;
                 deliver(mail.of(1), 0, 2, Buffer(is_next));
@@ -183,7 +183,7 @@ TEST(a_send_that_is_abandoned_leaves_its_receive_to_the_next) {
             Buffer given_up = random_bytes(next.size(), i);
             auto send = isend(mail.of(0), 1, 1, given_up);
             wait_for(mail.of(0), *send, static_cast<std::int64_t>(i % 50) * 10'000);
-            mail.of(0).abandon(*send, {Outcome::late});
+            mail.of(0).abandon(*send, {StatusCode::late});
             const bool was_sent = !send->status().failed();
             std::fill(given_up.begin(), given_up.end(), std::byte{0xee});
             if (!was_sent) {
@@ -202,7 +202,7 @@ TEST(a_receive_that_is_given_up_in_the_middle_lets_its_sender_go) {
         run_threads(2, [&](int rank) {
             if (rank == 0) {
                 const auto send = isend(mail.of(0), 1, 1, content);
-                CHECK_EQUAL(wait_for(mail.of(0), *send).outcome, Outcome::done);
+                CHECK_EQUAL(wait_for(mail.of(0), *send).code, StatusCode::done);
                 return;
             }
             Buffer here(content.size());
@@ -220,13 +220,13 @@ TEST(a_message_of_another_size_or_header_is_told_and_dropped) {
         if (rank == 0) {
             const Buffer content = random_bytes(large, 2);
             isend(mail.of(0), 1, 1, Buffer(100), header);
-            CHECK_EQUAL(wait_for(mail.of(0), *isend(mail.of(0), 1, 1, content, header)).outcome, Outcome::done);
+            CHECK_EQUAL(wait_for(mail.of(0), *isend(mail.of(0), 1, 1, content, header)).code, StatusCode::done);
             deliver(mail.of(0), 1, 1, random_bytes(7, 3));
             return;
         }
         for (const std::size_t size : {std::size_t{99}, large}) {
             Buffer here(size), found;
-            CHECK_EQUAL(receive(mail.of(1), 0, 1, here, {}, very_long, &found).outcome, Outcome::unexpected);
+            CHECK_EQUAL(receive(mail.of(1), 0, 1, here, {}, very_long, &found).code, StatusCode::unexpected);
             CHECK(found == header);
         }
         check_next(mail.of(1), 0, 1, random_bytes(7, 3));
@@ -243,14 +243,14 @@ TEST(a_rank_that_dies_ends_the_requests_that_need_it_and_no_others) {
     const auto other = irecv(mail.of(0), 2, 1, there);
     mail.host.kill(1);
     CHECK(eventually([&] { return lost->is_complete(); }));
-    CHECK_EQUAL(lost->status().outcome, Outcome::lost);
-    CHECK_EQUAL(lost->status().culprit, 1);
-    CHECK_EQUAL(fine->status().outcome, Outcome::done);
+    CHECK_EQUAL(lost->status().code, StatusCode::lost);
+    CHECK_EQUAL(lost->status().failed_rank, 1);
+    CHECK_EQUAL(fine->status().code, StatusCode::done);
     CHECK(here == random_bytes(10, 1));
-    CHECK_EQUAL(wait_for(mail.of(0), *send).outcome, Outcome::lost);
+    CHECK_EQUAL(wait_for(mail.of(0), *send).code, StatusCode::lost);
     CHECK(!other->is_complete());
     deliver(mail.of(2), 0, 1, random_bytes(10, 2));
-    CHECK_EQUAL(wait_for(mail.of(0), *other).outcome, Outcome::done);
+    CHECK_EQUAL(wait_for(mail.of(0), *other).code, StatusCode::done);
 }
 
 TEST(a_rank_that_closes_takes_what_it_has_posted_receives_for) {
@@ -262,10 +262,10 @@ TEST(a_rank_that_closes_takes_what_it_has_posted_receives_for) {
     Buffer nothing;
     const auto hopeless = irecv(mail.of(0), 1, 9, nothing);
     mail.host.group(1)->announce_closing();
-    CHECK_EQUAL(wait_for(mail.of(0), *wanted).outcome, Outcome::done);
-    CHECK_EQUAL(wait_for(mail.of(1), *receive_in_flight).outcome, Outcome::done);
-    CHECK_EQUAL(wait_for(mail.of(0), *unwanted).outcome, Outcome::lost);
-    CHECK_EQUAL(wait_for(mail.of(0), *hopeless).outcome, Outcome::lost);
+    CHECK_EQUAL(wait_for(mail.of(0), *wanted).code, StatusCode::done);
+    CHECK_EQUAL(wait_for(mail.of(1), *receive_in_flight).code, StatusCode::done);
+    CHECK_EQUAL(wait_for(mail.of(0), *unwanted).code, StatusCode::lost);
+    CHECK_EQUAL(wait_for(mail.of(0), *hopeless).code, StatusCode::lost);
 }
 
 TEST(an_error_of_the_group_ends_all_requests) {
@@ -274,10 +274,10 @@ TEST(an_error_of_the_group_ends_all_requests) {
     const Buffer content(large);
     const auto receive_in_flight = irecv(mail.of(0), 1, 1, here);
     const auto send = isend(mail.of(0), 1, 1, content);
-    mail.host.group(1)->give_verdict(0, "enough");
+    mail.host.group(1)->set_error(0, "enough");
     CHECK(eventually([&] { return receive_in_flight->is_complete(); }));
-    CHECK_EQUAL(receive_in_flight->status().outcome, Outcome::verdict);
-    CHECK_EQUAL(wait_for(mail.of(0), *send).outcome, Outcome::verdict);
+    CHECK_EQUAL(receive_in_flight->status().code, StatusCode::group_error);
+    CHECK_EQUAL(wait_for(mail.of(0), *send).code, StatusCode::group_error);
 }
 
 TEST(who_wants_to_hear_of_a_request_does) {
@@ -293,7 +293,7 @@ TEST(who_wants_to_hear_of_a_request_does) {
     CHECK(!mail.of(1).hear_of(*unheard, 18));  // it is complete
     const auto failing = irecv(mail.of(1), 0, 1, third);
     failing->token = 19;  // of those nobody asks for only failures are told
-    mail.of(1).cancel(*failing, {Outcome::late});
+    mail.of(1).cancel(*failing, {StatusCode::late});
     CHECK(completions.take(very_long) == std::vector<std::uint64_t>({19}));
     CHECK(completions.take(1'000'000).empty());
 }
@@ -306,8 +306,8 @@ TEST(without_memory_for_a_message_both_sides_are_told_and_nothing_is_lost) {
     {
         const NoMemory none;
         Buffer here(10);
-        CHECK_EQUAL(receive(mail.of(1), 0, 9, here).outcome, Outcome::no_memory);
-        CHECK_EQUAL(wait_for(mail.of(0), *behind).outcome, Outcome::no_memory);
+        CHECK_EQUAL(receive(mail.of(1), 0, 9, here).code, StatusCode::no_memory);
+        CHECK_EQUAL(wait_for(mail.of(0), *behind).code, StatusCode::no_memory);
         check_next(mail.of(1), 0, 1, random_bytes(100, 1));  // which goes to its place
         deliver(mail.of(0), 1, 3, random_bytes(1000, 3));
     }
@@ -329,12 +329,12 @@ TEST(without_memory_to_note_a_large_message_its_send_fails_and_so_does_who_waits
     {
         const NoMemory none;
         const auto send = isend(mail.of(0), 1, 2, content);
-        CHECK_EQUAL(receive(mail.of(1), 0, 9, here).outcome, Outcome::no_memory);
-        CHECK_EQUAL(wait_for(mail.of(0), *send).outcome, Outcome::no_memory);
+        CHECK_EQUAL(receive(mail.of(1), 0, 9, here).code, StatusCode::no_memory);
+        CHECK_EQUAL(wait_for(mail.of(0), *send).code, StatusCode::no_memory);
     }
     const auto again = irecv(mail.of(1), 0, 2, here);
     deliver(mail.of(0), 1, 2, content);
-    CHECK_EQUAL(wait_for(mail.of(1), *again).outcome, Outcome::done);
+    CHECK_EQUAL(wait_for(mail.of(1), *again).code, StatusCode::done);
     CHECK(here == content);
 }
 

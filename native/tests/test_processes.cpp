@@ -20,10 +20,10 @@
 namespace ferrodist::tests {
 namespace {
 
-using shm::Ending;
+using core::Status;
 using shm::Group;
 using shm::Kind;
-using shm::Outcome;
+using core::StatusCode;
 
 constexpr int most_ranks = 8;
 constexpr std::int64_t soon = is_sanitized ? 5 * second : second;
@@ -40,7 +40,7 @@ using Work = std::function<void(const std::shared_ptr<Group>&, Board&)>;
 class Family {
 public:
     // Starts one process per rank, each of which does `work` in the group of all.
-    Family(int size, const Work& work, std::int64_t silence_ns = very_long) : size_(size) {
+    Family(int size, const Work& work, std::int64_t heartbeat_timeout_ns = very_long) : size_(size) {
         void* const memory = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         board_ = new (memory) Board{};
         for (int rank = 0; rank < size; ++rank) {
@@ -49,7 +49,7 @@ public:
         for (int rank = 0; rank < size; ++rank) {
             const pid_t pid = fork();
             if (pid == 0) {
-                live(rank, work, silence_ns);
+                live(rank, work, heartbeat_timeout_ns);
             }
             board_->pids[rank] = pid;
         }
@@ -72,14 +72,14 @@ public:
     Board& board() { return *board_; }
     void kill(int rank) {
         is_killed_[static_cast<std::size_t>(rank)] = true;
-        board_->killed_ns = shm::now_ns();
+        board_->killed_ns = core::now_ns();
         ::kill(board_->pids[rank], SIGKILL);
     }
     void signal(int rank, int number) { ::kill(board_->pids[rank], number); }
 
 private:
     // The whole life of one rank. Only it has the end of its lifeline that says that it lives.
-    [[noreturn]] void live(int rank, const Work& work, std::int64_t silence_ns) {
+    [[noreturn]] void live(int rank, const Work& work, std::int64_t heartbeat_timeout_ns) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         alarm(50);
         try {
@@ -88,14 +88,14 @@ private:
                     close(lifelines_[static_cast<std::size_t>(other)][1]);
                 }
             }
-            work(join(rank, silence_ns), *board_);
+            work(join(rank, heartbeat_timeout_ns), *board_);
         } catch (const std::exception& error) {
             fail("rank", rank, error.what());
         }
         _exit(num_failed == 0 ? 0 : 1);
     }
 
-    std::shared_ptr<Group> join(int rank, std::int64_t silence_ns) {
+    std::shared_ptr<Group> join(int rank, std::int64_t heartbeat_timeout_ns) {
         const std::size_t block = shm::GroupLayout::nbytes(static_cast<std::size_t>(size_));
         const auto arena = shm::make_arena(rank == 0 ? block : 0, 64 << 20);
         board_->fds[rank] = arena->fd();
@@ -108,7 +108,7 @@ private:
         }
         ++board_->num_mapped;
         CHECK(eventually([&] { return board_->num_mapped == size_; }));
-        const auto world = std::make_shared<shm::World>(rank, arena, std::move(peers), 20 * millisecond, silence_ns);
+        const auto world = std::make_shared<shm::World>(rank, arena, std::move(peers), 20 * millisecond, heartbeat_timeout_ns);
         return first_group(world);
     }
 
@@ -127,31 +127,31 @@ private:
 };
 
 // Calls until one fails.
-Ending call_for_ever(Group& group, Board& board, Kind kind, Memory memory) {
+Status call_for_ever(Group& group, Board& board, Kind kind, Memory memory) {
     Random random(1);
     std::vector<std::byte> heap(8 << 20);
     std::byte* const shared = group.world().arena().base() + group.world().arena().allocate(heap.size());
     std::byte* const start = memory == Memory::all_shared ? shared : heap.data();
     for (std::uint64_t sequence = 1;; ++sequence) {
-        CountingWatch watch;
+        CountingHook hook;
         shm::Task task{kind, DType::float32};
         task.source = start;
         task.target = start + heap.size() / 2;
         task.nbytes = heap.size() / 2 / (kind == Kind::allreduce ? 1 : static_cast<std::size_t>(group.size()));
-        const Ending ending = shm::run(group, task, patience_of(watch, sequence));
+        const Status status = shm::run(group, task, options_of(hook, sequence));
         ++board.num_calls;
-        if (ending.failed()) {
-            return ending;
+        if (status.failed()) {
+            return status;
         }
     }
 }
 
 void check_killing(int victim, Kind kind, Memory memory) {
     Family family(3, [=](const std::shared_ptr<Group>& group, Board& board) {
-        const Ending ending = call_for_ever(*group, board, kind, memory);
-        CHECK_EQUAL(ending.outcome, Outcome::lost);
-        CHECK_EQUAL(ending.culprit, victim);
-        CHECK(shm::now_ns() - board.killed_ns < soon);
+        const Status status = call_for_ever(*group, board, kind, memory);
+        CHECK_EQUAL(status.code, StatusCode::lost);
+        CHECK_EQUAL(status.failed_rank, victim);
+        CHECK(core::now_ns() - board.killed_ns < soon);
     });
     CHECK(eventually([&] { return family.board().num_calls >= 20; }));
     family.kill(victim);
@@ -180,15 +180,15 @@ TEST(processes_split_off_groups) {
     Family family(3, [](const std::shared_ptr<Group>& group, Board&) {
         const std::size_t before = group->world().arena().allocated_nbytes();
         for (std::uint64_t id = 1; id <= times(100); ++id) {
-            CountingWatch watch;
+            CountingHook hook;
             shm::Split split(group, {2, 0, 1}, id);
-            CHECK_EQUAL(split.wait(patience_of(watch, 0)).outcome, Outcome::done);
+            CHECK_EQUAL(split.wait(options_of(hook, 0)).code, StatusCode::done);
             Random random(id);
             run_case(*split.group(), make_case(random, 3, Kind::allreduce, DType::int64, 10'000, Memory::any), 1);
         }
         // All have dropped theirs before anybody comes here, and have swept before the next.
         for (std::uint64_t sequence = 1; sequence <= 3; ++sequence) {
-            CHECK_EQUAL(meet_all(*group, sequence).outcome, Outcome::done);
+            CHECK_EQUAL(meet_all(*group, sequence).code, StatusCode::done);
             group->world().sweep();
         }
         CHECK_EQUAL(group->world().arena().allocated_nbytes(), before);
@@ -205,14 +205,14 @@ TEST(who_survives_a_killed_rank_knows_which_it_was) {
 
 TEST(a_stopped_process_is_silent) {
     Family family(2, [](const std::shared_ptr<Group>& group, Board& board) {
-        const Ending ending = call_for_ever(*group, board, Kind::allreduce, Memory::all_private);
+        const Status status = call_for_ever(*group, board, Kind::allreduce, Memory::all_private);
         if (group->rank() == 0) {
-            CHECK_EQUAL(ending.outcome, Outcome::silent);
-            CHECK_EQUAL(ending.culprit, 1);
-            CHECK(group->give_verdict(1, "silent"));
+            CHECK_EQUAL(status.code, StatusCode::no_heartbeat);
+            CHECK_EQUAL(status.failed_rank, 1);
+            CHECK(group->set_error(1, "silent"));
             kill(board.pids[1], SIGCONT);
         } else {
-            CHECK_EQUAL(ending.outcome, Outcome::verdict);
+            CHECK_EQUAL(status.code, StatusCode::group_error);
         }
     }, 300 * millisecond);
     CHECK(eventually([&] { return family.board().num_calls >= 20; }));

@@ -17,9 +17,9 @@ std::uint64_t said(int rank, std::uint64_t round) {
 
 // Meets `count` times. Some ranks dawdle, so that now one and now another is the last.
 void meet_often(shm::Group& group, std::size_t count) {
-    CountingWatch watch;
-    const shm::Patience patience = patience_of(watch, 1, very_long, group.spins());
-    const shm::Patience hasty{&watch, patience.deadline_ns, shm::no_spins, 1};
+    CountingHook hook;
+    const core::WaitOptions options = options_of(hook, 1, very_long, group.spins());
+    const core::WaitOptions hasty{&hook, options.deadline_ns, core::no_spins, 1};
     std::mt19937 random(static_cast<unsigned>(group.rank()));
     for (std::uint64_t round = 0; round < count; ++round) {
         const std::uint64_t mine = said(group.rank(), round);
@@ -29,8 +29,8 @@ void meet_often(shm::Group& group, std::size_t count) {
         for (unsigned i = random() % 64 == 0 ? random() % 4096 : 0; i > 0; --i) {
             shm::pause();
         }
-        const shm::Ending ending = group.meet(random() % 8 == 0 ? hasty : patience);
-        CHECK_EQUAL(ending.outcome, shm::Outcome::done);
+        const core::Status status = group.meet(random() % 8 == 0 ? hasty : options);
+        CHECK_EQUAL(status.code, core::StatusCode::done);
         bool is_right = true;
         for (int rank = 0; rank < group.size(); ++rank) {
             const shm::Slot& theirs = group.slot(rank);
@@ -40,7 +40,7 @@ void meet_often(shm::Group& group, std::size_t count) {
         }
         CHECK(is_right);
         group.next_round();
-        if (ending.failed()) {
+        if (status.failed()) {
             return;
         }
     }
@@ -81,8 +81,8 @@ TEST(a_stage_keeps_what_others_may_still_read) {
     for (const int world : {2, 3}) {
         Host host(world);
         host.run([](shm::Group& group) {
-            CountingWatch watch;
-            const shm::Patience patience = patience_of(watch, 1, very_long, group.spins());
+            CountingHook hook;
+            const core::WaitOptions options = options_of(hook, 1, very_long, group.spins());
             std::mt19937 random(7);
             for (std::uint64_t round = 0; round < times(5000); ++round) {
                 const std::size_t most = random() % 2 == 0 ? shm::Group::stage_nbytes : 100'000;
@@ -94,7 +94,7 @@ TEST(a_stage_keeps_what_others_may_still_read) {
                     std::memcpy(stage, &mine, 8);
                     std::memcpy(stage + nbytes - 8, &mine, 8);
                 }
-                CHECK(!group.meet(patience).failed());
+                CHECK(!group.meet(options).failed());
                 for (int rank = 0; stages && rank < group.size(); ++rank) {
                     const std::byte* const theirs = group.stage(rank, group.round(), nbytes);
                     std::uint64_t first = 0, last = 0;
@@ -114,9 +114,9 @@ TEST(readers_follow_a_writer_through_its_stage) {
     for (const int world : {2, 3}) {
         Host host(world);
         host.run([](shm::Group& group) {
-            CountingWatch watch;
-            const shm::Patience patience = patience_of(watch, 1);
-            const shm::Patience hasty{&watch, patience.deadline_ns, shm::no_spins, 1};
+            CountingHook hook;
+            const core::WaitOptions options = options_of(hook, 1);
+            const core::WaitOptions hasty{&hook, options.deadline_ns, core::no_spins, 1};
             std::mt19937 random(static_cast<unsigned>(group.rank()));
             for (std::uint64_t round = 0; round < times(2000); ++round) {
                 const int writer = static_cast<int>(round) % group.size();
@@ -130,13 +130,13 @@ TEST(readers_follow_a_writer_through_its_stage) {
                         group.show_staged((i + 1) * message);
                     }
                     group.end_staging();
-                    CHECK(!group.await_others(patience).failed());
+                    CHECK(!group.await_others(options).failed());
                 } else {
-                    CHECK(!group.meet(patience).failed());
+                    CHECK(!group.meet(options).failed());
                     const std::byte* const stage = group.stage(writer, group.round(), num_messages * message);
                     for (std::size_t done = 0; done < num_messages * message; done += message) {
                         const bool is_hasty = random() % 64 == 0;
-                        CHECK(!group.await_staged(writer, done + message, is_hasty ? hasty : patience).failed());
+                        CHECK(!group.await_staged(writer, done + message, is_hasty ? hasty : options).failed());
                         CHECK(is_all(stage + done, message, value));
                     }
                     CHECK(!group.is_missing(group.rank()));
@@ -153,7 +153,7 @@ TEST(who_comes_last_is_what_the_others_waited_for) {
         if (group.rank() == 2) {  // comes when both others sleep for it
             CHECK(eventually([&] { return group.words(2).sleepers.load() == 2; }));
         }
-        CHECK_EQUAL(meet_all(group, 1).outcome, shm::Outcome::done);
+        CHECK_EQUAL(meet_all(group, 1).code, core::StatusCode::done);
     });
     const auto waited = [&](std::size_t rank, std::size_t for_rank) {
         return host.group(0)->layout().waited(rank, for_rank).load();

@@ -12,13 +12,13 @@
 #include "check.hpp"
 #include "net/link.hpp"
 #include "ranks.hpp"
-#include "shm/spins.hpp"
+#include "core/spins.hpp"
 
 namespace ferrodist::tests {
 namespace {
 
-using shm::Spins;
-using shm::Word;
+using core::Spins;
+using core::Word;
 using Step = Spins::Step;
 
 std::vector<int> allowed_cpus() {
@@ -180,14 +180,14 @@ TEST(ranks_sleep_on_a_core_where_others_compute) {
         for (int tries = 0; !have_both_slept && tries < 100; ++tries) {
             const long before = num_sleeps_of_thread();
             for (int round = 0; round < num_rounds; ++round) {
-                CHECK_EQUAL(meet_all(group, ++sequence).outcome, shm::Outcome::done);
+                CHECK_EQUAL(meet_all(group, ++sequence).code, core::StatusCode::done);
             }
             num_slept += num_sleeps_of_thread() - before > num_rounds / 4;
-            CHECK_EQUAL(meet_all(group, ++sequence).outcome, shm::Outcome::done);
+            CHECK_EQUAL(meet_all(group, ++sequence).code, core::StatusCode::done);
             have_both_slept = num_slept == 2;
-            CHECK_EQUAL(meet_all(group, ++sequence).outcome, shm::Outcome::done);
+            CHECK_EQUAL(meet_all(group, ++sequence).code, core::StatusCode::done);
             num_slept = 0;
-            CHECK_EQUAL(meet_all(group, ++sequence).outcome, shm::Outcome::done);
+            CHECK_EQUAL(meet_all(group, ++sequence).code, core::StatusCode::done);
         }
         CHECK(have_both_slept);
     });
@@ -201,7 +201,7 @@ TEST(ranks_that_share_a_core_take_turns) {
     host.run([&](shm::Group& group) {
         stay_on({cpu});
         for (std::uint64_t round = 1; round <= times(10'000); ++round) {
-            CHECK_EQUAL(meet_all(group, round).outcome, shm::Outcome::done);
+            CHECK_EQUAL(meet_all(group, round).code, core::StatusCode::done);
         }
     });
 }

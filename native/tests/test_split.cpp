@@ -13,17 +13,17 @@
 namespace ferrodist::tests {
 namespace {
 
-using shm::Ending;
+using core::Status;
 using shm::Group;
 using shm::Kind;
-using shm::Outcome;
+using core::StatusCode;
 using shm::Split;
 using GroupPointer = std::shared_ptr<Group>;
 
 GroupPointer split(const GroupPointer& parent, const std::vector<int>& members, std::uint64_t id) {
-    CountingWatch watch;
+    CountingHook hook;
     Split one(parent, members, id);
-    CHECK_EQUAL(one.wait(patience_of(watch, 0)).outcome, Outcome::done);
+    CHECK_EQUAL(one.wait(options_of(hook, 0)).code, StatusCode::done);
     return one.group();
 }
 
@@ -111,13 +111,13 @@ TEST(every_pair_of_ranks_can_have_a_group) {
 TEST(a_member_that_never_comes_is_absent) {
     Host host(3);
     run_threads(2, [&](int rank) {
-        CountingWatch watch;
+        CountingHook hook;
         Split one(host.group(rank), {0, 1, 2}, 1);
-        const std::int64_t start = shm::now_ns();
+        const std::int64_t start = core::now_ns();
         // Rank 1 comes before rank 0 has given up, and waits for longer.
-        CHECK_EQUAL(one.wait(patience_of(watch, 0, (rank + 2) * 150 * millisecond)).outcome, Outcome::late);
-        CHECK(shm::now_ns() - start >= (rank + 2) * 150 * millisecond);
-        CHECK(shm::now_ns() - start < 5 * second);
+        CHECK_EQUAL(one.wait(options_of(hook, 0, (rank + 2) * 150 * millisecond)).code, StatusCode::late);
+        CHECK(core::now_ns() - start >= (rank + 2) * 150 * millisecond);
+        CHECK(core::now_ns() - start < 5 * second);
         CHECK(has(one.absent(), 2));
         CHECK(!has(one.absent(), rank));
         CHECK(!one.group());
@@ -138,11 +138,11 @@ TEST(a_member_that_has_gone_is_lost_by_its_rank_in_the_parent) {
     for (const bool says_goodbye : {true, false}) {
         Host host(4);
         says_goodbye ? host.group(3)->leave("") : host.kill(3);
-        CountingWatch watch;
+        CountingHook hook;
         Split one(host.group(1), {3, 1}, 1);
-        const Ending ending = one.wait(patience_of(watch, 0));
-        CHECK_EQUAL(ending.outcome, Outcome::lost);
-        CHECK_EQUAL(ending.culprit, 3);
+        const Status status = one.wait(options_of(hook, 0));
+        CHECK_EQUAL(status.code, StatusCode::lost);
+        CHECK_EQUAL(status.failed_rank, 3);
     }
 }
 
@@ -150,11 +150,11 @@ TEST(a_member_that_dies_before_it_is_inside_is_lost) {
     Host host(3);
     Split dying(host.group(2), {0, 2}, 1);  // has come, but never enters
     host.kill(2);
-    CountingWatch watch;
+    CountingHook hook;
     Split one(host.group(0), {0, 2}, 1);
-    const Ending ending = one.wait(patience_of(watch, 0));
-    CHECK_EQUAL(ending.outcome, Outcome::lost);
-    CHECK_EQUAL(ending.culprit, 2);
+    const Status status = one.wait(options_of(hook, 0));
+    CHECK_EQUAL(status.code, StatusCode::lost);
+    CHECK_EQUAL(status.failed_rank, 2);
 }
 
 TEST(an_abort_of_the_parent_ends_a_split) {
@@ -162,20 +162,20 @@ TEST(an_abort_of_the_parent_ends_a_split) {
     run_threads(2, [&](int rank) {
         if (rank == 1) {
             CHECK(eventually([&] { return host.world(1)->peer(1).header().sleepers.load() > 0; }));
-            host.group(1)->give_verdict(0, "abort");
+            host.group(1)->set_error(0, "abort");
             return;
         }
-        CountingWatch watch;
+        CountingHook hook;
         Split one(host.group(0), {0, 1}, 1);
-        CHECK_EQUAL(one.wait(patience_of(watch, 0)).outcome, Outcome::verdict);
+        CHECK_EQUAL(one.wait(options_of(hook, 0)).code, StatusCode::group_error);
     });
 }
 
-TEST(a_watch_ends_a_split) {
+TEST(a_hook_ends_a_split) {
     Host host(2);
-    ActingWatch watch([] { return false; });
+    ActingHook hook([] { return false; });
     Split one(host.group(0), {0, 1}, 1);
-    CHECK_EQUAL(one.wait(patience_of(watch, 0)).outcome, Outcome::interrupted);
+    CHECK_EQUAL(one.wait(options_of(hook, 0)).code, StatusCode::interrupted);
 }
 
 TEST(too_many_splits_at_once_are_refused) {
@@ -261,22 +261,22 @@ TEST(the_block_of_a_split_that_failed_is_nobody_elses_while_members_are_inside) 
     std::optional<Split> third;
     std::shared_ptr<Group> inside;
     std::thread joins([&] {
-        CountingWatch watch;
+        CountingHook hook;
         Split mine(host.group(1), {0, 1, 2}, 1);
-        CHECK(mine.wait(patience_of(watch, 0, 10 * second)).failed());
+        CHECK(mine.wait(options_of(hook, 0, 10 * second)).failed());
         inside = mine.group();
     });
     std::size_t block = 0;
     {
         Split first(host.group(0), {0, 1, 2}, 1);
-        ActingWatch watch([&] {  // the last member comes just as the first gives up
+        ActingHook hook([&] {  // the last member comes just as the first gives up
             const shm::Invitation* const mine = host.world(0)->find_invitation(0, 1);
             block = mine->block;
             third.emplace(host.group(2), std::vector<int>{0, 1, 2}, 1);
             const shm::GroupLayout layout(host.arena(0).base() + block, 3);
-            return !eventually([&] { return layout.slot(1, 0).tick.load() == 1; });
+            return !eventually([&] { return layout.slot(1, 0).epoch.load() == 1; });
         });
-        CHECK_EQUAL(first.wait(patience_of(watch, 0)).outcome, Outcome::interrupted);
+        CHECK_EQUAL(first.wait(options_of(hook, 0)).code, StatusCode::interrupted);
     }
     const std::size_t nbytes = shm::GroupLayout::nbytes(3);
     const std::size_t array = host.arena(0).allocate(nbytes);
@@ -291,9 +291,9 @@ TEST(the_block_of_a_group_comes_back_when_a_member_has_closed_its_world) {
     const std::size_t before = host.arena(0).allocated_nbytes();
     std::vector<std::shared_ptr<Group>> groups(3);
     run_threads(3, [&](int rank) {
-        CountingWatch watch;
+        CountingHook hook;
         Split one(host.group(rank), {0, 1, 2}, 1);
-        CHECK(!one.wait(patience_of(watch, 0)).failed());
+        CHECK(!one.wait(options_of(hook, 0)).failed());
         groups[static_cast<std::size_t>(rank)] = one.group();
     });
     groups[1].reset();  // cannot be swept yet: rank 2 is inside
@@ -310,9 +310,9 @@ TEST(the_memory_of_a_split_that_failed_comes_back) {
     Host host(3);
     const std::size_t before = host.arena(0).allocated_nbytes();
     run_threads(2, [&](int rank) {
-        CountingWatch watch;
+        CountingHook hook;
         shm::Split one(host.group(rank), {0, 1, 2}, 1);
-        CHECK_EQUAL(one.wait(patience_of(watch, 0, 100 * millisecond)).outcome, shm::Outcome::late);
+        CHECK_EQUAL(one.wait(options_of(hook, 0, 100 * millisecond)).code, core::StatusCode::late);
     });
     for (const int rank : {1, 2, 0, 1, 2, 0}) {
         host.world(rank)->sweep();

@@ -17,16 +17,16 @@ namespace {
 using net::FrameKind;
 using net::Group;
 using net::Split;
-using shm::Outcome;
+using core::StatusCode;
 
 constexpr std::size_t large = core::eager_limit + 1;
 constexpr std::uint64_t most = std::numeric_limits<std::uint64_t>::max();
 
-shm::Ending receive(Group& group, int peer, std::uint32_t tag, Buffer& into, std::int64_t timeout_ns = very_long) {
+core::Status receive(Group& group, int peer, std::uint32_t tag, Buffer& into, std::int64_t timeout_ns = very_long) {
     return tests::receive(group.messages(), peer, tag, into, {}, timeout_ns);
 }
 
-shm::Ending wait_for(Group& group, core::Request& request, std::int64_t timeout_ns = very_long) {
+core::Status wait_for(Group& group, core::Request& request, std::int64_t timeout_ns = very_long) {
     return tests::wait_for(group.messages(), request, timeout_ns);
 }
 
@@ -37,7 +37,7 @@ Buffer list_of(const std::vector<int>& members) {
 
 // Whether a frame of this kind means something, whatever it says.
 bool makes_sense(FrameKind kind) {
-    return kind == FrameKind::propose || kind == FrameKind::verdict || kind == FrameKind::left ||
+    return kind == FrameKind::propose || kind == FrameKind::group_error || kind == FrameKind::left ||
            kind == FrameKind::closing || kind == FrameKind::bar;
 }
 
@@ -45,7 +45,7 @@ bool makes_sense(FrameKind kind) {
 void check_is_heard(Group& group, Stranger& stranger, int rank) {
     stranger.say({.kind = FrameKind::eager, .tag = 99}, Buffer(2));
     Buffer nothing;
-    CHECK_EQUAL(receive(group, rank, 99, nothing).outcome, Outcome::done);
+    CHECK_EQUAL(receive(group, rank, 99, nothing).code, StatusCode::done);
     CHECK_EQUAL(group.flaw_of(rank), "");
 }
 
@@ -65,14 +65,14 @@ TEST(nobody_but_its_receiver_can_have_a_message) {
     for (std::uint64_t number = 0; number < 10; ++number) {
         CHECK_EQUAL(stranger.hear(FrameKind::abandoned).header.sequence, number);
     }
-    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).outcome, Outcome::late);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, soon).code, StatusCode::late);
     run_threads(2, [&](int number) {
         if (number == 0) {
-            CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::done);
+            CHECK_EQUAL(wait_for(meshes.group(0), *request).code, StatusCode::done);
             return;
         }
         Buffer here(large);
-        CHECK_EQUAL(receive(meshes.group(2), 0, 1, here).outcome, Outcome::done);
+        CHECK_EQUAL(receive(meshes.group(2), 0, 1, here).code, StatusCode::done);
         CHECK(here == content);
     });
 }
@@ -86,7 +86,7 @@ TEST(a_message_that_is_accepted_twice_is_sent_once) {
     for (int i = 0; i < 5; ++i) {
         stranger.say({.kind = FrameKind::cts, .sequence = number});
     }
-    CHECK_EQUAL(wait_for(meshes.group(0), *request).outcome, Outcome::done);
+    CHECK_EQUAL(wait_for(meshes.group(0), *request).code, StatusCode::done);
     check_is_heard(meshes.group(0), stranger, 1);
     isend(meshes.group(0).messages(), 1, 2, Buffer(3));
     std::size_t nbytes = stranger.hear(FrameKind::bulk).payload.size();
@@ -105,8 +105,8 @@ TEST(a_message_that_is_accepted_and_refused_keeps_its_memory_until_it_is_through
     const std::uint64_t number = stranger.hear(FrameKind::rts).header.sequence;
     stranger.say({.kind = FrameKind::cts, .sequence = number});
     stranger.say({.kind = FrameKind::taken, .sequence = number});
-    CHECK_EQUAL(wait_for(meshes.group(0), *request, 4 * soon).outcome, Outcome::late);
-    meshes.group(0).messages().abandon(*request, {Outcome::late});
+    CHECK_EQUAL(wait_for(meshes.group(0), *request, 4 * soon).code, StatusCode::late);
+    meshes.group(0).messages().abandon(*request, {StatusCode::late});
     content = Buffer();
     isend(meshes.group(0).messages(), 1, 2, Buffer(3));
     stranger.hear(FrameKind::eager);
@@ -128,7 +128,7 @@ TEST(content_behind_the_end_of_a_message_goes_nowhere) {
             return;
         }
         Buffer here(large);
-        CHECK_EQUAL(receive(meshes.group(1), 0, 1, here, 6 * soon).outcome, Outcome::late);
+        CHECK_EQUAL(receive(meshes.group(1), 0, 1, here, 6 * soon).code, StatusCode::late);
     });
     const auto rest = static_cast<ssize_t>(content.size() - 1000);
     CHECK_EQUAL(::write(stranger.link.socket(), content.data() + 1000, content.size() - 1000), rest);
@@ -153,7 +153,7 @@ TEST(content_that_is_too_long_or_nobodys_goes_nowhere) {
         }
         Buffer here(100), expected = random_bytes(60, 1), rest = random_bytes(40, 4);
         expected.insert(expected.end(), rest.begin(), rest.end());
-        CHECK_EQUAL(receive(meshes.group(1), 0, 1, here).outcome, Outcome::done);
+        CHECK_EQUAL(receive(meshes.group(1), 0, 1, here).code, StatusCode::done);
         CHECK(here == expected);
     });
 }
@@ -194,7 +194,7 @@ TEST(an_offer_of_any_size_takes_no_memory) {
     for (const std::uint64_t size : {most, std::uint64_t{1} << 60, std::uint64_t{0}}) {
         stranger.say({.kind = FrameKind::rts, .tag = 5, .sequence = 1, .fingerprint = size});
         Buffer here(10);
-        CHECK_EQUAL(receive(meshes.group(1), 0, 5, here).outcome, Outcome::unexpected);
+        CHECK_EQUAL(receive(meshes.group(1), 0, 5, here).code, StatusCode::unexpected);
         CHECK_EQUAL(stranger.hear(FrameKind::taken).header.sequence, 1u);
     }
 }
@@ -209,7 +209,7 @@ TEST(a_list_of_members_that_others_do_not_have_does_not_count) {
         check_is_heard(meshes.group(0), stranger, 1);
         const Wait wait(soon);
         Split split(meshes.shared_group(0), {2, 0, 1}, 5);
-        CHECK_EQUAL(split.wait(wait.patience).outcome, Outcome::late);
+        CHECK_EQUAL(split.wait(wait.options).code, StatusCode::late);
         CHECK(split.absent() == std::vector<int>({2, 1}));
         stranger.say({.kind = FrameKind::join, .group = 5}, list_of({1, 2, 0}));  // another order
         check_is_heard(meshes.group(0), stranger, 1);
@@ -281,7 +281,7 @@ TEST(a_credit_that_claims_too_much_does_not_shut_the_window) {
             const Buffer piece(1 << 20);
             for (std::uint64_t sequence = 1; sequence <= 3; ++sequence) {
                 const Trade what{.sequence = sequence, .to = 1, .out = piece};
-                CHECK_EQUAL(trade(meshes.group(0), what, 2 * soon).outcome, Outcome::late);
+                CHECK_EQUAL(trade(meshes.group(0), what, 2 * soon).code, StatusCode::late);
             }
             return;
         }
@@ -291,7 +291,7 @@ TEST(a_credit_that_claims_too_much_does_not_shut_the_window) {
     });
     run_threads(2, [&](int rank) {
         if (rank == 0) {
-            CHECK_EQUAL(trade(meshes.group(0), {.sequence = 4, .to = 1, .out = Buffer(10)}).outcome, Outcome::done);
+            CHECK_EQUAL(trade(meshes.group(0), {.sequence = 4, .to = 1, .out = Buffer(10)}).code, StatusCode::done);
             return;
         }
         CHECK(eventually([&] { return stranger.hear(FrameKind::data).header.sequence == 4; }));
@@ -306,10 +306,27 @@ TEST(pieces_of_calls_that_never_come_do_not_stop_those_that_do) {
     run_threads(2, [&](int number) {
         const int rank = 2 * number, peer = 2 - rank;
         Buffer out(10), in(10);
-        CHECK_EQUAL(trade(meshes.group(rank), {1, peer, out, peer, in}).outcome, Outcome::done);
+        CHECK_EQUAL(trade(meshes.group(rank), {1, peer, out, peer, in}).code, StatusCode::done);
     });
     Buffer here(100);
-    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 2, .from = 1, .in = here}, soon).outcome, Outcome::late);
+    CHECK_EQUAL(trade(meshes.group(0), {.sequence = 2, .from = 1, .in = here}, soon).code, StatusCode::late);
+}
+
+// -- differences ------------------------------------------------------------------------------------
+
+TEST(a_late_piece_of_a_call_does_not_hide_that_ranks_differ_in_the_next_one) {
+    Meshes meshes(2, {.strangers = {1}});
+    Group& group = meshes.group(0);
+    Stranger& stranger = meshes.stranger(1, 0);
+    const auto enter = [&](std::uint64_t sequence) {
+        const net::Lock guard = group.mesh().lock();
+        return group.enter(sequence, 0, 7).code;
+    };
+    CHECK_EQUAL(enter(1), StatusCode::done);
+    stranger.say({.kind = FrameKind::ask, .sequence = 2});
+    stranger.say({.kind = FrameKind::data, .sequence = 1, .fingerprint = 8}, Buffer(1));
+    check_is_heard(group, stranger, 1);
+    CHECK_EQUAL(enter(2), StatusCode::mismatch);
 }
 
 }  // namespace ferrodist::tests

@@ -8,7 +8,7 @@
 
 #include "check.hpp"
 #include "ranks.hpp"
-#include "warm_memory.hpp"
+#include "core/warm_memory.hpp"
 
 namespace ferrodist::tests {
 namespace {

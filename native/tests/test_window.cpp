@@ -8,12 +8,12 @@ namespace ferrodist::tests {
 namespace {
 
 using net::Group;
-using shm::Outcome;
+using core::StatusCode;
 
 // Sends pieces until one has to wait in vain, and counts their bytes.
 std::uint64_t send_all_that_goes(Group& group, std::uint64_t sequence, const Buffer& piece) {
     std::uint64_t nbytes = 0;
-    while (trade_in_vain(group, {.sequence = sequence, .to = 1, .out = piece}, 4).outcome == Outcome::done) {
+    while (trade_in_vain(group, {.sequence = sequence, .to = 1, .out = piece}, 4).code == StatusCode::done) {
         nbytes += piece.size();
         CHECK(nbytes < 1 << 30);
     }
@@ -33,10 +33,10 @@ TEST(a_rank_that_does_not_come_holds_no_more_than_the_window) {
         CHECK(meshes.mesh(1).received_nbytes() < window + (1 << 20));
         Buffer here(nbytes);
         for (std::uint64_t taken = 0; taken < sent; taken += nbytes) {
-            CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1, .from = 0, .in = here}).outcome, Outcome::done);
+            CHECK_EQUAL(trade(meshes.group(1), {.sequence = 1, .from = 0, .in = here}).code, StatusCode::done);
             CHECK(here == piece);
         }
-        meshes.run([](Group& group) { CHECK_EQUAL(go_round(group, 2, 1 << 20).outcome, Outcome::done); });
+        meshes.run([](Group& group) { CHECK_EQUAL(go_round(group, 2, 1 << 20).code, StatusCode::done); });
     }
 }
 
@@ -50,7 +50,7 @@ TEST(a_window_is_one_groups_alone) {
     }
     send_all_that_goes(meshes.group(0), 1, Buffer(1 << 20));
     run_threads(2, [&](int rank) {
-        CHECK_EQUAL(go_round(*inner[static_cast<std::size_t>(rank)], 1, 1 << 20).outcome, Outcome::done);
+        CHECK_EQUAL(go_round(*inner[static_cast<std::size_t>(rank)], 1, 1 << 20).code, StatusCode::done);
     });
 }
 
@@ -59,7 +59,7 @@ TEST(what_was_dropped_with_its_call_opens_the_window_again) {
     for (std::uint64_t sequence = 1; sequence <= 5; ++sequence) {  // the other skips all of these
         const std::uint64_t sent = send_all_that_goes(meshes.group(0), 10 * sequence, Buffer(1 << 20));
         CHECK(sent >= meshes.mesh(0).window_nbytes() / 2);
-        meshes.run([&](Group& group) { CHECK_EQUAL(go_round(group, 10 * sequence + 1).outcome, Outcome::done); });
+        meshes.run([&](Group& group) { CHECK_EQUAL(go_round(group, 10 * sequence + 1).code, StatusCode::done); });
     }
 }
 
@@ -68,12 +68,12 @@ TEST(pieces_that_never_went_out_leave_the_window_open) {
     Meshes meshes(2, {.piece_nbytes = 1 << 20, .asleep = {1}});
     shrink_buffers(meshes.mesh(0).link(1).socket());
     for (std::uint64_t sequence = 1; sequence <= 30; ++sequence) {
-        CHECK_EQUAL(trade_in_vain(meshes.group(0), {.sequence = sequence, .to = 1, .out = Buffer(1 << 20)}).outcome,
-                    Outcome::interrupted);
+        CHECK_EQUAL(trade_in_vain(meshes.group(0), {.sequence = sequence, .to = 1, .out = Buffer(1 << 20)}).code,
+                    StatusCode::interrupted);
     }
     CHECK(meshes.mesh(0).sent_nbytes() < 4 << 20);
     meshes.mesh(1).start();
-    meshes.run([](Group& group) { CHECK_EQUAL(go_round(group, 100, 1 << 20).outcome, Outcome::done); });
+    meshes.run([](Group& group) { CHECK_EQUAL(go_round(group, 100, 1 << 20).code, StatusCode::done); });
 }
 
 }  // namespace ferrodist::tests

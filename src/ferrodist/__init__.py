@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.base import Backend, Statistics
-from ferrodist.backends.default import init
+from ferrodist.backends.registry import init
 from ferrodist.collectives import (
     all_gather,
     all_gather_object,
@@ -61,13 +61,11 @@ from ferrodist.work import Work
 if TYPE_CHECKING:
     from ferrodist.backends.hybrid import HybridBackend
     from ferrodist.backends.shared_memory import SharedMemoryBackend
-    from ferrodist.backends.simulated import SimulatedBackend
     from ferrodist.backends.tcp import TcpBackend
+    from ferrodist.backends.threads import SimulatedBackend
     from ferrodist.launch.spawn import run
     from ferrodist.parallel.bucket import Bucket
-    from ferrodist.parallel.compress_16bit import Compress
-    from ferrodist.parallel.compress_powersgd import PowerSGD
-    from ferrodist.parallel.compress_topk import TopK
+    from ferrodist.parallel.compression import Compress, PowerSGD, TopK
     from ferrodist.parallel.data_parallel import DataParallel, average_gradients
     from ferrodist.parallel.ddp import DDP
     from ferrodist.parallel.sharding import IndexShards, shard_indices
@@ -144,14 +142,14 @@ __all__ = [
 
 _LAZY = {
     "run": "ferrodist.launch.spawn",
-    "SimulatedBackend": "ferrodist.backends.simulated",
+    "SimulatedBackend": "ferrodist.backends.threads",
     "SharedMemoryBackend": "ferrodist.backends.shared_memory",
     "TcpBackend": "ferrodist.backends.tcp",
     "HybridBackend": "ferrodist.backends.hybrid",
     "DDP": "ferrodist.parallel.ddp",
-    "Compress": "ferrodist.parallel.compress_16bit",
-    "PowerSGD": "ferrodist.parallel.compress_powersgd",
-    "TopK": "ferrodist.parallel.compress_topk",
+    "Compress": "ferrodist.parallel.compression",
+    "PowerSGD": "ferrodist.parallel.compression",
+    "TopK": "ferrodist.parallel.compression",
     "Bucket": "ferrodist.parallel.bucket",
     "DataParallel": "ferrodist.parallel.data_parallel",
     "average_gradients": "ferrodist.parallel.data_parallel",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The native part of ferrodist: fold kernels, hashes, shared memory and TCP.
+"""The native part of ferrodist: reduction kernels, hashes, shared memory and TCP.
 
 Codes are those of DType and ReduceOp. Buffers are C-contiguous, of any alignment, and taken as
 bytes. A test holds names, parameters and docstrings against the module.
@@ -21,14 +21,14 @@ def hash_text(text: str) -> int:
 def fingerprint(numbers: Sequence[int]) -> int:
     """Hash 64-bit numbers, signed or not, to 64 bits; order, length and sign matter."""
 
-def fold(
+def local_reduce(
     dtype: int,
     op: int,
     into: WriteableBuffer,
     operands: Sequence[ReadableBuffer],
     divisor: int = 1,
 ) -> None:
-    """Fold the operands from left to right into one buffer; MEAN divides by divisor."""
+    """Reduce the operands from left to right into one buffer; MEAN divides by divisor."""
 
 def widen(dtype: int, into: WriteableBuffer, source: ReadableBuffer) -> None:
     """Convert 16-bit floats to float32."""
@@ -48,7 +48,23 @@ def use_cpu_level(name: str) -> None:
 def container_cpus() -> int:
     """Return the cores' worth of time the container grants; a large number without a limit."""
 
-Ending = tuple[int, int, BaseException | None]  # outcome, culprit, the error that ended a wait
+class Status:
+    """How a call ended, due to which rank, and what ended its wait."""
+
+    def __init__(
+        self, code: int, failed_rank: int = -1, error: BaseException | None = None
+    ) -> None: ...
+    @property
+    def code(self) -> int:
+        """A StatusCode."""
+
+    @property
+    def failed_rank(self) -> int:
+        """The rank it is due to, or -1."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that ended a wait, or None."""
 
 def register_torch(
     types: Sequence[type],
@@ -157,8 +173,8 @@ class Tickets:
     def take(self) -> int:
         """Draw the next number."""
 
-    def wait(self, number: int, look: Callable[[], float]) -> None:
-        """Wait until all calls before have ended; look() may raise, or says how long to sleep."""
+    def wait(self, number: int, poll: Callable[[], float]) -> None:
+        """Wait until all calls before have ended; poll() may raise, or says how long to sleep."""
 
     def end(self, number: int) -> None:
         """End a call, also one that never ran."""
@@ -206,7 +222,7 @@ class World:
         arena: Arena,
         fds: Sequence[tuple[int, int]],
         heartbeat: float,
-        silence: float,
+        heartbeat_timeout: float,
     ) -> None: ...
     def first_group(self) -> SharedGroup:
         """Make the group of all."""
@@ -234,10 +250,10 @@ class World:
 class Request:
     """A send or receive that is waited for."""
 
-    def wait(self, deadline: float, holds_caller: bool, look: Callable[[], None] | None) -> Ending:
-        """Wait until it is complete; return outcome, failed rank, the error that ended the wait."""
+    def wait(self, deadline: float, holds_caller: bool, poll: Callable[[], None] | None) -> Status:
+        """Wait until it is complete; return a status."""
 
-    def abandon(self, outcome: int) -> None:
+    def abandon(self, code: int) -> None:
         """End it, whatever has become of it."""
 
     @property
@@ -326,9 +342,9 @@ class SharedGroup:
         fingerprint: int,
         deadline: float,
         in_background: bool,
-        look: Callable[[], None],
-    ) -> Ending:
-        """Do one whole collective; return outcome, culprit and the error that ended a wait."""
+        poll: Callable[[], None],
+    ) -> Status:
+        """Do one whole collective; return its status."""
 
     @property
     def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
@@ -384,8 +400,8 @@ class SharedGroup:
     def note_move(self) -> None:
         """Let the others see that the current call gets on."""
 
-    def expire(self) -> tuple[int, int]:
-        """Bar ranks from the current call, which is late: outcome and culprit."""
+    def expire(self) -> Status:
+        """Bar ranks from the current call, which is late; return its status."""
 
     def last_call(self, rank: int) -> tuple[int, int]:
         """Return sequence and kind of a rank's last call."""
@@ -396,19 +412,19 @@ class SharedGroup:
     def is_gone(self, rank: int) -> bool:
         """Tell whether a rank has left or died."""
 
-    def departure_of(self, rank: int) -> bytes | None:
+    def leave_reason_of(self, rank: int) -> bytes | None:
         """Return how a rank left, None if it did not say."""
 
-    def verdict(self, sequence: int | None) -> bytes | None:
-        """Return the verdict that concerns a call, or any."""
+    def group_error(self, sequence: int | None) -> bytes | None:
+        """Return the group error that concerns a call, or any."""
 
-    def give_verdict(self, sequence: int, text: bytes) -> bool:
-        """Give the verdict; False if there is one."""
+    def set_error(self, sequence: int, text: bytes) -> bool:
+        """Set the group error; False if there is one."""
 
     def announce_closing(self) -> None:
         """Say that no new calls come from this rank."""
 
-    def leave(self, departure: bytes) -> None:
+    def leave(self, leave_reason: bytes) -> None:
         """Say that nothing more comes from this rank, and how it left."""
 
     @property
@@ -423,8 +439,8 @@ class Split:
     """Some ranks of a group on their way to be a group."""
 
     def __init__(self, parent: SharedGroup, members: Sequence[int], identity: int) -> None: ...
-    def wait(self, deadline: float, look: Callable[[], None]) -> Ending:
-        """Wait for all members; return outcome, culprit and the error that ended the wait."""
+    def wait(self, deadline: float, poll: Callable[[], None]) -> Status:
+        """Wait for all members; return a status."""
 
     def absent(self) -> list[int]:
         """List the members that have not come."""
@@ -443,7 +459,7 @@ class Mesh:
         rank: int,
         links: Sequence[tuple[int, bytes]],
         heartbeat: float,
-        silence: float,
+        heartbeat_timeout: float,
         piece_nbytes: int,
     ) -> None: ...
     def first_group(self) -> TcpGroup:
@@ -476,7 +492,7 @@ class Mesh:
         """Bytes this process has received."""
 
 class Plan:
-    """The steps of one rank, where its cells lie, and how to fold."""
+    """The steps of one rank, where its cells lie, and how to reduce."""
 
     def __init__(
         self,
@@ -486,7 +502,7 @@ class Plan:
         dtype: int,
         op: int,
         divisor: int,
-        is_wide: bool,
+        is_float32: bool,
         divides_at_end: bool,
         peers: Sequence[int],
     ) -> None: ...
@@ -579,7 +595,7 @@ class TcpGroup:
         """Whether calls in flight are to end."""
 
     def enter(self, kind: int, sequence: int, fingerprint: int) -> int:
-        """Enter a call whose first part is done elsewhere; return an outcome."""
+        """Enter a call whose first part is done elsewhere; return a status code."""
 
     def exit(self) -> None:
         """Leave a call whose last part was done elsewhere."""
@@ -590,7 +606,7 @@ class TcpGroup:
 
     @leaves_deaths.setter
     def leaves_deaths(self, value: bool) -> None: ...
-    def walk(
+    def execute(
         self,
         plan: Plan,
         source: ReadableBuffer | None,
@@ -600,9 +616,9 @@ class TcpGroup:
         fingerprint: int,
         deadline: float,
         in_background: bool,
-        look: Callable[[], None],
-    ) -> Ending:
-        """Do what a plan says; return outcome, culprit and the error that ended a wait."""
+        poll: Callable[[], None],
+    ) -> Status:
+        """Do what a plan says; return its status."""
 
     def exchange(
         self,
@@ -615,19 +631,19 @@ class TcpGroup:
         fingerprint: int,
         deadline: float,
         in_background: bool,
-        look: Callable[[], None],
-    ) -> Ending:
-        """Send one piece of a collective and receive one at once; either may lack."""
+        poll: Callable[[], None],
+    ) -> Status:
+        """Send one piece of a collective and receive one at once; either may be None."""
 
-    def hear_all(
+    def exchange_descriptors(
         self,
         sequence: int,
-        statement: bytes,
+        descriptor: bytes,
         deadline: float,
         in_background: bool,
-        look: Callable[[], None],
-    ) -> tuple[int, int, BaseException | None, list[bytes]]:
-        """Tell all ranks what this one has called; return an ending, and what all have."""
+        poll: Callable[[], None],
+    ) -> tuple[Status, list[bytes]]:
+        """Tell all ranks what this one has called; return a status, and what all have."""
 
     @property
     def tickets(self) -> Tickets:
@@ -660,8 +676,8 @@ class TcpGroup:
     def missing(self) -> list[int]:
         """Ask all ranks, and list those that hold up the current call."""
 
-    def expire(self) -> tuple[int, int]:
-        """Bar ranks from the current call, which is late: outcome and culprit."""
+    def expire(self) -> Status:
+        """Bar ranks from the current call, which is late; return its status."""
 
     @property
     def has_barred(self) -> bool:
@@ -676,25 +692,25 @@ class TcpGroup:
     def is_gone(self, rank: int) -> bool:
         """Tell whether a rank has left or died."""
 
-    def departure_of(self, rank: int) -> bytes | None:
+    def leave_reason_of(self, rank: int) -> bytes | None:
         """Return how a rank left, None if it did not say."""
 
     def loss_of(self, rank: int) -> int:
-        """Return the outcome of a wait for a rank that is gone."""
+        """Return the status code of a wait for a rank that is gone."""
 
     def flaw_of(self, rank: int) -> str:
         """Say what is wrong with the connection to a rank; empty if nothing is."""
 
-    def verdict(self, sequence: int | None) -> bytes | None:
-        """Return the verdict that concerns a call, or any."""
+    def group_error(self, sequence: int | None) -> bytes | None:
+        """Return the group error that concerns a call, or any."""
 
-    def give_verdict(self, sequence: int, text: bytes) -> bool:
-        """Propose a verdict; the first one on a call stands."""
+    def set_error(self, sequence: int, text: bytes) -> bool:
+        """Propose a group error; the first one on a call stands."""
 
     def announce_closing(self) -> None:
         """Say that no new calls come from this rank."""
 
-    def leave(self, departure: bytes) -> None:
+    def leave(self, leave_reason: bytes) -> None:
         """Say that nothing more comes from this rank, and how it left."""
 
     @property
@@ -772,9 +788,9 @@ class HybridGroup:
         index: int,
         deadline: float,
         in_background: bool,
-        look: Callable[[], None],
-    ) -> Ending:
-        """Execute a program; return outcome, culprit and the error that ended a wait."""
+        poll: Callable[[], None],
+    ) -> Status:
+        """Execute a program; return its status."""
 
     def tell_mismatch(
         self,
@@ -783,16 +799,16 @@ class HybridGroup:
         fingerprint: int,
         deadline: float,
         in_background: bool,
-        look: Callable[[], None],
-    ) -> Ending:
+        poll: Callable[[], None],
+    ) -> Status:
         """Tell the ranks of this host of a mismatch that was found elsewhere."""
 
 class TcpSplit:
     """Some ranks of a group on their way to be a group."""
 
     def __init__(self, parent: TcpGroup, members: Sequence[int], identity: int) -> None: ...
-    def wait(self, deadline: float, look: Callable[[], None]) -> Ending:
-        """Wait for all members; return outcome, culprit and the error that ended the wait."""
+    def wait(self, deadline: float, poll: Callable[[], None]) -> Status:
+        """Wait for all members; return a status."""
 
     def absent(self) -> list[int]:
         """List the members that have not come."""

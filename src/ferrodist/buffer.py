@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Buffer: the contiguous memory of one array, and DType: what its elements are.
 
-Below the door (``arrays/``) no array library exists; everything is a Buffer.
+Below ``arrays/`` no array library exists; everything is a Buffer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class DType(enum.IntEnum):
-    """Element types ferrodist can move and fold. The values are the native codes."""
+    """Element types ferrodist can move and reduce. The values are the native codes."""
 
     BOOL = 0
     INT8 = 1

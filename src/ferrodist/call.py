@@ -46,7 +46,7 @@ class Kind(enum.IntEnum):
 
     @property
     def is_reduction(self) -> bool:
-        """True where contributions are folded."""
+        """True where contributions are reduced."""
         return self in (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
 
     @property

@@ -87,7 +87,7 @@ _SWITCH = _Form("0 or 1", _flag, lambda value: isinstance(value, bool))
 _NAME = _Form("the name of a backend", str, lambda value: isinstance(value, str) and value != "")
 _LINK = _Form("four numbers > 0, by commas", _numbers, _is_link)
 _TEXT = _Form("text", str, lambda value: isinstance(value, str))
-_WALKER = _Form("native or python", str, lambda value: value in ("native", "python"))
+_EXECUTOR = _Form("native or python", str, lambda value: value in ("native", "python"))
 _PORTS = _Form("a port, or a range as 29600-29699; 0 is any free one", _ports, _is_port_range)
 
 
@@ -103,15 +103,15 @@ class Config:
         DEFAULT_COLLECTIVE_TIMEOUT, _LIMIT, "deadline of a whole call when none is passed"
     )
     reproducible: bool = _setting(
-        False, _SWITCH, "fold in rank order on every backend, whatever the algorithm"
+        False, _SWITCH, "reduce in rank order on every backend, whatever the algorithm"
     )
-    notice: float = _setting(
+    log_wait_after: float = _setting(
         5.0, _SECONDS, "a wait longer than this is logged with the ranks it waits for"
     )
-    piece_nbytes: int = _setting(
+    message_nbytes: int = _setting(
         1 << 20, _SIZE, "largest message a collective sends; the unit of pipelining"
     )
-    segment_nbytes: int = _setting(
+    chunk_nbytes: int = _setting(
         1 << 22, _SIZE, "largest part of an array reduced at once; bounds the scratch memory"
     )
     fuse_nbytes: int = _setting(
@@ -126,7 +126,7 @@ class Config:
     threads_link: tuple[float, float, float, float] = _setting(
         (2e-5, 2e-10, 1e-10, 2e-5),
         _LINK,
-        "cost of a link between threads: latency (s), s per byte, s per folded byte, s per message",
+        "cost of a link between threads: latency (s), s per byte, per reduced byte, per message",
     )
     tcp_link: tuple[float, float, float, float] = _setting(
         (2.5e-5, 5e-10, 1e-10, 5e-6), _LINK, "the same of a TCP connection"
@@ -140,9 +140,9 @@ class Config:
     join_timeout: float = _setting(
         60.0, _SECONDS, "how long the ranks of a job wait for each other at its start"
     )
-    heartbeat: float = _setting(1.0, _SECONDS, "time between a process's signs of life")
-    silence: float = _setting(
-        10.0, _SECONDS, "a process without a sign of life for this long counts as lost"
+    heartbeat: float = _setting(1.0, _SECONDS, "time between two heartbeats of a process")
+    heartbeat_timeout: float = _setting(
+        10.0, _SECONDS, "a process that sends none for this long counts as lost"
     )
 
     secret_file: str = _setting(
@@ -170,8 +170,10 @@ class Config:
         "what this host is called; ranks of one name share memory. empty is found out",
     )
     tls: bool = _setting(False, _SWITCH, "encrypt what travels between processes by TCP")
-    walker: str = _setting(
-        "native", _WALKER, "what walks schedules over TCP: native code, or Python as a reference"
+    executor: str = _setting(
+        "native",
+        _EXECUTOR,
+        "what executes schedules over TCP: native code, or Python as a reference",
     )
 
     def __post_init__(self) -> None:

@@ -13,14 +13,17 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ferrodist.arrays.host_memory import (
+from ferrodist.arrays.library import (
+    InputArray,
+    Library,
+    OutputArray,
+    Span,
     buffer_of,
     check_out,
     check_out_contiguous,
     find_dtype,
     fresh,
 )
-from ferrodist.arrays.library import Library, Result, Span, Taken
 from ferrodist.arrays.numpy_arrays import known_buffer
 from ferrodist.buffer import DType
 
@@ -28,21 +31,21 @@ from ferrodist.buffer import DType
 class CupyArrays:
     """Arrays on a GPU, staged in host memory."""
 
-    def take(self, x: Any, where: str) -> Taken:
+    def as_input(self, x: Any, where: str) -> InputArray:
         """Copy the array to the host; waits for the work on its stream."""
-        return Taken(known_buffer(cupy.asnumpy(x), where), self, x)
+        return InputArray(known_buffer(cupy.asnumpy(x), where), self, x)
 
-    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+    def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate host memory, which is copied to the device of ``taken`` at the end."""
         host = np.empty(shape, taken.array.dtype)
         return fresh(host, taken.buffer.dtype, functools.partial(_move, taken.array.device))
 
-    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+    def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
         """Stage the result in host memory and copy it to the user's array at the end."""
         check_out(out, find_dtype(out.dtype), dtype, shape)
         check_out_contiguous(out.flags.c_contiguous, out.strides)
         host = np.empty(shape, out.dtype)
-        return Result(
+        return OutputArray(
             buffer_of(host, dtype), host, functools.partial(_copy_into, out), self.span(out)
         )
 

@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.arrays.host_memory import fresh, numpy_dtype, span_of
 from ferrodist.arrays.library import (
+    InputArray,
     Library,
+    OutputArray,
     Refusal,
-    Result,
     Span,
-    Taken,
     as_it_is,
+    fresh,
+    numpy_dtype,
     refuse,
     refuse_out,
+    span_of,
     type_name,
 )
 from ferrodist.arrays.numpy_arrays import known_buffer, out_result
@@ -32,18 +34,18 @@ _CPU = 1  # kDLCPU in dlpack.h
 class DlpackArrays:
     """Arrays with ``__dlpack__``; results go back through their library's ``from_dlpack``."""
 
-    def take(self, x: Any, where: str) -> Taken:
+    def as_input(self, x: Any, where: str) -> InputArray:
         """View the array's bytes, or a packed copy of them."""
         buffer = known_buffer(_open(x, functools.partial(refuse, where)), where)
         _native.register_adapted(type(x), _from_numpy)  # from the second one on it is native code's
-        return Taken(buffer, self, x)
+        return InputArray(buffer, self, x)
 
-    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+    def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate memory that the array's own library takes over without a copy."""
         dtype = taken.buffer.dtype
         return fresh(np.empty(shape, numpy_dtype(dtype)), dtype, _importer(taken.array))
 
-    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+    def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
         """Write into the user's array."""
         return out_result(out, _open(out, refuse_out), dtype, shape)
 

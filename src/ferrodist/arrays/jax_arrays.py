@@ -14,8 +14,16 @@ import jax
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.arrays.host_memory import fresh, span_of
-from ferrodist.arrays.library import Library, Result, Span, Taken, refuse, refuse_out
+from ferrodist.arrays.library import (
+    InputArray,
+    Library,
+    OutputArray,
+    Span,
+    fresh,
+    refuse,
+    refuse_out,
+    span_of,
+)
 from ferrodist.arrays.numpy_arrays import known_buffer
 from ferrodist.buffer import DType
 
@@ -23,20 +31,20 @@ from ferrodist.buffer import DType
 class JaxArrays:
     """Arrays are immutable: never written, never ``out``."""
 
-    def take(self, x: Any, where: str) -> Taken:
+    def as_input(self, x: Any, where: str) -> InputArray:
         """View the bytes on the CPU, copy them from other devices."""
         problem = _find_problem(x)
         if problem is not None:
             raise refuse(where, *problem)
         _native.register_adapted(type(x), _put_beside)  # from the second one on it is native code's
-        return Taken(known_buffer(np.asarray(x), where), self, x)
+        return InputArray(known_buffer(np.asarray(x), where), self, x)
 
-    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+    def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate host memory, which moves to the device of ``taken`` at the end."""
         host = np.empty(shape, taken.array.dtype)
         return fresh(host, taken.buffer.dtype, functools.partial(_put_beside, taken.array))
 
-    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+    def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
         """Refuse: JAX arrays cannot be written."""
         raise refuse_out("a jax.Array, which cannot be written", "leave out= away")
 

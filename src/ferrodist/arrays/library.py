@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What every array library implements, and the records that pass through the door."""
+"""What every array library implements, and the records of conversion."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from ferrodist.buffer import Buffer, DType
+import numpy as np
+
+from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
 from ferrodist.errors import DistributedError, InvalidArgument, UnsupportedArray
 
 HOST = "host"
@@ -22,8 +25,8 @@ class Span(NamedTuple):
     device: str = HOST
 
 
-class Taken(NamedTuple):
-    """An array that came in through the door.
+class InputArray(NamedTuple):
+    """An array that a caller passed in.
 
     ``buffer`` is the user's memory, or a packed copy of it. ``array`` is the user's object; results
     take their kind, dtype and device from it.
@@ -45,7 +48,7 @@ def as_it_is(array: Any) -> Any:
     return array
 
 
-class Result(NamedTuple):
+class OutputArray(NamedTuple):
     """Where a result will be written, and how it becomes the caller's array.
 
     ``buffer`` is the memory of ``array``; ``span`` is the user's memory if ``out=`` was given.
@@ -62,15 +65,15 @@ class Result(NamedTuple):
 
 
 class Library(Protocol):
-    """One array library, as the door sees it. Implementations hold no state."""
+    """One array library, as conversion sees it. Implementations hold no state."""
 
-    def take(self, x: Any, where: str) -> Taken:
+    def as_input(self, x: Any, where: str) -> InputArray:
         """Give the bytes of ``x``, or raise UnsupportedArray."""
 
-    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+    def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Make room for a result of the kind, dtype and device of ``taken``."""
 
-    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+    def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
         """Make the user's ``out`` the place of a result, or raise InvalidArgument."""
 
     def span(self, x: Any) -> Span | None:
@@ -96,3 +99,102 @@ def type_name(x: Any) -> str:
     kind = type(x)
     module = "" if kind.__module__ == "builtins" else kind.__module__ + "."
     return module + kind.__qualname__
+
+
+# -- memory of the host ----------------------------------------------------------------------------
+#
+# NumPy views of host memory: the one road from any library's array to a Buffer and back.
+
+SUPPORTED = ", ".join(dtype.label for dtype in DType)
+
+# bfloat16 is the one NumPy does not have by itself.
+_NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
+    dtype: np.dtype(dtype.label) for dtype in DType if dtype != DType.BFLOAT16
+}
+_DTYPES: dict[np.dtype[Any], DType] = {found: dtype for dtype, found in _NUMPY_DTYPES.items()}
+
+
+def find_dtype(dtype: np.dtype[Any]) -> DType | None:
+    """Return the DType of a NumPy dtype, None if there is none."""
+    found = _DTYPES.get(dtype)
+    # ml_dtypes need not be installed here: who made the array has it, and its name is enough.
+    if found is None and dtype.type.__module__ == "ml_dtypes":
+        found = DTYPES_BY_LABEL.get(dtype.name)
+    return found
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Return the NumPy dtype of a DType; bfloat16 needs ml_dtypes."""
+    if dtype is not DType.BFLOAT16:
+        return _NUMPY_DTYPES[dtype]
+    try:
+        bfloat16: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    except ImportError as error:
+        raise UnsupportedArray(
+            "a NumPy array of bfloat16 needs the package ml_dtypes; install it, or pass an array "
+            "of the library you want back",
+            got="bfloat16",
+        ) from error
+    return bfloat16
+
+
+def flat_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """View a C-contiguous array as flat bytes; read-only if the array is."""
+    # Not memoryview.cast: it fails on zero-size arrays, and bfloat16 exports no memoryview.
+    return array.reshape(-1).view(np.uint8).data
+
+
+def buffer_of(array: np.ndarray[Any, Any], dtype: DType) -> Buffer:
+    """Make a Buffer of an array's own memory, or of a packed copy if it has gaps.
+
+    Memory that is not aligned is copied too: native code may load whole vectors from it.
+    """
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        array = array.copy()
+    return Buffer(flat_bytes(array), dtype, array.shape, array)
+
+
+def fresh(
+    array: np.ndarray[Any, Any], dtype: DType, convert: Callable[[Any], Any] = as_it_is
+) -> OutputArray:
+    """Make a new host array the place of a result; ``convert`` makes the caller's array of it."""
+    return OutputArray(buffer_of(array, dtype), array, convert)
+
+
+def span_of(array: np.ndarray[Any, Any]) -> Span:
+    """Tell which memory an array occupies."""
+    address = array.__array_interface__["data"][0]
+    return Span(address, array.shape, array.strides, array.itemsize)
+
+
+def check_out(out: Any, found: DType | None, dtype: DType, shape: tuple[int, ...]) -> None:
+    """Refuse an ``out`` whose dtype (``found``, None for a foreign one) or shape is not right."""
+    if found is not dtype:
+        raise _wrong_out("dtype", out.dtype if found is None else found.label, dtype.label)
+    if tuple(out.shape) != shape:
+        raise _wrong_out("shape", tuple(out.shape), shape)
+
+
+def _wrong_out(fact: str, got: object, expected: object) -> InvalidArgument:
+    text = f"out has {fact} {got}, expected {expected}"
+    return InvalidArgument(text, got=got, expected=expected)
+
+
+def check_out_memory(array: np.ndarray[Any, Any]) -> None:
+    """Refuse an ``out`` that cannot be written as one piece of memory."""
+    if not array.flags.writeable:
+        raise InvalidArgument("out is read-only; pass a writable array", got="read-only")
+    if not array.flags.aligned:
+        raise InvalidArgument("out is not aligned in memory; pass a fresh array", got="unaligned")
+    check_out_contiguous(array.flags.c_contiguous, array.strides)
+
+
+def check_out_contiguous(contiguous: bool, strides: tuple[int, ...]) -> None:
+    """Refuse an ``out`` with gaps or in another order."""
+    if not contiguous:
+        raise InvalidArgument(
+            f"out is not C-contiguous (strides {strides}); pass a C-contiguous array and copy "
+            "from it, or leave out= away",
+            got=strides,
+        )

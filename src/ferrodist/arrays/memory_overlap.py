@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ferrodist.arrays.host_memory import span_of
-from ferrodist.arrays.library import Result, Span, Taken
+from ferrodist.arrays.library import InputArray, OutputArray, Span, span_of
 from ferrodist.buffer import Buffer
 
 # Steps numpy may take to tell two strided arrays apart; ordinary strides need a handful.
@@ -42,7 +41,7 @@ class Overlap(NamedTuple):
 _APART = Overlap(OverlapKind.NONE)
 
 
-def overlap(taken: Taken, result: Result) -> Overlap:
+def overlap(taken: InputArray, result: OutputArray) -> Overlap:
     """Compare the user's own memory of an input with that of ``out``."""
     out, x = result.span, taken.span
     if out is None or x is None or x.device != out.device or not _bounds_meet(x, out):
@@ -117,10 +116,10 @@ class _Extent(NamedTuple):
     start: int
     end: int
     leaf: int
-    out: Result | None
+    out: OutputArray | None
 
 
-def find_crossing(inputs: Sequence[Taken], results: Sequence[Result]) -> int | None:
+def find_crossing(inputs: Sequence[InputArray], results: Sequence[OutputArray]) -> int | None:
     """Return a leaf whose ``out`` shares memory with another leaf's input or ``out``, if any.
 
     Extents are swept in order of address, so that a large tree costs no more than a sort.
@@ -135,14 +134,14 @@ def find_crossing(inputs: Sequence[Taken], results: Sequence[Result]) -> int | N
     return None
 
 
-def _extents(inputs: Sequence[Taken], results: Sequence[Result]) -> Iterator[_Extent]:
+def _extents(inputs: Sequence[InputArray], results: Sequence[OutputArray]) -> Iterator[_Extent]:
     for leaf, (taken, result) in enumerate(zip(inputs, results, strict=True)):
         for span, out in ((taken.span, None), (result.span, result)):
             if span is not None and _nbytes(span) > 0:
                 yield _Extent(*_bounds(span), leaf, out)
 
 
-def _cross(a: _Extent, b: _Extent, inputs: Sequence[Taken]) -> bool:
+def _cross(a: _Extent, b: _Extent, inputs: Sequence[InputArray]) -> bool:
     if a.leaf == b.leaf:
         return False
     if a.out is not None and b.out is not None:

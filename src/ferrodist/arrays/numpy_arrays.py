@@ -8,16 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from ferrodist.arrays.host_memory import (
+from ferrodist.arrays.library import (
     SUPPORTED,
+    InputArray,
+    Library,
+    OutputArray,
+    Span,
+    as_it_is,
     buffer_of,
     check_out,
     check_out_memory,
     find_dtype,
     fresh,
+    refuse,
+    refuse_out,
     span_of,
 )
-from ferrodist.arrays.library import Library, Result, Span, Taken, as_it_is, refuse, refuse_out
 from ferrodist.buffer import Buffer, DType
 from ferrodist.errors import UnsupportedArray
 
@@ -25,17 +31,17 @@ from ferrodist.errors import UnsupportedArray
 class NumpyArrays:
     """numpy.ndarray; subclasses come back as ndarray."""
 
-    def take(self, x: Any, where: str) -> Taken:
+    def as_input(self, x: Any, where: str) -> InputArray:
         """View the array's bytes, or a packed copy of them."""
         if type(x) is not np.ndarray:
             x = _plain(x, where)
-        return Taken(known_buffer(x, where), self, x)
+        return InputArray(known_buffer(x, where), self, x)
 
-    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+    def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate an array of the same dtype."""
         return fresh(np.empty(shape, taken.array.dtype), taken.buffer.dtype)
 
-    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+    def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
         """Write into the user's array."""
         if _is_masked(out):
             raise refuse_out("a masked array", "pass out.data")
@@ -49,17 +55,17 @@ class NumpyArrays:
 class NumpyScalars:
     """numpy.generic, such as numpy.float32(1): immutable, without memory to share."""
 
-    def take(self, x: Any, where: str) -> Taken:
+    def as_input(self, x: Any, where: str) -> InputArray:
         """Copy the scalar."""
         array = np.asarray(x)
-        return Taken(known_buffer(array, where), self, array)
+        return InputArray(known_buffer(array, where), self, array)
 
-    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+    def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Make room for a scalar, or for an array of them."""
         array = np.empty(shape, taken.array.dtype)
         return fresh(array, taken.buffer.dtype, _scalar if shape == () else as_it_is)
 
-    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+    def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
         """Refuse: a scalar cannot be written."""
         raise refuse_out(f"a NumPy scalar ({out.dtype})", "pass a 0-d array, such as np.empty(())")
 
@@ -73,11 +79,11 @@ NUMPY_SCALARS: Library = NumpyScalars()
 
 def out_result(
     out: Any, array: np.ndarray[Any, Any], dtype: DType, shape: tuple[int, ...]
-) -> Result:
+) -> OutputArray:
     """Make ``out`` the place of a result; ``array`` is the NumPy view of it."""
     check_out(array, find_dtype(array.dtype), dtype, shape)
     check_out_memory(array)
-    return Result(buffer_of(array, dtype), out, span=span_of(array))
+    return OutputArray(buffer_of(array, dtype), out, span=span_of(array))
 
 
 def known_buffer(array: np.ndarray[Any, Any], where: str) -> Buffer:

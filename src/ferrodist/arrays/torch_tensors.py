@@ -15,20 +15,18 @@ import numpy as np
 import torch
 
 from ferrodist import _native
-from ferrodist.arrays.host_memory import (
+from ferrodist.arrays.library import (
+    HOST,
     SUPPORTED,
+    InputArray,
+    Library,
+    OutputArray,
+    Span,
+    as_it_is,
     buffer_of,
     check_out,
     check_out_contiguous,
     check_out_memory,
-)
-from ferrodist.arrays.library import (
-    HOST,
-    Library,
-    Result,
-    Span,
-    Taken,
-    as_it_is,
     refuse,
     refuse_out,
     type_name,
@@ -41,7 +39,7 @@ _DTYPES: dict[Any, DType] = {getattr(torch, dtype.label): dtype for dtype in DTy
 class TorchTensors:
     """Tensors are taken by their data: gradients are neither read nor recorded."""
 
-    def take(self, x: Any, where: str) -> Taken:
+    def as_input(self, x: Any, where: str) -> InputArray:
         """View the tensor's bytes, or a packed copy of them."""
         problem = _find_problem(x)
         if problem is not None:
@@ -54,16 +52,16 @@ class TorchTensors:
         host = x.detach().resolve_conj().resolve_neg().cpu()
         if host._is_zerotensor():  # which has no memory
             host = host.clone()
-        return Taken(buffer_of(_as_numpy(host), dtype), self, x)
+        return InputArray(buffer_of(_as_numpy(host), dtype), self, x)
 
-    def new_result(self, taken: Taken, shape: tuple[int, ...]) -> Result:
+    def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate a plain tensor, which moves to the device of ``taken`` at the end."""
         x = taken.array
         host = torch.empty(shape, dtype=x.dtype, device="cpu")
         convert = as_it_is if _is_on_host(x) else functools.partial(_move, x.device)
-        return Result(buffer_of(_as_numpy(host), taken.buffer.dtype), host, convert)
+        return OutputArray(buffer_of(_as_numpy(host), taken.buffer.dtype), host, convert)
 
-    def take_out(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> Result:
+    def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
         """Write into the user's tensor; autograd learns only that it has changed."""
         problem = _find_problem(out) or _find_problem_of_out(out)
         if problem is not None:
@@ -76,7 +74,7 @@ class TorchTensors:
         else:
             host, finish = torch.empty(shape, dtype=out.dtype, device="cpu"), _copy_into
         convert = functools.partial(finish, out)
-        return Result(buffer_of(_as_numpy(host), dtype), host, convert, self.span(out))
+        return OutputArray(buffer_of(_as_numpy(host), dtype), host, convert, self.span(out))
 
     def span(self, x: Any) -> Span:
         """Tell which memory the tensor occupies."""

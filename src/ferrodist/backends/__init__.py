@@ -3,5 +3,5 @@
 
 A backend sees small integers and Buffers, never a user's array. What is common to all (the order of
 calls, handles in flight, closing) is in ``base``; what ranks are told when something is wrong is in
-``verdict``. Do not put an algorithm here: those are data, in ``schedules``.
+``group_error``. Do not put an algorithm here: those are data, in ``schedules``.
 """

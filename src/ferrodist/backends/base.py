@@ -25,11 +25,11 @@ import numpy as np
 
 from ferrodist import _native
 from ferrodist.arrays import Form, array_over, form_like, parse_form
-from ferrodist.backends import verdict
+from ferrodist.backends import failures
 from ferrodist.backends.call_methods import CallMethods
+from ferrodist.backends.failures import LeaveReason
 from ferrodist.backends.progress import Progress, ProgressThread
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
-from ferrodist.backends.verdict import Departure
 from ferrodist.buffer import Buffer
 from ferrodist.call import Call, Kind, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
@@ -215,7 +215,7 @@ class Backend(CallMethods, abc.ABC):
         """Tell whether this thread is inside a critical section of the provider."""
 
     @abc.abstractmethod
-    def _leave(self, departure: Departure) -> None:
+    def _leave(self, leave_reason: LeaveReason) -> None:
         """Tell the others that this rank makes no further calls."""
 
     def _simplest(self) -> Backend:
@@ -236,7 +236,7 @@ class Backend(CallMethods, abc.ABC):
 
     @property
     def reproducible(self) -> bool:
-        """Whether calls that do not say otherwise fold in rank order on every backend."""
+        """Whether calls that do not say otherwise reduce in rank order on every backend."""
         return self._reproducible
 
     @reproducible.setter
@@ -319,7 +319,7 @@ class Backend(CallMethods, abc.ABC):
         """Tell the others, if they do not know yet, that this call cannot succeed."""
         if not self._is_settled(running):
             what = f"{running.call.kind.label} #{running.sequence}"
-            self.abort(f"{verdict.words_of(error)} (in {what})")
+            self.abort(f"{failures.describe(error)} (in {what})")
 
     def _finish(self, work: Work[T], run: Callable[[], T]) -> None:
         """Carry out a Work; an error that nobody asks for is logged now and raised by close()."""
@@ -412,41 +412,41 @@ class Backend(CallMethods, abc.ABC):
         Not collective: others go on as long as they need nothing more from this rank.
         """
         site = caller_site()
-        self._finish_and_leave(lambda after: verdict.closed(after, site))
+        self._finish_and_leave(lambda after: failures.closed(after, site))
 
     def _end(self, how: str = "its program ended") -> None:
         """Leave as ``close`` does, because this rank's program came to its end."""
-        self._finish_and_leave(lambda after: verdict.ended(after, how))
+        self._finish_and_leave(lambda after: failures.ended(after, how))
 
     def _fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; the others are told its words."""
         if not self.is_forked:
             self._shut()
-            self._leave(verdict.raised(error))
+            self._leave(failures.raised(error))
 
-    def _finish_and_leave(self, departure_after: Callable[[int], Departure]) -> None:
+    def _finish_and_leave(self, leave_reason_after: Callable[[int], LeaveReason]) -> None:
         if not self._shut():
             return
         if self._holds_lock():
             # A finalizer or signal handler closes us in the middle of a call: to wait for what is
             # in flight would be to wait for ourselves.
             threading.Thread(
-                target=self._leave_after_works, args=(departure_after,), daemon=True
+                target=self._leave_after_works, args=(leave_reason_after,), daemon=True
             ).start()
             return
-        self._leave_after_works(departure_after)
+        self._leave_after_works(leave_reason_after)
         for work in self._unasked:
             if not work.is_asked and (error := work.exception()) is not None:
                 raise error
 
-    def _leave_after_works(self, departure_after: Callable[[int], Departure]) -> None:
+    def _leave_after_works(self, leave_reason_after: Callable[[int], LeaveReason]) -> None:
         self._announce_closing()
         try:
             self._await_works()
         except BaseException as error:
-            self._leave(verdict.raised(error))
+            self._leave(failures.raised(error))
             raise
-        self._leave(departure_after(self._tickets.last_ended))
+        self._leave(leave_reason_after(self._tickets.last_ended))
 
     def _shut(self) -> bool:
         """Take no further calls; tell whether this was the first time."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """HybridBackend: shared memory inside hosts, TCP between them.
 
-All ranks are connected by TCP: verdicts, messages and what cannot be done in two levels go there.
-The ranks of one host also share memory, and do their part of a collective in it, so that between
-hosts only one contribution per host travels.
+All ranks are connected by TCP: group errors, messages and what cannot be done in two levels go
+there. The ranks of one host also share memory, and do their part of a collective in it, so that
+between hosts only one contribution per host travels.
 
 Every collective is a program (``two_levels.py``) that native code executes.
 """
@@ -20,16 +20,13 @@ import numpy as np
 from ferrodist import _native
 from ferrodist.backends import two_levels
 from ferrodist.backends.base import Backend
-from ferrodist.backends.host_map import HostMap
-from ferrodist.backends.neighbours import NeighbourDeaths
-from ferrodist.backends.planner import MOST_PLANS, Planner
-from ferrodist.backends.process_texts import unpack_departure
+from ferrodist.backends.executor import MOST_PLANS, Planner, lengths_of
+from ferrodist.backends.failures import LeaveReason, StatusCode, unpack_leave_reason
+from ferrodist.backends.peers import PeerExitStatuses
 from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.backends.shared_memory import MISMATCH_FOUND, SharedMemoryBackend
-from ferrodist.backends.status import StatusCode
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.verdict import Departure
-from ferrodist.backends.walk_plan import lengths_of
+from ferrodist.backends.two_levels import HostMap
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.config import Config
@@ -37,7 +34,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
-from ferrodist.rendezvous.mesh import Neighbour
+from ferrodist.rendezvous.mesh import MeshPeer
 from ferrodist.schedules import Lengths
 
 
@@ -57,11 +54,11 @@ class HybridBackend(TcpBackend):
         members: tuple[int, ...],
         rank: int,
         config: Config,
-        neighbours: Sequence[Neighbour],
-        deaths: NeighbourDeaths,
+        mesh_peers: Sequence[MeshPeer],
+        exit_statuses: PeerExitStatuses,
     ) -> None:
-        super().__init__(mesh, group, members, rank, config, neighbours, deaths)
-        self.host_map = HostMap.of([neighbours[member].host for member in members], rank)
+        super().__init__(mesh, group, members, rank, config, mesh_peers, exit_statuses)
+        self.host_map = HostMap.of([mesh_peers[member].host for member in members], rank)
         self._inside: SharedMemoryBackend | None = None
         group.leaves_deaths = True  # who shares memory with a rank knows what it has done
         self._planners: dict[tuple[int, ...], Planner] = {}
@@ -82,14 +79,16 @@ class HybridBackend(TcpBackend):
     def _job_inside(self, job: Job) -> Job:
         """Describe the ranks of this host as a job of their own."""
         here = self.host_map
-        host = hashlib.sha256(self.neighbours[self.rank].host.encode()).hexdigest()[:16]
+        # The status board goes by rank in the world.
+        board = job.status_board if len(here.local) == job.world_size else None
+        host = hashlib.sha256(self.mesh_peers[self.rank].host.encode()).hexdigest()[:16]
         return replace(
             job,
             name=f"{job.name}@{host}",
             rank=here.local_rank,
             world_size=len(here.local),
-            ends=job.ends if len(here.local) == job.world_size else None,  # which is by world rank
-            several_hosts=False,
+            status_board=board,
+            hosts="",
         )
 
     @property
@@ -124,14 +123,14 @@ class HybridBackend(TcpBackend):
         """Take memory that the ranks of this host reach in place."""
         return self.inside._new_memory(nbytes)
 
-    def departure_of(self, rank: int) -> Departure:
+    def leave_reason_of(self, rank: int) -> LeaveReason:
         """Tell how a rank left; the words of one on this host are in its memory at once."""
         here = self.host_map.local
         if rank in here and self._inside is not None:
-            words = self._inside.group.departure_of(here.index(rank))
+            words = self._inside.group.leave_reason_of(here.index(rank))
             if words is not None:
-                return unpack_departure(words)
-        return super().departure_of(rank)
+                return unpack_leave_reason(words)
+        return super().leave_reason_of(rank)
 
     def _lateness(self, rank: int) -> float:
         """Return how long this rank has waited for another, between hosts and inside."""
@@ -140,10 +139,10 @@ class HybridBackend(TcpBackend):
             return between
         return between + self.inside.group.waited(here.local_rank, here.local.index(rank))
 
-    def _leave(self, departure: Departure) -> None:
+    def _leave(self, leave_reason: LeaveReason) -> None:
         if self._inside is not None:
-            self._inside._leave(departure)
-        super()._leave(departure)
+            self._inside._leave(leave_reason)
+        super()._leave(leave_reason)
 
     # -- collectives ----------------------------------------------------------------------------
 
@@ -230,7 +229,7 @@ class HybridBackend(TcpBackend):
         if key not in self._planners:
             rank, size, model = key.index(self.rank), len(key), self.link_model
             self._planners[key] = Planner(
-                rank, size, self.config, model, folds_in_order=False, peers=key
+                rank, size, self.config, model, reduces_in_order=False, peers=key
             )
         return self._planners[key]
 
@@ -252,7 +251,7 @@ class HybridBackend(TcpBackend):
             running.in_background,
             running.poll,
         )
-        if status[0] != StatusCode.MISMATCH:
+        if status.code != StatusCode.MISMATCH:
             self._check(running, status)
         return super()._report_mismatch(running, error, text)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """ProcessBackend: a rank that is a process and holds a native group, whatever connects the ranks.
 
-Here is what surrounds the collectives: what becomes of a call that cannot succeed, verdicts,
+Here is what surrounds the collectives: what becomes of a call that cannot succeed, group errors,
 splitting, leaving, and the texts of what goes wrong. When ranks differ, each exchanges descriptors
-with all the others and makes the same verdict of them. Losses, aborts and deadlines are seen by
-whoever waits; the first one's verdict, told to all, is everybody's. Joining, and the collectives
-themselves, are for subclasses.
+with all the others and makes the same group error of them. Losses, aborts and deadlines are seen by
+whoever waits; the first one's group error, told to all, is everybody's. Joining, and the
+collectives themselves, are for subclasses.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 from ferrodist import _native
-from ferrodist.backends import message_errors, verdict
+from ferrodist._native import Status
+from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
-from ferrodist.backends.deaths import Deaths
-from ferrodist.backends.messaging import MessagingBackend
-from ferrodist.backends.planner import Planner
-from ferrodist.backends.process_messenger import ProcessMessenger
-from ferrodist.backends.process_texts import (
+from ferrodist.backends.executor import Planner
+from ferrodist.backends.failures import (
     CallDescriptor,
+    GroupError,
+    LeaveReason,
     MismatchReport,
-    pack_departure,
-    pack_verdict,
-    unpack_departure,
-    unpack_verdict,
+    StatusCode,
+    pack_group_error,
+    pack_leave_reason,
+    unpack_group_error,
+    unpack_leave_reason,
 )
+from ferrodist.backends.p2p import MessagingBackend, ProcessMessenger
+from ferrodist.backends.peers import ExitStatuses
 from ferrodist.backends.request_work import end_callbacks_thread
 from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
-from ferrodist.backends.status import NativeStatus, Status, StatusCode
-from ferrodist.backends.verdict import Departure, Verdict
 from ferrodist.buffer import Buffer
 from ferrodist.call import Kind, Site, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
@@ -50,8 +51,8 @@ T = TypeVar("T")
 
 _FOR_EVER = 1e9  # seconds: thirty years
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
-_VERDICT_WAIT = 5.0  # seconds that whoever has barred this rank has to say so to all
-_VERDICT_LOOK = 0.001
+_GROUP_ERROR_WAIT = 5.0  # seconds that whoever has barred this rank has to say so to all
+_GROUP_ERROR_POLL = 0.001
 _REPORT_AFTER = 0.1  # seconds of waiting after which the others can read what this rank waits in
 
 
@@ -63,19 +64,19 @@ class Wait:
         self.where = where
         self.has_reported = False
         self._started = time.monotonic()
-        self._notice = backend.config.notice
-        self._next_notice = self._started + self._notice
+        self._log_wait_after = backend.config.log_wait_after
+        self._next_log = self._started + self._log_wait_after
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report a wait that lasts; native code asks for this about every 50 ms."""
         now = time.monotonic()
         if not self.has_reported and now - self._started > _REPORT_AFTER:
             self.has_reported = True
             self.backend.world.report(f"is in {self.where}{self.backend.group_name}")
-        if now >= self._next_notice:
-            self._notice *= 2
-            self._next_notice = now + self._notice
-            missing = verdict.names_of_ranks(self.backend.group.missing())
+        if now >= self._next_log:
+            self._log_wait_after *= 2
+            self._next_log = now + self._log_wait_after
+            missing = failures.names_of_ranks(self.backend.group.missing())
             logger.warning(
                 "rank %d: still waiting for %s in %s", self.backend.rank, missing, self.where
             )
@@ -98,13 +99,13 @@ class ProcessBackend(MessagingBackend):
         members: tuple[int, ...],
         rank: int,
         config: Config,
-        deaths: Deaths,
+        exit_statuses: ExitStatuses,
     ) -> None:
         self.world = world
         self.group = group
         self.members = members
         self.settled = 0  # the last call that ended in a difference all ranks know of
-        self._deaths = deaths
+        self._exit_statuses = exit_statuses
         super().__init__(rank, len(members), config)
         self._tickets = group.tickets
         self._wait: Wait | None = None  # of a call on the fast path
@@ -202,21 +203,21 @@ class ProcessBackend(MessagingBackend):
             raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
 
     def _end_call(self, running: RunningCall) -> None:
-        if running.watch is not None:
-            running.watch.end()
+        if running.hook is not None:
+            running.hook.end()
 
     def _poll(self, running: RunningCall) -> None:
-        if running.watch is None:
+        if running.hook is None:
             where = f"{running.call.kind.label} #{running.sequence} at {running.call.site}"
-            running.watch = Wait(self, where)
-        running.watch.look()
+            running.hook = Wait(self, where)
+        running.hook.poll()
 
     def look_in_wait(self, site: Site | None) -> None:
         """Look round in a call on the fast path that waits."""
         if self._wait is None:
             sequence, kind = self.group.last_call(self.rank)
             self._wait = Wait(self, f"{Kind(kind).label} #{sequence} at {site or caller_site()}")
-        self._wait.look()
+        self._wait.poll()
 
     def end_wait(self) -> None:
         """End what look_in_wait began."""
@@ -229,38 +230,38 @@ class ProcessBackend(MessagingBackend):
         if running.in_background and self.group.is_stopping:
             raise self.cut_short(running.call.kind, running.sequence)
         deadline = running.deadline
-        if deadline.remaining() <= 0 and self.verdict_of(None) is None:
+        if deadline.remaining() <= 0 and self.error_of(None) is None:
             if self._expire_earlier_call():
-                raise self.give(self._expiry_in_queue(running)).now(self.rank)
+                raise self.set_error(self._expiry_in_queue(running)).now(self.rank)
             return _QUEUE_LOOK
         self._refuse_if_final()
         return min(max(deadline.remaining(), 0.0), _QUEUE_LOOK)
 
     def _expire_earlier_call(self) -> bool:
         """Bar ranks from the call that this rank is in; tell whether it is to be given up."""
-        return self.group.expire()[0] == StatusCode.LATE
+        return self.group.expire().code == StatusCode.LATE
 
-    def _expiry_in_queue(self, running: RunningCall) -> Verdict:
+    def _expiry_in_queue(self, running: RunningCall) -> GroupError:
         sequence = self._tickets.last_ended + 1
         missing = [rank for rank in self.group.missing() if rank != self.rank]
         if missing:
             return self.expiry(running, missing, sequence=sequence, is_barred=self._has_barred())
         why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
-        return verdict.timeout(running.call, sequence, [self.rank], running.deadline, why)
+        return failures.timeout(running.call, sequence, [self.rank], running.deadline, why)
 
     def _is_settled(self, running: RunningCall) -> bool:
         if running.in_background and self.group.is_stopping:
             return True  # the others hear of this rank's end
         is_known = self.settled == running.sequence
-        is_known = is_known or self.group.verdict(running.sequence) is not None
+        is_known = is_known or self.group.group_error(running.sequence) is not None
         return is_known or self.group.has_left
 
     # -- calls that fail ------------------------------------------------------------------------
 
-    def _check(self, running: RunningCall, status: NativeStatus) -> None:
+    def _check(self, running: RunningCall, status: Status) -> None:
         """Raise what became of a native call, unless it is done."""
-        if status[0]:
-            raise self.failure_of(running, Status(*status))
+        if status.code:
+            raise self.failure_of(running, status)
 
     def failure_of(self, running: RunningCall, status: Status) -> BaseException:
         """Make the error that a status means, and see that all ranks get the same."""
@@ -269,42 +270,42 @@ class ProcessBackend(MessagingBackend):
             return status.error or self.cut_short(running.call.kind, running.sequence)
         if code == StatusCode.MISMATCH:
             return self._settle_mismatch(running, None)
-        if code in (StatusCode.VERDICT, StatusCode.GIVEN_UP):
-            given = self._await_verdict(running)
+        if code in (StatusCode.GROUP_ERROR, StatusCode.GIVEN_UP):
+            given = self._await_group_error(running)
             is_late = code == StatusCode.GIVEN_UP or given.bars(self.rank)
             is_late = is_late and running.num_collectives <= 1
             return given.later(self.rank) if is_late else given.now(self.rank)
-        return self.give(self._verdict_on(running, status)).now(self.rank)
+        return self.set_error(self._group_error_of(running, status)).now(self.rank)
 
     def cut_short(self, kind: int, sequence: int) -> BackendClosed:
         """Make the error of a call in flight that is not done when this rank leaves."""
         name = f"{Kind(kind).label} #{sequence}"
         return BackendClosed(f"{name}: rank {self.rank} left the group before it was done")
 
-    def _await_verdict(self, running: RunningCall) -> Verdict:
-        """Return the verdict on a call that this rank is in, or was barred from.
+    def _await_group_error(self, running: RunningCall) -> GroupError:
+        """Return the group error of a call that this rank is in, or was barred from.
 
-        Whoever has barred a rank gives the verdict next; if it died in between, this rank does.
+        Whoever has barred a rank sets the group error next; if it died in between, this rank does.
         """
-        end = time.monotonic() + _VERDICT_WAIT
-        while (given := self.verdict_of(running.sequence)) is None:
+        end = time.monotonic() + _GROUP_ERROR_WAIT
+        while (given := self.error_of(running.sequence)) is None:
             if time.monotonic() > end:
                 due = self.expiry(running, [self.rank], is_barred=True)
-                return self.give(due)
-            time.sleep(_VERDICT_LOOK)
+                return self.set_error(due)
+            time.sleep(_GROUP_ERROR_POLL)
         return given
 
-    def _verdict_on(self, running: RunningCall, status: Status) -> Verdict:
-        """Make the verdict that is due when this rank is the first to see a failure."""
+    def _group_error_of(self, running: RunningCall, status: Status) -> GroupError:
+        """Make the group error that is due when this rank is the first to see a failure."""
         call, sequence, rank = running.call, running.sequence, status.failed_rank
         if status.code == StatusCode.LATE:
             missing = self._held_up_by() if rank < 0 else [rank]
             return self.expiry(running, missing, is_barred=rank < 0 and self._has_barred())
         if status.code == StatusCode.LOST:
-            return verdict.loss(call, sequence, rank, self.departure_of(rank))
-        if status.code == StatusCode.SILENT:
-            return verdict.loss(call, sequence, rank, verdict.died(self.silence))
-        return verdict.corruption(call, sequence, rank, self.damage_of(rank, "what it posted"))
+            return failures.loss(call, sequence, rank, self.leave_reason_of(rank))
+        if status.code == StatusCode.NO_HEARTBEAT:
+            return failures.loss(call, sequence, rank, failures.died(self.no_heartbeat))
+        return failures.corruption(call, sequence, rank, self.damage_of(rank, "what it posted"))
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
@@ -314,14 +315,14 @@ class ProcessBackend(MessagingBackend):
     def _settle_mismatch(
         self, running: RunningCall, report: MismatchReport | None
     ) -> CollectiveMismatch:
-        """Exchange descriptors, and make of them the verdict that all ranks make."""
+        """Exchange descriptors, and make of them the group error that all ranks make."""
         found = self._exchange_descriptors(running, CallDescriptor(running.call, report))
         calls = [descriptor.call for descriptor in found]
         first = next((one.report for one in found if one.report is not None), None)
         given = (
-            verdict.mismatch(running.sequence, calls)
+            failures.mismatch(running.sequence, calls)
             if first is None
-            else verdict.reported_mismatch(running.sequence, calls, *first)
+            else failures.reported_mismatch(running.sequence, calls, *first)
         )
         self.settled = running.sequence
         made = given._replace(text=given.text + self.group_name).now(self.rank)
@@ -343,27 +344,27 @@ class ProcessBackend(MessagingBackend):
         """What finds and checks the algorithms that callers name."""
         return self._new_planner()
 
-    # -- verdicts -------------------------------------------------------------------------------
+    # -- group errors ------------------------------------------------------------------------------
 
-    def give(self, due: Verdict) -> Verdict:
-        """Announce a verdict; return the one that stands, which another rank may have given."""
+    def set_error(self, due: GroupError) -> GroupError:
+        """Announce a group error; return the one that stands, which another rank may have given."""
         due = due._replace(text=due.text + self.group_name)
-        self.group.give_verdict(due.sequence, pack_verdict(due, self.members))
-        return self.verdict_of(due.sequence) or due
+        self.group.set_error(due.sequence, pack_group_error(due, self.members))
+        return self.error_of(due.sequence) or due
 
-    def verdict_of(self, sequence: int | None) -> Verdict | None:
-        """Return the final verdict that concerns a call, or any."""
-        data = self.group.verdict(sequence)
-        return None if data is None else unpack_verdict(data, self.members)
+    def error_of(self, sequence: int | None) -> GroupError | None:
+        """Return the final group error that concerns a call, or any."""
+        data = self.group.group_error(sequence)
+        return None if data is None else unpack_group_error(data, self.members)
 
     def _refuse_if_final(self) -> None:
-        final = self.verdict_of(None)
+        final = self.error_of(None)
         if final is not None:
             raise final.later(self.rank)
 
     def refuse_if_aborted(self) -> None:
-        """Raise the final verdict unless it is a loss: those left may still talk to each other."""
-        final = self.verdict_of(None)
+        """Raise the final group error unless it is a loss: those left may go on."""
+        final = self.error_of(None)
         if final is not None and final.error is not RankLost:
             raise final.later(self.rank)
 
@@ -374,12 +375,12 @@ class ProcessBackend(MessagingBackend):
         *,
         sequence: int | None = None,
         is_barred: bool = False,
-    ) -> Verdict:
-        """Make the verdict of a deadline that ran out, in this call or the one it waits behind."""
+    ) -> GroupError:
+        """Make the group error of a deadline that ran out, in this call or an earlier one."""
         sequence = running.sequence if sequence is None else sequence
         last = [f"rank {rank} {self._last_seen(rank, sequence)}" for rank in missing]
         call, deadline = running.call, running.deadline
-        return verdict.timeout(call, sequence, missing, deadline, last, is_barred=is_barred)
+        return failures.timeout(call, sequence, missing, deadline, last, is_barred=is_barred)
 
     def _held_up_by(self) -> list[int]:
         """List the ranks that a call was given up for; never empty."""
@@ -401,17 +402,17 @@ class ProcessBackend(MessagingBackend):
         label = f"{Kind(kind).label} #{last}"
         return f"is in {label}" if last >= sequence else f"last call was {label}"
 
-    def departure_of(self, rank: int) -> Departure:
+    def leave_reason_of(self, rank: int) -> LeaveReason:
         """Tell how a rank left, in its own words if it had any."""
-        words = self.group.departure_of(rank)
+        words = self.group.leave_reason_of(rank)
         if words is None:
-            return self._deaths.departure_of(self.members[rank])
-        return unpack_departure(words)
+            return self._exit_statuses.leave_reason_of(self.members[rank])
+        return unpack_leave_reason(words)
 
     @property
-    def silence(self) -> str:
+    def no_heartbeat(self) -> str:
         """What is said of a rank that does nothing at all, not even beat."""
-        return f"shows no sign of life: no heartbeat for {self.config.silence:g} s"
+        return f"has sent no heartbeat for {self.config.heartbeat_timeout:g} s"
 
     @property
     def group_name(self) -> str:
@@ -421,7 +422,7 @@ class ProcessBackend(MessagingBackend):
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up, and every group split off it."""
         self._check_process()
-        self.give(verdict.abort(self.rank, reason))
+        self.set_error(failures.abort(self.rank, reason))
 
     def _check_usable(self) -> None:
         """Raise unless this rank may still make calls, from this thread."""
@@ -443,15 +444,15 @@ class ProcessBackend(MessagingBackend):
     def _fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; others and launcher are told."""
         if not self.is_forked and self._parent is None:
-            self._deaths.say(error)
+            self._exit_statuses.say(error)
         super()._fail(error)
 
-    def _leave(self, departure: Departure) -> None:
+    def _leave(self, leave_reason: LeaveReason) -> None:
         for child in list(self._children):
-            child._leave(departure)
+            child._leave(leave_reason)
         self.group.stop_progress()
         end_callbacks_thread()
-        self.group.leave(pack_departure(departure))
+        self.group.leave(pack_leave_reason(leave_reason))
 
     # -- groups ---------------------------------------------------------------------------------
 
@@ -472,7 +473,7 @@ class ProcessBackend(MessagingBackend):
     def _split_off(self, members: tuple[int, ...], identity: int, deadline: Deadline) -> Self:
         """Make a group whose members know it by ``identity``, which no other group has."""
         split = self._new_split(members, identity)
-        status = Status(*split.wait(deadline.end, lambda: None))
+        status = split.wait(deadline.end, lambda: None)
         if status.code != StatusCode.DONE:
             raise self._split_failure(split, members, deadline, status)
         world_ranks = tuple(self.members[member] for member in members)
@@ -492,20 +493,20 @@ class ProcessBackend(MessagingBackend):
     ) -> BaseException:
         """Make the error of a split that did not come about; it is this rank's own."""
         what = f"split({list(members)})"
-        code, rank, error = status
-        if code == StatusCode.INTERRUPTED and error is not None:
-            self.abort(f"{verdict.words_of(error)} (in split)")
-            return error
-        if code == StatusCode.VERDICT:
-            final = self.verdict_of(None)
+        code, rank = status.code, status.failed_rank
+        if code == StatusCode.INTERRUPTED and status.error is not None:
+            self.abort(f"{failures.describe(status.error)} (in split)")
+            return status.error
+        if code == StatusCode.GROUP_ERROR:
+            final = self.error_of(None)
             assert final is not None
             return final.later(self.rank)
         if code == StatusCode.LATE:
             return self._split_timeout(what, split.absent(), deadline)
         if code == StatusCode.CORRUPT:
             reason = self.damage_of(rank, "its group")
-            return message_errors.damaged(what, rank, self.rank, reason)
-        how = self.departure_of(rank).how
+            return failures.damaged(what, rank, self.rank, reason)
+        how = self.leave_reason_of(rank).how
         text = f"{what}: rank {rank} {how}"
         return RankLost(text, rank=rank, this_rank=self.rank, how=how)
 
@@ -516,10 +517,10 @@ class ProcessBackend(MessagingBackend):
                 if not set(world_ranks) <= set(self.members):  # off a group around this one
                     continue
                 ranks = [self.members.index(world_rank) for world_rank in world_ranks]
-                others.append(f"{verdict.names_of_ranks([rank])} in split({ranks})")
+                others.append(f"{failures.names_of_ranks([rank])} in split({ranks})")
         elsewhere = f" (waiting elsewhere: {', '.join(others)})" if others else ""
         text = (
-            f"{what}: {verdict.names_of_ranks(absent)} did not call it within {deadline}"
+            f"{what}: {failures.names_of_ranks(absent)} did not call it within {deadline}"
             f"{elsewhere}; every member must, with the same list. the limit is timeout=, "
             "backend.timeout or FERRODIST_TIMEOUT"
         )

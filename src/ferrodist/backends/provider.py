@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Provider: what somebody writes who adds a backend. ``docs/own_backend.md`` walks through one.
+"""Provider: what somebody writes who adds a backend. ``docs/own_backend.md`` leads through one.
 
 A provider moves messages, and does those collectives that it can do faster than messages do. All
 else is the work of ``ProviderBackend``, which holds it: tickets, calls in flight, comparing calls,

@@ -17,21 +17,28 @@ from contextlib import contextmanager
 from typing import Self
 
 from ferrodist import _native
-from ferrodist.backends import message_errors, verdict
+from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
-from ferrodist.backends.messaging import ThreadMessagingBackend
-from ferrodist.backends.planner import Planner, walk_plan
-from ferrodist.backends.process_texts import (
+from ferrodist.backends.executor import Planner, execute_plan
+from ferrodist.backends.failures import (
     CallDescriptor,
+    GroupError,
+    LeaveReason,
     MismatchReport,
     pack_descriptor,
     unpack_descriptor,
 )
+from ferrodist.backends.p2p import ThreadMessagingBackend
 from ferrodist.backends.provider import Provider
-from ferrodist.backends.provider_link import DATA_TAG, ENTRY_TAG, SPLIT_TAG, ProviderLink, Waiting
-from ferrodist.backends.provider_messenger import ProviderMessenger
+from ferrodist.backends.provider_link import (
+    DATA_TAG,
+    ENTRY_TAG,
+    SPLIT_TAG,
+    ProviderLink,
+    ProviderMessenger,
+    Waiting,
+)
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
-from ferrodist.backends.verdict import Departure, Verdict
 from ferrodist.buffer import Buffer
 from ferrodist.call import Kind
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
@@ -133,13 +140,13 @@ class ProviderBackend(ThreadMessagingBackend):
             return arrived
 
         plan = self._planner.plan(kind, input, output, args)
-        walk_plan(plan, input, output, args.in_place, self.config, exchange)
+        execute_plan(plan, input, output, args.in_place, self.config, exchange)
 
     def _enter(self, running: RunningCall, *, is_reporting: bool) -> bool:
         """Wait until all ranks have come; tell whether their calls differ."""
         entry = _ENTRY.pack(running.sequence, running.fingerprint, is_reporting)
         found = self._tell_all(running, entry, [len(entry)] * self.world_size)
-        running.watch = True  # from now on nobody can say that this rank has not come
+        running.hook = True  # from now on nobody can say that this rank has not come
         return is_reporting or any(other != entry for other in found)
 
     def _tell_all(self, running: RunningCall, mine: bytes, nbytes: Sequence[int]) -> list[bytes]:
@@ -170,24 +177,24 @@ class ProviderBackend(ThreadMessagingBackend):
             text = f"{call.kind.label} #{sequence}: rank {self.rank} left while it ran"
             raise BackendClosed(text, this_rank=self.rank)
         for peer in peers:
-            if (departure := link.left(peer)) is not None:
-                raise self._give(running, verdict.loss(call, sequence, peer, departure))
+            if (leave_reason := link.left(peer)) is not None:
+                raise self._set_error(running, failures.loss(call, sequence, peer, leave_reason))
         if peers and running.deadline.remaining() <= 0:
-            raise self._give(running, self._expiry(running, peers))
+            raise self._set_error(running, self._expiry(running, peers))
 
-    def _error_from(self, running: RunningCall, found: Verdict) -> DistributedError:
+    def _error_from(self, running: RunningCall, found: GroupError) -> DistributedError:
         """Make this rank's error; one that came too late gets what later calls get."""
         is_missed = self.rank in (found.facts.get("missing") or ())
-        is_late = is_missed and running.watch is None
+        is_late = is_missed and running.hook is None
         return found.later(self.rank) if is_late else found.now(self.rank)
 
-    def _give(self, running: RunningCall, found: Verdict) -> DistributedError:
+    def _set_error(self, running: RunningCall, found: GroupError) -> DistributedError:
         """End the group on all ranks; return what this one raises."""
         return self._error_from(running, self._link.set_error(found))
 
-    def _expiry(self, running: RunningCall, peers: Sequence[int]) -> Verdict:
-        last = [f"nothing has come from {verdict.names_of_ranks(peers)}"]
-        return verdict.timeout(running.call, running.sequence, peers, running.deadline, last)
+    def _expiry(self, running: RunningCall, peers: Sequence[int]) -> GroupError:
+        last = [f"nothing has come from {failures.names_of_ranks(peers)}"]
+        return failures.timeout(running.call, running.sequence, peers, running.deadline, last)
 
     @contextmanager
     def _naming_failures(self, running: RunningCall) -> Iterator[None]:
@@ -209,13 +216,15 @@ class ProviderBackend(ThreadMessagingBackend):
         self._check(running, [])  # it may be due to what another rank has told
         rank = error.args[0] if error.args and type(error.args[0]) is int else None
         if isinstance(error, TimeoutError):
-            return self._give(
+            return self._set_error(
                 running, self._expiry(running, self._peers if rank is None else [rank])
             )
         if rank is None:
             return None
-        departure = self._link.left(rank) or message_errors.GONE
-        return self._give(running, verdict.loss(running.call, running.sequence, rank, departure))
+        leave_reason = self._link.left(rank) or failures.GONE
+        return self._set_error(
+            running, failures.loss(running.call, running.sequence, rank, leave_reason)
+        )
 
     def _end_call(self, running: RunningCall) -> None:
         """Nothing is kept of a call."""
@@ -238,9 +247,9 @@ class ProviderBackend(ThreadMessagingBackend):
         calls = [one.call for one in found]
         first = next((one.report for one in found if one.report is not None), None)
         given = (
-            verdict.mismatch(running.sequence, calls)
+            failures.mismatch(running.sequence, calls)
             if first is None
-            else verdict.reported_mismatch(running.sequence, calls, *first)
+            else failures.reported_mismatch(running.sequence, calls, *first)
         )
         self._settled = running.sequence
         made = given._replace(text=given.text + self._link.group_name).now(self.rank)
@@ -255,7 +264,7 @@ class ProviderBackend(ThreadMessagingBackend):
             missing = [self.rank] if peer is None else [peer]
             why = [f"an earlier call of rank {self.rank} is still running"]
             sequence = self._tickets.last_ended + 1
-            due = verdict.timeout(running.call, sequence, missing, running.deadline, why)
+            due = failures.timeout(running.call, sequence, missing, running.deadline, why)
             raise self._link.set_error(due).now(self.rank)
         self._link.refuse_if_final()
         return min(running.deadline.remaining(), _QUEUE_LOOK)
@@ -311,12 +320,12 @@ class ProviderBackend(ThreadMessagingBackend):
         what, facts = f"split({list(members)})", {"this_rank": self.rank}
         self._link.refuse_if_aborted()
         for peer in absent:
-            if (departure := self._link.left(peer)) is not None:
-                text = f"{what}: rank {peer} {departure.how}"
-                raise RankLost(text, rank=peer, how=departure.how, **facts)
+            if (leave_reason := self._link.left(peer)) is not None:
+                text = f"{what}: rank {peer} {leave_reason.how}"
+                raise RankLost(text, rank=peer, how=leave_reason.how, **facts)
         if deadline.remaining() <= 0:
             text = (
-                f"{what}: {verdict.names_of_ranks(absent)} did not call it within {deadline}; "
+                f"{what}: {failures.names_of_ranks(absent)} did not call it within {deadline}; "
                 "every member must, with the same list. the limit is timeout=, backend.timeout or "
                 "FERRODIST_TIMEOUT"
             )
@@ -325,7 +334,7 @@ class ProviderBackend(ThreadMessagingBackend):
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up, and every group split off it."""
         self._check_process()
-        found = verdict.abort(self.rank, reason)
+        found = failures.abort(self.rank, reason)
         if self._holds_lock():  # called by a signal handler or finalizer in the middle of a call
             threading.Thread(target=self._link.set_error, args=[found], daemon=True).start()
         else:
@@ -347,7 +356,7 @@ class ProviderBackend(ThreadMessagingBackend):
     def _announce_closing(self) -> None:
         """Say nothing: leaving is what the others hear of."""
 
-    def _leave(self, departure: Departure) -> None:
+    def _leave(self, leave_reason: LeaveReason) -> None:
         for child in list(self._children):
-            child._leave(departure)
-        self._link.leave(departure)
+            child._leave(leave_reason)
+        self._link.leave(leave_reason)

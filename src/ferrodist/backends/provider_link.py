@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""ProviderLink: a provider, and what all waits on it have in common.
+"""What a provider's group knows of its peers, and its point-to-point calls.
 
-Ranks tell each other by control messages why a group is at its end, and how they left. Whoever
-waits reads them, so that a provider need only move messages.
+Errors and leave reasons travel as control messages; whoever waits for a request reads them.
 """
 
 from __future__ import annotations
@@ -12,17 +11,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ferrodist.backends import message_errors, verdict
-from ferrodist.backends.process_texts import (
-    pack_departure,
-    pack_verdict,
-    unpack_departure,
-    unpack_verdict,
+from ferrodist.backends import failures
+from ferrodist.backends.failures import (
+    GroupError,
+    LeaveReason,
+    pack_group_error,
+    pack_leave_reason,
+    unpack_group_error,
+    unpack_leave_reason,
 )
+from ferrodist.backends.framing import FrameError, pack_array_header, unpack_shape
 from ferrodist.backends.provider import Provider, Request
-from ferrodist.backends.verdict import Departure, Verdict
+from ferrodist.buffer import MAX_AXES, Buffer
+from ferrodist.call import Leaf, caller_site
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, GroupAborted, RankLost
+from ferrodist.errors import (
+    BackendClosed,
+    DistributedError,
+    GroupAborted,
+    ProtocolError,
+    RankLost,
+    SizeMismatch,
+)
 
 CONTROL_TAG = 1 << 32
 ENTRY_TAG = CONTROL_TAG + 1  # what ranks compare before a collective
@@ -51,9 +61,9 @@ class ProviderLink:
         self.sent_nbytes = self.received_nbytes = 0
         self.busy: set[int] = set()  # threads that may hold locks of the provider
         self._parent = parent
-        self._errors: list[Verdict] = []
+        self._errors: list[GroupError] = []
         self._abort = b""  # why the group was aborted, for the groups split off it
-        self._left: dict[int, Departure] = {}
+        self._left: dict[int, LeaveReason] = {}
         self._lock = threading.RLock()  # reentrant, as everything a finalizer may touch
         self._peers = [rank for rank in range(provider.world_size) if rank != self.rank]
 
@@ -147,9 +157,9 @@ class ProviderLink:
             time.sleep(_FIRST_NAP)  # it has come: iprobe said so
         body = bytes(memory[1:])
         if memory[:1] == _LEFT:
-            self._left.setdefault(peer, unpack_departure(body))
+            self._left.setdefault(peer, unpack_leave_reason(body))
             return
-        found = unpack_verdict(body, self.members)
+        found = unpack_group_error(body, self.members)
         if found.error is GroupAborted:
             self._note_abort(body)
         else:
@@ -157,13 +167,13 @@ class ProviderLink:
 
     def _note_abort(self, body: bytes) -> None:
         self._abort = self._abort or body
-        self._note(unpack_verdict(body, self.members))
+        self._note(unpack_group_error(body, self.members))
 
-    def _note(self, found: Verdict) -> None:
+    def _note(self, found: GroupError) -> None:
         if all(error.sequence > found.sequence for error in self._errors):
             self._errors.append(found)
 
-    def set_error(self, found: Verdict) -> Verdict:
+    def set_error(self, found: GroupError) -> GroupError:
         """End the group on all ranks, unless it is; return the error that stands."""
         with self._busy(), self._lock:
             self.poll()
@@ -171,7 +181,7 @@ class ProviderLink:
             if standing is not None:
                 return standing
             found = found._replace(text=found.text + self.group_name)
-            body = pack_verdict(found, self.members)
+            body = pack_group_error(found, self.members)
             self._note(found)
             if found.error is GroupAborted:
                 self._abort = body
@@ -187,12 +197,12 @@ class ProviderLink:
             except ConnectionError:
                 continue
 
-    def error_of(self, sequence: int) -> Verdict | None:
+    def error_of(self, sequence: int) -> GroupError | None:
         """Return what a rank inside ``sequence`` has to raise, if anything."""
         return next((error for error in self._errors if error.sequence <= sequence), None)
 
     @property
-    def final(self) -> Verdict | None:
+    def final(self) -> GroupError | None:
         """The error that ended the group: it answers every later call."""
         return self._errors[0] if self._errors else None
 
@@ -207,11 +217,11 @@ class ProviderLink:
         if aborted is not None:
             raise aborted.later(self.rank)
 
-    def left(self, peer: int) -> Departure | None:
+    def left(self, peer: int) -> LeaveReason | None:
         """Tell how a rank left; None while it is there, or nobody knows."""
         if peer not in self._left and self.provider.status(peer) == "lost":
             self.poll()  # its last words may have come meanwhile
-            self._left.setdefault(peer, message_errors.GONE)
+            self._left.setdefault(peer, failures.GONE)
         return self._left.get(peer)
 
     def drop(self) -> None:
@@ -219,15 +229,15 @@ class ProviderLink:
 
         A finalizer runs wherever memory runs low, also where the provider holds its locks.
         """
-        dropped = verdict.died("dropped its backend without close()")
+        dropped = failures.died("dropped its backend without close()")
         threading.Thread(target=self.leave, args=[dropped], daemon=True).start()
 
-    def leave(self, departure: Departure) -> None:
+    def leave(self, leave_reason: LeaveReason) -> None:
         """Tell the others that this rank makes no further calls."""
         with self._lock:
             if not self.has_left:
                 self.has_left = True
-                self._tell(_LEFT + pack_departure(departure))
+                self._tell(_LEFT + pack_leave_reason(leave_reason))
                 self.provider.close()
 
 
@@ -241,3 +251,143 @@ def _sleep(request: Request, nap: float, deadline: Deadline) -> None:
         time.sleep(min(nap, left))
     else:
         wait(min(_POLL, left))
+
+
+# -- point-to-point calls --------------------------------------------------------------------------
+
+
+_LARGEST_HEADER = len(pack_array_header(0, (0,) * MAX_AXES))  # type: ignore[arg-type]
+
+
+class _Message:
+    """One call: its name in errors, and what its waits look at."""
+
+    def __init__(self, link: ProviderLink, name: str, deadline: Deadline) -> None:
+        self.link = link
+        self.deadline = deadline
+        self._name = name
+        self._site = caller_site()
+
+    @property
+    def what(self) -> str:
+        """The call as errors show it; made only for them."""
+        return f"{self._name} at {self._site}{self.link.group_name}"
+
+    def wait(self, request: Request, peer: int) -> None:
+        """Wait for a request."""
+        with self.naming(peer):
+            self.link.wait([(peer, request)], self._check, self.deadline)
+
+    def _check(self, peers: list[int]) -> None:
+        link, (peer,) = self.link, peers
+        if link.has_left:
+            raise BackendClosed(f"{self.what}: rank {link.rank} has left", this_rank=link.rank)
+        link.refuse_if_aborted()
+        if self.deadline.remaining() <= 0:
+            raise failures.timed_out(self.what, peer, link.rank, self.deadline, [])
+        if link.left(peer) is not None:
+            raise self.lost(peer)
+
+    @contextmanager
+    def naming(self, peer: int) -> Iterator[None]:
+        """Make a RankLost of the error of a provider that cannot reach a peer."""
+        try:
+            yield
+        except DistributedError:
+            raise
+        except ConnectionError as error:
+            raise self.lost(peer) from error
+
+    def lost(self, peer: int) -> RankLost:
+        """Make the error of a peer that is gone."""
+        self.link.poll()
+        leave_reason = self.link.left(peer) or failures.GONE
+        return failures.lost(self.what, peer, self.link.rank, leave_reason, [])
+
+
+class ProviderMessenger:
+    """Sends and receives arrays."""
+
+    def __init__(self, link: ProviderLink) -> None:
+        self._link = link
+
+    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Send a message and wait until ``source`` may change."""
+        settle = self.post(source, peer, tag, deadline)[1]
+        if settle is not None:
+            settle()
+
+    def post(
+        self, source: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], None] | None]:
+        """Send a message; return what to call it, and how to wait until ``source`` may change."""
+        name = f"send(dst={peer}, tag={tag})"
+        message = _Message(self._link, name, deadline)
+        request = self._isend(message, source, peer, tag)
+        return name, None if request.test() else lambda: message.wait(request, peer)
+
+    def line_up(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], None]]:
+        """Post a receive; return what to call it, and how to wait for it."""
+        name = f"recv(src={peer}, tag={tag})"
+        return name, self._irecv(_Message(self._link, name, deadline), target, peer, tag)
+
+    def sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Send and receive at once; if nothing is received the message is taken back.
+
+        A message that came but does not fit is this rank's own affair: its own goes out.
+        """
+        name = f"sendrecv(dst={to}, src={peer}, tag={tag})"
+        message = _Message(self._link, name, deadline)
+        request = self._isend(message, source, to, tag)
+        try:
+            self._irecv(message, target, peer, tag)()
+        except (SizeMismatch, ProtocolError):
+            message.wait(request, to)
+            raise
+        except BaseException:
+            request.cancel()
+            raise
+        message.wait(request, to)
+
+    def _isend(self, message: _Message, source: Buffer, peer: int, tag: int) -> Request:
+        self._check_open()
+        if self._link.left(peer) is not None:
+            raise message.lost(peer)
+        data = pack_array_header(source.dtype, source.shape) + source.memory
+        with message.naming(peer):
+            return self._link.isend(data, peer, tag)
+
+    def _irecv(self, message: _Message, target: Buffer, peer: int, tag: int) -> Callable[[], None]:
+        self._check_open()
+        header = pack_array_header(target.dtype, target.shape)
+        memory = bytearray(max(_LARGEST_HEADER, len(header) + target.nbytes))
+        with message.naming(peer):
+            request = self._link.irecv(memory, peer, tag)
+
+        def receive() -> None:
+            message.wait(request, peer)
+            self._unpack(message, memoryview(memory), header, target, peer)
+
+        return receive
+
+    def _check_open(self) -> None:
+        self._link.poll()
+        self._link.refuse_if_aborted()
+
+    def _unpack(
+        self, message: _Message, memory: memoryview, header: bytes, target: Buffer, peer: int
+    ) -> None:
+        if memory[: len(header)] == header:
+            target.memory[:] = memory[len(header) : len(header) + target.nbytes]
+            return
+        try:
+            found = Leaf("", *unpack_shape(memory))
+        except FrameError as error:
+            text = str(error)
+            raise failures.damaged(message.what, peer, self._link.rank, text) from error
+        expected = Leaf("", target.dtype, target.shape)
+        raise failures.unexpected(message.what, peer, self._link.rank, found, expected)

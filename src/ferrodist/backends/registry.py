@@ -1,17 +1,39 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Backends by name: a table of lazy imports, and the entry-point group ``ferrodist.backends``."""
+"""Which backends there are, the one that init() made, and how it ends with the program."""
 
 from __future__ import annotations
 
+import atexit
 import importlib
-from importlib.metadata import EntryPoint, entry_points
+import io
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
 
 from ferrodist.backends.base import Backend
+from ferrodist.call import caller_site
+from ferrodist.config import (
+    AUTO,
+    DEFAULT,
+    Config,
+    Timeout,
+    check_timeout,
+    environment,
+    variable,
+)
 from ferrodist.errors import BackendUnavailable, InvalidArgument
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _SHARED_MEMORY = "ferrodist.backends.shared_memory:SharedMemoryBackend"
 _BUILT_IN = {
-    "simulated": "ferrodist.backends.simulated:SimulatedBackend",
+    "simulated": "ferrodist.backends.threads:SimulatedBackend",
     "shared_memory": _SHARED_MEMORY,
     "shm": _SHARED_MEMORY,
     "tcp": "ferrodist.backends.tcp:TcpBackend",
@@ -41,4 +63,195 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def _installed() -> list[EntryPoint]:
+    from importlib.metadata import entry_points  # takes as long as a third of NumPy
+
     return list(entry_points(group="ferrodist.backends"))
+
+
+# -- the backend of this process -------------------------------------------------------------------
+
+
+class _Process:
+    """What this process has been initialised with."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.backend: Backend | None = None
+
+
+_process = _Process()
+
+
+def init(backend: str | None = None, *, timeout: Timeout = DEFAULT) -> Backend:
+    """Join the job this process was started for and return its backend.
+
+    Every rank of the job calls it; it returns when all have come, or raises RendezvousError naming
+    those that have not (``Config.join_timeout``). Which job, and which rank of it, is said by the
+    launcher: ``ferrodist run``, torchrun, mpiexec, RANK and WORLD_SIZE set by hand, or srun, the
+    innermost of them; without any it is a world of one. The log says who it was.
+
+    ``backend`` is a name, ``Config.backend`` if there is none; by that it is shared memory on one
+    host, and on several also TCP between them (``hybrid``). ``timeout`` is the deadline of calls
+    that are given none. A second call returns the same backend, or raises InvalidArgument if it
+    asks for something else.
+
+    Example:
+        >>> import ferrodist
+        >>> backend = ferrodist.init()  # doctest: +SKIP
+        >>> ferrodist.allreduce(1.0)  # doctest: +SKIP
+        1.0
+    """
+    with _process.lock:
+        if _process.backend is not None:
+            return _check_same(_process.backend, backend, timeout)
+        config = Config.from_environment()
+        if timeout is not DEFAULT:
+            config = replace(config, timeout=check_timeout(timeout))
+        made = _join(backend, config)
+        _process.backend = made
+        ProgramEnd(made).watch()
+        return made
+
+
+def current_backend() -> Backend | None:
+    """Return what ``init`` made; None before."""
+    return _process.backend
+
+
+def _check_same(made: Backend, name: str | None, timeout: Timeout) -> Backend:
+    """Return the backend there is, unless something else is asked for."""
+    made._check_process()
+    if made.is_closed:
+        raise InvalidArgument(
+            "the backend that init() made was closed; a process joins its job once",
+            this_rank=made.rank,
+        )
+    if name not in (None, AUTO) and backend_class(name) is not type(made):
+        raise InvalidArgument(
+            f"init() was called before and made a {type(made).__name__}, not {name!r}", got=name
+        )
+    if timeout is not DEFAULT and check_timeout(timeout) != made.timeout:
+        raise InvalidArgument(
+            f"init() was called before, and timeout is {made.timeout}, not {timeout!r}; set "
+            "backend.timeout to change it",
+            got=timeout,
+            expected=made.timeout,
+        )
+    return made
+
+
+def _join(name: str | None, config: Config) -> Backend:
+    asked = config.backend if name is None else name
+    join = None if asked == AUTO else _joining(asked, is_setting=name is None)
+    from ferrodist.rendezvous.find_job import find_job  # only who joins a job needs it
+
+    job = find_job(environment())
+    if job.status_board is not None:
+        _print_by_lines()
+    if join is None:
+        join = _joining("hybrid" if job.several_hosts else "shared_memory")
+        return join(job, config=config)._simplest()  # for all may turn out to be on one host
+    return join(job, config=config)
+
+
+def _joining(name: str, *, is_setting: bool = False) -> Callable[..., Backend]:
+    """Return how a process joins its job with the backend of this name."""
+    try:
+        kind = backend_class(name)
+    except InvalidArgument as error:
+        if not is_setting:
+            raise
+        raise InvalidArgument(f"{variable('backend')}: {error}", got=name) from error
+    join: Callable[..., Backend] | None = getattr(kind, "join", None)
+    if join is None:
+        raise InvalidArgument(f"init() cannot make backend {name!r}: see {kind.__name__}")
+    return join
+
+
+def _print_by_lines() -> None:
+    """Let our launcher have every line at once; Python keeps what it writes to a pipe for later."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+# -- the end of the program ------------------------------------------------------------------------
+
+
+logger = logging.getLogger("ferrodist")
+
+_EXIT_SECONDS = 2.0  # for calls that are in flight when the program ends
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class ProgramEnd:
+    """Tells the other ranks, once, how this rank's program came to its end."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._exit = ""
+        self._has_failed = False
+
+    def watch(self) -> None:
+        """Hook into all the ways in which a program can end."""
+        previous_hook: _Hook = sys.excepthook
+        previous_exit = sys.exit
+
+        def hook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            try:
+                self._fail(error)
+            finally:
+                previous_hook(kind, error, trace)
+
+        def exit(status: object = None, /) -> NoReturn:  # noqa: A001 -- it stands for sys.exit
+            if _is_in_main_thread():
+                self._exit = f"sys.exit({_shown(status)}) at {caller_site()}"
+            previous_exit(status)  # type: ignore[arg-type]  # whatever it was given
+
+        sys.excepthook = hook
+        sys.exit = exit
+        atexit.register(self._end)
+
+    def _fail(self, error: BaseException) -> None:
+        goes_on = hasattr(sys, "ps1") or sys.flags.inspect  # at a prompt, or one comes after it
+        goes_on = goes_on or not _is_in_main_thread()  # a thread's error does not end the program
+        if not goes_on and not self._has_failed:
+            self._has_failed = True
+            self._backend._fail(error)
+
+    def _end(self) -> None:
+        """Leave the group, quietly and soon: calls in flight get a moment, no more."""
+        # Python notes the error of a program before it calls the hook, which may be somebody
+        # else's by now.
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self._fail(error)
+        thread = threading.Thread(target=self._end_quietly, daemon=True)
+        with suppress(KeyboardInterrupt):  # we are ending
+            thread.start()
+            thread.join(_EXIT_SECONDS)
+
+    def _end_quietly(self) -> None:
+        how = f"its program ended after {self._exit}" if self._exit else "its program ended"
+        try:
+            self._backend._end(how)
+        except Exception as error:  # noqa: BLE001 -- of a Work nobody asked: logged before
+            rank = self._backend.rank
+            logger.debug("rank %d: at the end of the program: %s", rank, error)
+
+
+def _shown(status: object) -> str:
+    """Show what sys.exit was given: a number, or a text in short."""
+    if status is None:
+        return ""
+    if isinstance(status, int):
+        return str(int(status))
+    if not isinstance(status, str):
+        return f"a {type(status).__name__}"
+    return repr(status if len(status) <= 80 else f"{status[:80]}...")
+
+
+def _is_in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

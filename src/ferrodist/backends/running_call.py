@@ -84,10 +84,10 @@ class RunningCall:
         "call",
         "deadline",
         "fingerprint",
+        "hook",
         "in_background",
         "num_collectives",
         "sequence",
-        "watch",
     )
 
     def __init__(
@@ -107,7 +107,7 @@ class RunningCall:
         self.fingerprint = call.fingerprint()
         self.in_background = in_background
         self.num_collectives = num_collectives  # of this call so far
-        self.watch: Any = None  # what the backend keeps for the waits of this call
+        self.hook: Any = None  # what the backend keeps for the waits of this call
 
     def __enter__(self) -> Self:
         tickets = self.backend._tickets

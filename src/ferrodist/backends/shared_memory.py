@@ -2,7 +2,7 @@
 """SharedMemoryBackend: ranks are processes of one host that see each other's memory.
 
 The collectives themselves are native code (``native/shm``); an algorithm that the caller names is
-walked by messages. A difference is seen by every rank itself, in the first round of a collective:
+executed by messages. A difference is seen by every rank itself, in the first round of a collective:
 fingerprints of all are compared there. Then all exchange their descriptors, again in rounds.
 """
 
@@ -16,12 +16,17 @@ from typing import Any, Self
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.backends.deaths import Deaths
-from ferrodist.backends.planner import Planner, walk_plan
+from ferrodist._native import Status
+from ferrodist.backends.executor import Planner, execute_plan
+from ferrodist.backends.failures import (
+    CallDescriptor,
+    StatusCode,
+    pack_descriptor,
+    unpack_descriptor,
+)
+from ferrodist.backends.peers import ExitStatuses
 from ferrodist.backends.process_backend import ProcessBackend
-from ferrodist.backends.process_texts import CallDescriptor, pack_descriptor, unpack_descriptor
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, Counts, RunningCall
-from ferrodist.backends.status import NativeStatus, Status, StatusCode
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import MAX_TAG, Kind
 from ferrodist.config import Config
@@ -56,10 +61,10 @@ class SharedMemoryBackend(ProcessBackend):
         members: tuple[int, ...],
         rank: int,
         config: Config,
-        deaths: Deaths,
+        exit_statuses: ExitStatuses,
     ) -> None:
         self.arena = arena
-        super().__init__(world, group, members, rank, config, deaths)
+        super().__init__(world, group, members, rank, config, exit_statuses)
         self._call_path, self._start_path = group.call_path, group.start_path
 
     @classmethod
@@ -70,13 +75,13 @@ class SharedMemoryBackend(ProcessBackend):
         members = meet(job, arena.fd, config.join_timeout)
         try:
             fds = [(member.arena, member.watch) for member in members]
-            world = _native.World(job.rank, arena, fds, config.heartbeat, config.silence)
+            world = _native.World(job.rank, arena, fds, config.heartbeat, config.heartbeat_timeout)
         finally:
             for member in members:
                 os.close(member.arena)
             os.close(members[job.rank].watch)  # the world closes those of the others
-        ranks, deaths = tuple(range(job.world_size)), Deaths(job, members)
-        return cls(world, arena, world.first_group(), ranks, job.rank, config, deaths)
+        ranks, exit_statuses = tuple(range(job.world_size)), ExitStatuses(job, members)
+        return cls(world, arena, world.first_group(), ranks, job.rank, config, exit_statuses)
 
     def _new_planner(self) -> Planner:
         """Plan only for callers that name an algorithm; unnamed, native code decides."""
@@ -86,8 +91,8 @@ class SharedMemoryBackend(ProcessBackend):
         return _native.Split(self.group, list(members), identity)
 
     def _child(self, group: _native.SharedGroup, world_ranks: tuple[int, ...], rank: int) -> Self:
-        config, deaths = self.config, self._deaths
-        return type(self)(self.world, self.arena, group, world_ranks, rank, config, deaths)
+        config, exit_statuses = self.config, self._exit_statuses
+        return type(self)(self.world, self.arena, group, world_ranks, rank, config, exit_statuses)
 
     def damage_of(self, rank: int, what: str) -> str:
         """Say that it is no part of the memory that its rank shares."""
@@ -107,7 +112,7 @@ class SharedMemoryBackend(ProcessBackend):
         output: Buffer | None,
         args: CollectiveArgs,
     ) -> None:
-        """Do one whole collective: in native code, or by walking the algorithm that is named."""
+        """Do one whole collective: in native code, or by executing the algorithm that is named."""
         if args.in_place and kind is Kind.ALL_TO_ALL and args.counts is not None and input:
             # What comes may lie where something still has to be read.
             args, input = args._replace(in_place=False), input.copy()
@@ -124,7 +129,7 @@ class SharedMemoryBackend(ProcessBackend):
         ) -> memoryview | None:
             return self._exchange(running, to, payload, peer, expected_nbytes)
 
-        walk_plan(plan, input, output, args.in_place, self.config, exchange)
+        execute_plan(plan, input, output, args.in_place, self.config, exchange)
 
     def run_native(
         self,
@@ -136,7 +141,7 @@ class SharedMemoryBackend(ProcessBackend):
         args: CollectiveArgs = NO_ARGS,
         *,
         fingerprint: int | None = None,
-    ) -> NativeStatus:
+    ) -> Status:
         """Do collective ``number`` of a call in native code, or one of a ``fingerprint``."""
         counts = args.counts
         sample = input or output
@@ -180,8 +185,8 @@ class SharedMemoryBackend(ProcessBackend):
                 sending = group.isend(to, _SCHEDULE_TAG, b"", payload)
             for request, rank in ((receiving, peer), (sending, to)):
                 if request is not None:
-                    code, error = self._wait_for(request, running.deadline.end, poll)
-                    self._check(running, (code, rank, error))
+                    status = self._wait_for(request, running.deadline.end, poll)
+                    self._check(running, Status(status.code, rank, status.error))
             group.note_move()
         except BaseException:
             for request in (receiving, sending):
@@ -190,30 +195,28 @@ class SharedMemoryBackend(ProcessBackend):
             raise
         return arrived
 
-    def _wait_for(
-        self, request: _native.Request, end: float, poll: Callable[[], None]
-    ) -> tuple[int, BaseException | None]:
+    def _wait_for(self, request: _native.Request, end: float, poll: Callable[[], None]) -> Status:
         """Wait for a message of a schedule, beyond the deadline as long as the call gets on."""
         while True:
-            code, _, error = request.wait(end, False, poll)
-            if code != StatusCode.LATE or self.group.expire()[0] != StatusCode.DONE:
-                return code, error
+            status = request.wait(end, False, poll)
+            if status.code != StatusCode.LATE or self.group.expire().code != StatusCode.DONE:
+                return status
             end = time.monotonic() + _LATE_WAIT
 
     def _poll_in_schedule(self, running: RunningCall) -> None:
-        """Poll in a message of a schedule; only here a verdict ends a wait for a message."""
+        """Poll in a message of a schedule; only here a group error ends a wait for a message."""
         self._poll(running)
-        given = self.verdict_of(running.sequence)
+        given = self.error_of(running.sequence)
         if given is not None:
             raise given.now(self.rank)
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
     ) -> CollectiveMismatch:
-        """Stop the others in their next round with a difference; all get the same verdict."""
+        """Stop the others in their next round with a difference; all get the same group error."""
         status = self.run_native(running, 0, Kind.BARRIER, fingerprint=MISMATCH_FOUND)
-        if status[0] not in (StatusCode.DONE, StatusCode.MISMATCH):  # done: all ranks report one
-            raise self.failure_of(running, Status(*status))
+        if status.code not in (StatusCode.DONE, StatusCode.MISMATCH):  # done: all ranks report one
+            raise self.failure_of(running, status)
         return super()._report_mismatch(running, error, text)
 
     def _exchange_descriptors(

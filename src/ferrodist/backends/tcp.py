@@ -2,9 +2,10 @@
 """TcpBackend: ranks are processes that are connected by TCP, on one host or on several.
 
 Every rank has a connection to every other, made when it joins; native code reads and writes them
-(``native/net``), walks the schedules and keeps the verdicts. Every piece that is sent carries the
-call's fingerprint, so whoever differs is found by whoever hears from it. The group's keeper, its
-lowest rank, is told, asks all for their descriptors, and hands everybody all of them.
+(``native/net``), executes the schedules and keeps the group errors. Every piece that is sent
+carries the call's fingerprint, so whoever differs is found by whoever hears from it. The group's
+coordinator, its lowest rank that is there, is told, asks all for their descriptors, and hands
+everybody all of them.
 """
 
 from __future__ import annotations
@@ -16,24 +17,28 @@ from dataclasses import replace
 from typing import Any, Self
 
 from ferrodist import _native
-from ferrodist.backends import verdict
-from ferrodist.backends.neighbours import NeighbourDeaths, check_settings
-from ferrodist.backends.planner import Planner, walk_plan
+from ferrodist._native import Status
+from ferrodist.backends import failures
+from ferrodist.backends.executor import ExecutionPlan, Planner, execute_plan
+from ferrodist.backends.failures import (
+    CallDescriptor,
+    LeaveReason,
+    StatusCode,
+    pack_descriptor,
+    unpack_descriptor,
+)
+from ferrodist.backends.peers import PeerExitStatuses, check_settings
 from ferrodist.backends.process_backend import ProcessBackend
-from ferrodist.backends.process_texts import CallDescriptor, pack_descriptor, unpack_descriptor
 from ferrodist.backends.running_call import CollectiveArgs, RunningCall
-from ferrodist.backends.status import NativeStatus, Status, StatusCode
-from ferrodist.backends.verdict import Departure
-from ferrodist.backends.walk_plan import WalkPlan
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.config import Config
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
-from ferrodist.rendezvous.mesh import Neighbour, join_mesh
+from ferrodist.rendezvous.mesh import MeshPeer, join_mesh
 from ferrodist.schedules import Lengths, LinkModel
 
-_LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and folded
+_LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and reduced
 _NO_MEMORY = "no memory"  # how native code begins to say so
 
 
@@ -45,7 +50,7 @@ class TcpBackend(ProcessBackend):
 
     world: _native.Mesh
     group: _native.TcpGroup
-    _deaths: NeighbourDeaths
+    _exit_statuses: PeerExitStatuses
     _has_fast_path = True
 
     def __init__(
@@ -55,30 +60,30 @@ class TcpBackend(ProcessBackend):
         members: tuple[int, ...],
         rank: int,
         config: Config,
-        neighbours: Sequence[Neighbour],
-        deaths: NeighbourDeaths,
+        mesh_peers: Sequence[MeshPeer],
+        exit_statuses: PeerExitStatuses,
     ) -> None:
-        super().__init__(mesh, group, members, rank, config, deaths)
-        self.neighbours = neighbours
-        if self._has_fast_path and config.walker == "native":
+        super().__init__(mesh, group, members, rank, config, exit_statuses)
+        self.mesh_peers = mesh_peers
+        if self._has_fast_path and config.executor == "native":
             self._call_path, self._start_path = group.call_path, group.start_path
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> Self:
         """Connect to the other ranks of the job and make the group of all; every rank calls it."""
         config = Config.from_environment() if config is None else config
-        config = replace(config, piece_nbytes=min(config.piece_nbytes, _LONGEST_PIECE))
-        neighbours = join_mesh(job, config)
+        config = replace(config, message_nbytes=min(config.message_nbytes, _LONGEST_PIECE))
+        mesh_peers = join_mesh(job, config)
         mesh = _native.Mesh(
             job.rank,
-            [(neighbour.socket, neighbour.key) for neighbour in neighbours],
+            [(mesh_peer.socket, mesh_peer.key) for mesh_peer in mesh_peers],
             config.heartbeat,
-            config.silence,
-            config.piece_nbytes,
+            config.heartbeat_timeout,
+            config.message_nbytes,
         )
-        ranks, deaths = tuple(range(job.world_size)), NeighbourDeaths(job, neighbours)
-        made = cls(mesh, mesh.first_group(), ranks, job.rank, config, neighbours, deaths)
-        weakref.finalize(made, _close_watches, neighbours).atexit = False
+        ranks, exit_statuses = tuple(range(job.world_size)), PeerExitStatuses(job, mesh_peers)
+        made = cls(mesh, mesh.first_group(), ranks, job.rank, config, mesh_peers, exit_statuses)
+        weakref.finalize(made, _close_watches, mesh_peers).atexit = False
         try:
             check_settings(made)
         except BaseException as error:
@@ -98,8 +103,8 @@ class TcpBackend(ProcessBackend):
 
     def _local_ranks(self) -> list[int]:
         """List the ranks of this group that are on this host."""
-        here = self.neighbours[self.members[self.rank]].host
-        hosts = [self.neighbours[member].host for member in self.members]
+        here = self.mesh_peers[self.members[self.rank]].host
+        hosts = [self.mesh_peers[member].host for member in self.members]
         return [rank for rank, host in enumerate(hosts) if host == here]
 
     def plan_of(
@@ -123,7 +128,7 @@ class TcpBackend(ProcessBackend):
 
     def _new_planner(self) -> Planner:
         model = self.link_model
-        return Planner(self.rank, self.world_size, self.config, model, folds_in_order=False)
+        return Planner(self.rank, self.world_size, self.config, model, reduces_in_order=False)
 
     @property
     def link_model(self) -> LinkModel:
@@ -134,8 +139,8 @@ class TcpBackend(ProcessBackend):
         return _native.TcpSplit(self.group, list(members), identity)
 
     def _child(self, group: _native.TcpGroup, world_ranks: tuple[int, ...], rank: int) -> Self:
-        config, neighbours, deaths = self.config, self.neighbours, self._deaths
-        return type(self)(self.world, group, world_ranks, rank, config, neighbours, deaths)
+        config, mesh_peers, exit_statuses = self.config, self.mesh_peers, self._exit_statuses
+        return type(self)(self.world, group, world_ranks, rank, config, mesh_peers, exit_statuses)
 
     def damage_of(self, rank: int, what: str) -> str:
         """Say what is wrong with the bytes that came from a rank."""
@@ -145,19 +150,19 @@ class TcpBackend(ProcessBackend):
         """Return the code of a wait for a rank that is gone, or sends what cannot be right."""
         return self.group.loss_of(rank)
 
-    def departure_of(self, rank: int) -> Departure:
+    def leave_reason_of(self, rank: int) -> LeaveReason:
         """Tell how a rank left, in its own words if it had any."""
-        if self.group.departure_of(rank) is not None:
-            return super().departure_of(rank)
+        if self.group.leave_reason_of(rank) is not None:
+            return super().leave_reason_of(rank)
         flaw = self.group.flaw_of(rank) or "its connection ended"
-        return self._deaths.departure_without_words(self.members[rank], flaw)
+        return self._exit_statuses.leave_reason_of_silent(self.members[rank], flaw)
 
     def _lateness(self, rank: int) -> float:
         """Return how long this rank has waited for another."""
         return self.group.waited(self.rank, rank)
 
-    def _leave(self, departure: Departure) -> None:
-        super()._leave(departure)
+    def _leave(self, leave_reason: LeaveReason) -> None:
+        super()._leave(leave_reason)
         if self._parent is None:
             self.world.finish()
 
@@ -176,19 +181,19 @@ class TcpBackend(ProcessBackend):
         if in_place and not plan.alias_safe and input is not None:
             in_place, input = False, input.copy()
         execute = self._execute_in_python
-        if self.config.walker != "python":
+        if self.config.executor != "python":
             execute = self._execute_in_native_code
         self._check(running, execute(running, plan, input, output, in_place))
 
     def _execute_in_native_code(
         self,
         running: RunningCall,
-        plan: WalkPlan,
+        plan: ExecutionPlan,
         input: Buffer | None,
         output: Buffer | None,
         in_place: bool,
-    ) -> NativeStatus:
-        return self.group.walk(
+    ) -> Status:
+        return self.group.execute(
             plan.native,
             input.memory if input else None,
             output.memory if output else None,
@@ -203,19 +208,19 @@ class TcpBackend(ProcessBackend):
     def _execute_in_python(
         self,
         running: RunningCall,
-        plan: WalkPlan,
+        plan: ExecutionPlan,
         input: Buffer | None,
         output: Buffer | None,
         in_place: bool,
-    ) -> NativeStatus:
-        """Execute a plan with the reference walker, piece by piece."""
+    ) -> Status:
+        """Execute a plan with the reference executor, piece by piece."""
 
         def exchange(
             to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
         ) -> memoryview | None:
             arrived = None if expected_nbytes is None else memoryview(bytearray(expected_nbytes))
             status = self._exchange(running, to, payload, peer, arrived)
-            if status[0]:
+            if status.code:
                 raise _ExecutionEnded(status)
             return arrived
 
@@ -223,7 +228,7 @@ class TcpBackend(ProcessBackend):
         if code != StatusCode.DONE:
             return Status(code)
         try:
-            walk_plan(plan, input, output, in_place, self.config, exchange)
+            execute_plan(plan, input, output, in_place, self.config, exchange)
         except _ExecutionEnded as ended:
             return ended.status
         finally:
@@ -237,7 +242,7 @@ class TcpBackend(ProcessBackend):
         payload: memoryview | None,
         peer: int,
         arrived: memoryview | None,
-    ) -> NativeStatus:
+    ) -> Status:
         """Send and receive one piece at once; either may be None."""
         return self.group.exchange(
             running.call.kind,
@@ -256,40 +261,40 @@ class TcpBackend(ProcessBackend):
         """Tell whether those missing were barred, be it by all others because they are silent."""
         return self.group.has_barred
 
-    def _verdict_on(self, running: RunningCall, status: Status) -> verdict.Verdict:
-        code, rank, _ = status
+    def _group_error_of(self, running: RunningCall, status: Status) -> failures.GroupError:
+        code, rank = status.code, status.failed_rank
         if code == StatusCode.LATE:
-            return super()._verdict_on(running, status._replace(failed_rank=-1))
+            return super()._group_error_of(running, Status(code))
         flaw = self.group.flaw_of(rank) if code == StatusCode.CORRUPT else ""
         if flaw.startswith(_NO_MEMORY):  # this rank's own trouble, not its peer's
             where = f"{running.call.kind.label} #{running.sequence}"
-            return verdict.abort(self.rank, f"{flaw} from rank {rank} (in {where})")
-        return super()._verdict_on(running, status)
+            return failures.abort(self.rank, f"{flaw} from rank {rank} (in {where})")
+        return super()._group_error_of(running, status)
 
     def _exchange_descriptors(
         self, running: RunningCall, mine: CallDescriptor
     ) -> list[CallDescriptor]:
-        """Tell the group's keeper what this rank has called, and hear from it what all have."""
-        code, rank, error, found = self.group.hear_all(
+        """Tell the group's coordinator what this rank has called; hear from it what all have."""
+        status, found = self.group.exchange_descriptors(
             running.sequence,
             pack_descriptor(mine),
             running.deadline.end,
             running.in_background,
             running.poll,
         )
-        self._check(running, (code, rank, error))
+        self._check(running, status)
         return [unpack_descriptor(descriptor) for descriptor in found]
 
 
 class _ExecutionEnded(Exception):
     """Ends the execution of a plan in Python."""
 
-    def __init__(self, status: NativeStatus) -> None:
+    def __init__(self, status: Status) -> None:
         super().__init__(status)
         self.status = status
 
 
-def _close_watches(neighbours: Sequence[Neighbour]) -> None:
-    for neighbour in neighbours:
-        if neighbour.watch >= 0:
-            os.close(neighbour.watch)
+def _close_watches(mesh_peers: Sequence[MeshPeer]) -> None:
+    for mesh_peer in mesh_peers:
+        if mesh_peer.watch >= 0:
+            os.close(mesh_peer.watch)

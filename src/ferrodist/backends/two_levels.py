@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Collectives in two levels: what the ranks of a host do together, and what one per host does.
+"""Collectives in two levels, as programs: inside hosts in shared memory, between them by TCP.
 
-A program is made once for like calls and executed in native code (``native/hybrid``). A *node
-leader* takes part for its host. Where all hosts have the same number of ranks, large allreduces are
-cut among them instead: ranks of the same number on their hosts, a *rail*, do their part between
-hosts side by side. The rest goes between all ranks directly: calls whose parts differ for every
-pair, and those that have to reduce in rank order.
+A HostMap says which ranks share a host. ``build`` writes the program of one kind of call; native
+code (``native/hybrid``) executes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist import _native
-from ferrodist.backends.host_map import HostMap
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs
 from ferrodist.buffer import DType
 from ferrodist.call import Kind
@@ -24,6 +21,56 @@ from ferrodist.schedules import LINKS, Lengths, LinkModel, choose, predict
 
 if TYPE_CHECKING:
     from ferrodist.backends.hybrid import HybridBackend
+
+
+@dataclass(frozen=True, slots=True)
+class HostMap:
+    """The hosts of a group, in the order of their lowest ranks; ``here`` is this rank's host."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    here: int
+    rank: int
+
+    @classmethod
+    def of(cls, names: Sequence[str], rank: int) -> HostMap:
+        """Sort ranks by the names of their hosts; ``names[i]`` is that of rank i."""
+        ranks: dict[str, list[int]] = {}
+        for other, name in enumerate(names):
+            ranks.setdefault(name, []).append(other)
+        return cls(tuple(map(tuple, ranks.values())), list(ranks).index(names[rank]), rank)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks on this host."""
+        return self.hosts[self.here]
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those on its host."""
+        return self.local.index(self.rank)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether every host has as many ranks as every other."""
+        return len(set(map(len, self.hosts))) == 1
+
+    @property
+    def are_in_order(self) -> bool:
+        """Whether the ranks of each host follow each other, so that its blocks lie together."""
+        return all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in self.hosts)
+
+    def node_leaders(self, root: int | None = None) -> list[int]:
+        """List one rank per host: the root for its own, the lowest for the others."""
+        return [root if root is not None and root in ranks else ranks[0] for ranks in self.hosts]
+
+    def host_of(self, rank: int) -> int:
+        """Return the number of the host that a rank is on."""
+        return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
+
+    def rail(self) -> list[int]:
+        """List the ranks that have this rank's number on their hosts."""
+        return [ranks[self.local_rank] for ranks in self.hosts]
+
 
 _RAILS_NBYTES = 1 << 16  # from here on a part each costs less than what is saved
 
@@ -257,7 +304,7 @@ class _Step:
 
 def _allreduce(to: Builder) -> None:
     hosts, num_local = to.hosts, len(to.hosts.local)
-    for begin, end in _segments(to.input, to.backend.config.segment_nbytes):
+    for begin, end in _segments(to.input, to.backend.config.chunk_nbytes):
         step = _Step(to, to.input.part(begin, end), to.output.part(begin, end))
         whole = 0
         if hosts.are_equal and (end - begin) * to.input.dtype.itemsize >= _RAILS_NBYTES:
@@ -304,7 +351,7 @@ def _reduce(to: Builder) -> None:
     leaders, home = hosts.node_leaders(root), hosts.host_of(root)
     leader = hosts.local.index(leaders[hosts.here])
     is_leader, is_root = hosts.local_rank == leader, to.backend.rank == root
-    for begin, end in _segments(to.input, to.backend.config.segment_nbytes):
+    for begin, end in _segments(to.input, to.backend.config.chunk_nbytes):
         to.reuse_scratch()
         target = to.output.part(begin, end) if is_root else None
         step = _Step(to, to.input.part(begin, end), target)

@@ -19,8 +19,16 @@ from ferrodist.collectives.fast_path import (
     fast_path,
     fast_start,
 )
-from ferrodist.collectives.plan import execute, execute_barrier
-from ferrodist.collectives.request import Group, No, Op, Options, Request, Yes
+from ferrodist.collectives.plan import (
+    Group,
+    No,
+    Op,
+    Options,
+    Request,
+    Yes,
+    execute,
+    execute_barrier,
+)
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.work import Work

@@ -12,13 +12,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist import _native
-from ferrodist.arrays import flatten, take
-from ferrodist.backends.default import current_backend
+from ferrodist.arrays import as_input, flatten
+from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import RunningCall
-from ferrodist.backends.status import Status
 from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, Site, caller_site
-from ferrodist.collectives.request import leaf_of
+from ferrodist.collectives.plan import leaf_of
 from ferrodist.deadline import Deadline
 from ferrodist.reduce_op import ReduceOp
 
@@ -73,13 +72,13 @@ def _on_error(
             from ferrodist.collectives.uneven import refuse_part  # which is above this file
 
             refuse_part(running, root, part, x, out)
-        raise backend.failure_of(running, Status(status, failed_rank, error))
+        raise backend.failure_of(running, _native.Status(status, failed_rank, error))
     raise AssertionError("a call that failed has no error")
 
 
 def _leaves_of(x: Any) -> tuple[Leaf, ...]:
     """Describe the arrays of a tree; nothing where there is none."""
-    return () if x is None else tuple(leaf_of(take(leaf), path) for path, leaf in flatten(x)[0])
+    return () if x is None else tuple(leaf_of(as_input(leaf), path) for path, leaf in flatten(x)[0])
 
 
 def _make_plan(

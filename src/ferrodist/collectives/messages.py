@@ -6,11 +6,11 @@ from __future__ import annotations
 import operator
 from typing import Any, TypeVar, overload
 
-from ferrodist.arrays import Result, new_result, take, take_out
+from ferrodist.arrays import OutputArray, as_input, as_output, new_result
 from ferrodist.backends.base import Backend
-from ferrodist.backends.default import current_backend
+from ferrodist.backends.registry import current_backend
 from ferrodist.call import MAX_TAG
-from ferrodist.collectives.request import Group, No, Yes, open_backend, open_deadline
+from ferrodist.collectives.plan import Group, No, Yes, open_backend, open_deadline
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import InvalidArgument, SelfSend
 from ferrodist.work import Work
@@ -76,7 +76,7 @@ def send(
     backend = open_backend(backend, "send")
     peer = _check_peer(backend, dst, "send")
     deadline = open_deadline(backend, timeout)
-    source = take(x, "send: x").buffer
+    source = as_input(x, "send: x").buffer
     start = backend._start_send if async_op else backend._send
     return start(source, peer, _check_tag(tag), deadline)
 
@@ -166,7 +166,7 @@ def sendrecv(
     backend = open_backend(backend, "sendrecv")
     to, peer = _check_peer(backend, dst, "sendrecv"), _check_peer(backend, src, "sendrecv")
     deadline = open_deadline(backend, timeout)
-    source = take(x, "sendrecv: x").buffer
+    source = as_input(x, "sendrecv: x").buffer
     result = _room_like(like, out)
     backend._sendrecv(source, to, result.buffer, peer, _check_tag(tag), deadline)
     answer: T = result.finish()
@@ -190,8 +190,8 @@ def _check_tag(tag: int) -> int:
     return number
 
 
-def _room_like(like: Any, out: Any) -> Result:
-    taken = take(like, "recv: like")
+def _room_like(like: Any, out: Any) -> OutputArray:
+    taken = as_input(like, "recv: like")
     if out is None:
         return new_result(taken, taken.buffer.shape)
-    return take_out(out, taken.buffer.dtype, taken.buffer.shape)
+    return as_output(out, taken.buffer.dtype, taken.buffer.shape)

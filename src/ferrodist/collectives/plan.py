@@ -4,28 +4,269 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from ferrodist.arrays import (
+    InputArray,
+    OutputArray,
     Overlap,
     OverlapKind,
-    Result,
-    Taken,
+    as_input,
+    as_output,
+    check_number,
     find_crossing,
     flatten,
     is_tree,
     new_result,
     overlap,
-    take,
-    take_out,
 )
-from ferrodist.backends.running_call import Part, Prepared, RunningCall
-from ferrodist.call import Kind
-from ferrodist.collectives.fusing import Item, Packed, fuse
-from ferrodist.collectives.request import Request, leaf_of
-from ferrodist.errors import InvalidArgument, InvalidShape, SizeMismatch, UnsupportedArray
+from ferrodist.backends.base import Backend
+from ferrodist.backends.registry import current_backend
+from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Part, Prepared, RunningCall
+from ferrodist.buffer import Buffer, DType
+from ferrodist.call import Call, Kind, Leaf, caller_site
+from ferrodist.config import DEFAULT, Timeout, check_timeout
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    InvalidArgument,
+    InvalidShape,
+    NotInitialized,
+    SizeMismatch,
+    UnsupportedArray,
+    UnsupportedOp,
+)
+from ferrodist.reduce_op import ReduceOp
+
+# -- requests --------------------------------------------------------------------------------------
+#
+# What every public call begins with: check the options, in the order SEMANTICS asks for.
+#
+# First the root or peer, then the arrays, then the shapes; nothing is sent and no sequence number
+# is used before all of it has passed.
+
+# Short names for the typed signatures of the public functions.
+Group = Backend | None
+Op = ReduceOp | str
+Yes = Literal[True]
+No = Literal[False]
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments that most collectives share, for their typed signatures."""
+
+    out: Any
+    timeout: Timeout
+    algorithm: Algorithm
+    reproducible: bool | None
+
+
+class Request:
+    """One public call on its way to the backend."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        backend: Backend | None,
+        *,
+        root: int | None = None,
+        op: ReduceOp | str | None = None,
+        timeout: Timeout = DEFAULT,
+        is_async: bool = False,
+        algorithm: Algorithm = None,
+        reproducible: bool | None = None,
+    ) -> None:
+        self.kind = kind
+        self.backend = open_backend(backend, kind.label)
+        self.root = None
+        if kind.is_rooted:
+            self.root = self.backend._check_rank(root, f"{kind.label}: root")
+        self.deadline = open_deadline(self.backend, timeout)
+        self.op = None if op is None else ReduceOp.parse(op)
+        self.reproducible = (
+            self.backend.reproducible if reproducible is None else bool(reproducible)
+        )
+        # What its collectives are told, where they are not told otherwise.
+        self.args = CollectiveArgs(
+            self.op, self.root or 0, algorithm=algorithm, in_order=self.reproducible
+        )
+        self.algorithm_name = self.backend._check_algorithm(
+            kind, algorithm, self.root or 0, self.reproducible
+        )
+        self.is_async = is_async
+
+    @property
+    def is_root(self) -> bool:
+        """True on the rank a rooted call is about."""
+        return self.root == self.backend.rank
+
+    def call(
+        self,
+        leaves: tuple[Leaf, ...] = (),
+        *,
+        compared: tuple[Leaf, ...] | None = None,
+        pickle: bool = False,
+    ) -> Call:
+        """Describe the call as ranks compare it."""
+        return Call(
+            self.kind,
+            leaves,
+            op=self.op,
+            root=self.root,
+            algorithm=self.algorithm_name,
+            reproducible=self.reproducible,
+            site=caller_site(),
+            compared=compared,
+            pickle=pickle,
+        )
+
+    def execute(self, prepared: Prepared[Any]) -> Any:
+        """Hand the call to the backend: return its result, or its Work if it is asynchronous."""
+        return (self.backend._start if self.is_async else self.backend._perform)(prepared)
+
+    def check_op(self, taken: InputArray, where: str) -> None:
+        """Refuse a reduction that has no meaning for the dtype, and numbers that could wrap."""
+        if self.op is None:
+            return
+        dtype = taken.buffer.dtype
+        problem = _problem(self.op, dtype, taken.is_number)
+        if problem is not None:
+            raise UnsupportedOp(
+                f"{self.kind.label}: {self.op.name.lower()} of {dtype.label} ({where}) {problem}",
+                op=self.kind.label,
+                got=dtype.label,
+                this_rank=self.backend.rank,
+            )
+        if taken.is_number:
+            check_number(taken, self.op, self.backend.world_size, f"{self.kind.label}: {where}")
+
+
+def open_backend(backend: Backend | None, what: str) -> Backend:
+    """Return the backend to use, or say what is wrong with it."""
+    if backend is None:
+        backend = current_backend()
+    if backend is None:
+        raise NotInitialized(f"{what}: call ferrodist.init() first, or pass a backend")
+    if not isinstance(backend, Backend):
+        raise InvalidArgument(
+            f"{what}: backend must be a Backend, got {type(backend).__name__}", got=backend
+        )
+    backend._check_usable()
+    return backend
+
+
+def open_deadline(backend: Backend, timeout: Timeout) -> Deadline:
+    """Start the clock of a call."""
+    return Deadline(backend.timeout if timeout is DEFAULT else check_timeout(timeout))
+
+
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def _problem(op: ReduceOp, dtype: DType, is_number: bool) -> str | None:
+    """Say why an operation cannot be done; None if it can."""
+    if op is ReduceOp.MEAN and not (dtype.is_float or dtype.is_complex):
+        advice = "pass float(x)" if is_number else "convert to a float type first, or use sum"
+        return f"would not be of that type; {advice}"
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
+        return "is not defined: complex numbers have no order"
+    if op in _BITWISE and (dtype.is_float or dtype.is_complex):
+        return "is not defined: bit operations need integers or bool"
+    return None
+
+
+def leaf_of(taken: InputArray, path: str = "") -> Leaf:
+    """Describe an array as ranks compare it."""
+    return Leaf(path, taken.buffer.dtype, taken.buffer.shape)
+
+
+# -- small leaves of a tree travel together --------------------------------------------------------
+#
+# Fusing: the leaves of a tree travel as few messages.
+#
+# Small leaves of one dtype are packed into one buffer; large ones and lone ones go as they are.
+# In reduce_scatter the packing is by part, so that a rank's part of the packed buffer holds its
+# part of every leaf; in all_gather the results are unpacked block by block.
+
+
+class Item(NamedTuple):
+    """One leaf of a call: its input, where its result goes (None where there is none)."""
+
+    taken: InputArray
+    result: OutputArray | None
+    in_place: bool = False
+
+    def alone(self, kind: Kind, args: CollectiveArgs) -> Part:
+        """Make the collective of a leaf that travels as it is."""
+        output = None if self.result is None else self.result.buffer
+        args = args._replace(in_place=True) if self.in_place else args
+        return Part(kind, self.taken.buffer, output, args)
+
+
+class Packed(NamedTuple):
+    """Results of leaves that travel together."""
+
+    leaves: list[Buffer]
+    output: Buffer
+    parts: int  # into how many equal parts each result is cut: W in all_gather, else 1
+
+    def unpack(self) -> None:
+        """Distribute the packed result to the leaves."""
+        _copy(self.leaves, self.output, self.parts, is_packing=False)
+
+
+def fuse(
+    items: Sequence[Item], kind: Kind, args: CollectiveArgs, world: int, fuse_nbytes: int
+) -> tuple[list[Part], list[Packed]]:
+    """Make the collectives of a call and say what to unpack when they are done.
+
+    Which leaves travel together depends only on what all ranks agree on.
+    """
+    if len(items) == 1:
+        return [items[0].alone(kind, args)], []
+    small: dict[DType, list[Item]] = {}
+    parts, packed = [], []
+    for item in items:
+        if item.taken.buffer.memory.nbytes <= fuse_nbytes:
+            small.setdefault(item.taken.buffer.dtype, []).append(item)
+        else:
+            parts.append(item.alone(kind, args))
+    for dtype in sorted(small):
+        if len(small[dtype]) == 1:
+            parts.append(small[dtype][0].alone(kind, args))
+            continue
+        inputs = [item.taken.buffer for item in small[dtype]]
+        outputs = [item.result.buffer for item in small[dtype] if item.result is not None]
+        together, output = _room_for(inputs), _room_for(outputs) if outputs else None
+        _copy(inputs, together, world if kind is Kind.REDUCE_SCATTER else 1, is_packing=True)
+        parts.append(Part(kind, together, output, args))
+        if output is not None:
+            packed.append(Packed(outputs, output, world if kind is Kind.ALL_GATHER else 1))
+    return parts, packed
+
+
+def _room_for(buffers: Sequence[Buffer]) -> Buffer:
+    nbytes, dtype = sum([buffer.memory.nbytes for buffer in buffers]), buffers[0].dtype
+    return Buffer.empty(dtype, (nbytes // dtype.itemsize,))
+
+
+def _copy(leaves: Sequence[Buffer], packed: Buffer, parts: int, *, is_packing: bool) -> None:
+    """Copy leaves to packed memory or back: part 0 of every leaf, then part 1 of every leaf, ..."""
+    place = 0
+    for part in range(parts):
+        for leaf in leaves:
+            size = leaf.memory.nbytes // parts
+            outer, inner = slice(place, place + size), slice(part * size, (part + 1) * size)
+            if is_packing:
+                packed.memory[outer] = leaf.memory[inner]
+            else:
+                leaf.memory[inner] = packed.memory[outer]
+            place += size
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
 
 _TAKES_TREES = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
@@ -73,7 +314,7 @@ class _DenseCall(Prepared[Any]):
 
     parts: list[Part]
     packed: list[Packed] = field(default_factory=list)
-    results: list[Result | None] = field(default_factory=list)
+    results: list[OutputArray | None] = field(default_factory=list)
     rebuild: Callable[[list[Any]], Any] | None = None  # None where this rank has no result
     out: Any = None
 
@@ -98,9 +339,9 @@ def _refuse_none(request: Request) -> UnsupportedArray:
     return UnsupportedArray(f"{request.kind.label}: x is None; {advice}", got="None")
 
 
-def _take(request: Request, path: str, leaf: Any) -> Taken:
+def _take(request: Request, path: str, leaf: Any) -> InputArray:
     where = f"x{path}" if path else "x"
-    taken = take(leaf, f"{request.kind.label}: {where}")
+    taken = as_input(leaf, f"{request.kind.label}: {where}")
     request.check_op(taken, where)
     return taken
 
@@ -125,11 +366,11 @@ def _outs(request: Request, out: Any, paths: list[str]) -> list[Any]:
 
 def _make_room(
     request: Request,
-    inputs: list[Taken],
+    inputs: list[InputArray],
     shapes: list[tuple[int, ...]],
     paths: list[str],
     outs: list[Any],
-) -> list[Result | None]:
+) -> list[OutputArray | None]:
     if not _has_result(request):
         return [None] * len(inputs)
     return [
@@ -139,16 +380,16 @@ def _make_room(
 
 
 def _take_out(
-    request: Request, out: Any, path: str, taken: Taken, shape: tuple[int, ...]
-) -> Result:
+    request: Request, out: Any, path: str, taken: InputArray, shape: tuple[int, ...]
+) -> OutputArray:
     try:
-        return take_out(out, taken.buffer.dtype, shape)
+        return as_output(out, taken.buffer.dtype, shape)
     except InvalidArgument as error:
         where = f"{request.kind.label}: in out{path}, " if path else f"{request.kind.label}: "
         raise InvalidArgument(f"{where}{error}", this_rank=request.backend.rank) from error
 
 
-def result_shape(request: Request, taken: Taken, path: str = "") -> tuple[int, ...]:
+def result_shape(request: Request, taken: InputArray, path: str = "") -> tuple[int, ...]:
     """Apply the shape rule of the kind; raise where an array cannot be cut among the ranks."""
     shape, world = taken.buffer.shape, request.backend.world_size
     if request.kind in (Kind.ALL_GATHER, Kind.GATHER):
@@ -188,7 +429,7 @@ def _or_uneven(request: Request) -> str:
     return " or use all_to_all_uneven" if request.kind is Kind.ALL_TO_ALL else ""
 
 
-def is_in_place(request: Request, taken: Taken, result: Result | None) -> bool:
+def is_in_place(request: Request, taken: InputArray, result: OutputArray | None) -> bool:
     """Tell whether ``out`` is the memory of ``x``, or an allowed part; refuse other overlaps."""
     if result is None or result.span is None:
         return False
@@ -204,7 +445,7 @@ def is_in_place(request: Request, taken: Taken, result: Result | None) -> bool:
 
 
 def _refuse_crossing(
-    request: Request, paths: list[str], inputs: list[Taken], results: list[Result | None]
+    request: Request, paths: list[str], inputs: list[InputArray], results: list[OutputArray | None]
 ) -> None:
     """Refuse an ``out`` of which one leaf is the memory of another leaf."""
     made = [result for result in results if result is not None]
@@ -216,7 +457,7 @@ def _refuse_crossing(
         )
 
 
-def _is_allowed(request: Request, taken: Taken, result: Result, found: Overlap) -> bool:
+def _is_allowed(request: Request, taken: InputArray, result: OutputArray, found: Overlap) -> bool:
     if found.kind is OverlapKind.SAME:
         return True
     if request.kind is Kind.ALL_GATHER:

@@ -14,7 +14,7 @@ from typing import Any, Unpack, overload
 
 import numpy as np
 
-from ferrodist.arrays import Result, Taken, new_result, numpy_result, take, take_out
+from ferrodist.arrays import InputArray, OutputArray, as_input, as_output, new_result, numpy_result
 from ferrodist.backends.running_call import (
     Algorithm,
     CollectiveArgs,
@@ -25,8 +25,16 @@ from ferrodist.backends.running_call import (
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
-from ferrodist.collectives.plan import is_in_place, result_shape
-from ferrodist.collectives.request import Group, No, Options, Request, Yes, leaf_of
+from ferrodist.collectives.plan import (
+    Group,
+    No,
+    Options,
+    Request,
+    Yes,
+    is_in_place,
+    leaf_of,
+    result_shape,
+)
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import (
     CollectiveMismatch,
@@ -90,9 +98,9 @@ class _SizedCall(Prepared[Any]):
     """A call that makes room for its result when it knows the size."""
 
     request: Request
-    taken: Taken | None
+    taken: InputArray | None
     out: Any
-    result: Result | None = None
+    result: OutputArray | None = None
 
     def finish(self) -> Any:
         assert self.result is not None
@@ -100,13 +108,13 @@ class _SizedCall(Prepared[Any]):
 
 
 def _prepare_scatter(request: Request, x: Any, out: Any) -> _Scatter:
-    taken = None if x is None and not request.is_root else take(x, "scatter: x")
+    taken = None if x is None and not request.is_root else as_input(x, "scatter: x")
     part = None
     if request.is_root:
         assert taken is not None
         part = Leaf("", taken.buffer.dtype, result_shape(request, taken))
         if out is not None:
-            is_in_place(request, taken, take_out(out, part.dtype, part.shape))
+            is_in_place(request, taken, as_output(out, part.dtype, part.shape))
     call = request.call(() if taken is None else (leaf_of(taken),), compared=())
     return _Scatter(call, request.deadline, request, taken, out, part=part)
 
@@ -141,13 +149,13 @@ def _read_part(numbers: np.ndarray[Any, Any]) -> Leaf:
 def refuse_part(running: RunningCall, root: int, told: bytes, x: Any, out: Any) -> None:
     """Tell all ranks that what this one passed on the fast path does not fit its part."""
     found = _read_part(np.frombuffer(told, np.int64))
-    taken = None if x is None else take(x, "scatter: x")
+    taken = None if x is None else as_input(x, "scatter: x")
     _room_for_part(running, root, found, taken, out)
 
 
 def _room_for_part(
-    running: RunningCall, root: int, found: Leaf, taken: Taken | None, out: Any
-) -> Result:
+    running: RunningCall, root: int, found: Leaf, taken: InputArray | None, out: Any
+) -> OutputArray:
     rank = running.backend.rank
     if taken is not None and rank != root and leaf_of(taken) != found:
         same_dtype = taken.buffer.dtype is found.dtype
@@ -157,7 +165,7 @@ def _room_for_part(
         )
     try:
         if out is not None:
-            return take_out(out, found.dtype, found.shape)
+            return as_output(out, found.dtype, found.shape)
         return (
             numpy_result(found.dtype, found.shape)
             if taken is None
@@ -202,7 +210,7 @@ def all_gather_uneven(
         algorithm=algorithm,
         reproducible=reproducible,
     )
-    taken = take(x, "all_gather_uneven: x")
+    taken = as_input(x, "all_gather_uneven: x")
     compared = (Leaf("", taken.buffer.dtype, _rows(taken)[1]),)
     call = request.call((leaf_of(taken),), compared=compared)
     return request.execute(_AllGatherUneven(call, request.deadline, request, taken, out))
@@ -210,7 +218,7 @@ def all_gather_uneven(
 
 @dataclass(slots=True, eq=False)
 class _AllGatherUneven(_SizedCall):
-    taken: Taken
+    taken: InputArray
 
     def run(self, running: RunningCall) -> None:
         rows, row = _rows(self.taken)
@@ -254,7 +262,7 @@ def all_to_all_uneven(
         algorithm=algorithm,
         reproducible=reproducible,
     )
-    taken = take(x, "all_to_all_uneven: x")
+    taken = as_input(x, "all_to_all_uneven: x")
     rows, row = _rows(taken)
     sends = _check_counts(request, send_counts, "send_counts")
     if sum(sends) != rows:
@@ -279,7 +287,7 @@ def all_to_all_uneven(
 
 @dataclass(slots=True, eq=False)
 class _AllToAllUneven(_SizedCall):
-    taken: Taken
+    taken: InputArray
     sends: list[int] = field(default_factory=list)
     expects: list[int] = field(default_factory=list)  # -1 where anything is welcome
     received: list[int] = field(default_factory=list)
@@ -298,7 +306,7 @@ class _AllToAllUneven(_SizedCall):
         return _SizedCall.finish(self), self.received
 
 
-def _rows(taken: Taken) -> tuple[int, tuple[int, ...]]:
+def _rows(taken: InputArray) -> tuple[int, tuple[int, ...]]:
     """Split a shape into rows and the shape of a row; a number is one row."""
     shape = taken.buffer.shape
     return (shape[0], shape[1:]) if shape else (1, ())
@@ -350,14 +358,14 @@ def _room(
     call: _AllGatherUneven | _AllToAllUneven,
     shape: tuple[int, ...],
     counts: Counts,
-) -> tuple[Result, CollectiveArgs]:
+) -> tuple[OutputArray, CollectiveArgs]:
     """Make room once the sizes are known; a wrong ``out`` shows only now, so all are told."""
     request, taken = call.request, call.taken
     args = request.args._replace(counts=counts)
     if call.out is None:
         return new_result(taken, shape), args
     try:
-        result = take_out(call.out, taken.buffer.dtype, shape)
+        result = as_output(call.out, taken.buffer.dtype, shape)
         return result, args._replace(in_place=is_in_place(request, taken, result))
     except InvalidArgument as error:
         text = f"rank {request.backend.rank}: {error}"

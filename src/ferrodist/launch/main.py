@@ -14,7 +14,7 @@ STOPPED_BY_USER = 130  # what shells report for a program that Ctrl-C ended
 _COMMANDS = {
     "demo": "ferrodist.launch.demo",
     "run": "ferrodist.launch.run",
-    "bench": "ferrodist.launch.bench.command",
+    "bench": "ferrodist.launch.bench",
     "doctor": "ferrodist.launch.doctor",
 }
 
@@ -62,5 +62,5 @@ def commands() -> None:
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its exit code."""
     commands(prog_name="ferrodist")

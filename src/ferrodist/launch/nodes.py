@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""find_part: what this launcher starts of a job, by its options and by SLURM's variables.
+"""The options of ``ferrodist run`` for several hosts, and the NodeSpec that follows from them.
 
 On several hosts the same command runs on each. It knows nothing of the others but how many they
 are; that they agree is checked when the ranks meet.
@@ -8,46 +8,115 @@ are; that they agree is checked when the ranks meet.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
 from ferrodist.config import Config, environment
 from ferrodist.errors import AuthenticationError
 from ferrodist.launch.cores import usable_cores
-from ferrodist.launch.host_options import HostOptions
-from ferrodist.launch.leash import read_secret
-from ferrodist.launch.part import Part
+from ferrodist.launch.node_spec import NodeSpec
 from ferrodist.launch.processes import KILL_SECONDS
-from ferrodist.rendezvous.job_secret import how_to_make_one, secret_from_file
-from ferrodist.rendezvous.launch import Endpoint, number, try_endpoint
+from ferrodist.launch.ssh import read_secret
+from ferrodist.rendezvous.job import how_to_make_secret, secret_from_file
+from ferrodist.rendezvous.variables import Endpoint, number, try_endpoint
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _NODE_RANK = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 _NUM_NODES = ("SLURM_NNODES",)
-_MOST_LETTERS = 100  # of a name
+_MOST_CHARACTERS = 100  # of a name
 
 
-def find_part(options: HostOptions, sizes: tuple[int, ...] | None) -> Part:
-    """Return the part of a job that this launcher starts; ``sizes`` None is a rank per core.
+class HostOptions(NamedTuple):
+    """The values of these options; None, or empty, if not given."""
+
+    nnodes: str | None
+    node_rank: int | None
+    rdzv_endpoint: str | None
+    rdzv_id: str | None
+    rdzv_backend: str | None
+    hosts: str | None
+    hostfile: Path | None
+    ssh: str | None
+    export: tuple[str, ...]
+    held_by_ssh: bool
+    only_attempt: int | None
+    standalone: bool
+
+    @property
+    def is_for_others(self) -> bool:
+        """True if hosts are listed, on which the launchers are to be started."""
+        return self.hosts is not None or self.hostfile is not None
+
+
+_OPTIONS = [
+    click.option(
+        "--nnodes", metavar="N",
+        help="How many hosts the job is on; the same command runs on each.",
+    ),
+    click.option(
+        "--node-rank", type=click.IntRange(min=0), metavar="K",
+        help="Which of the hosts this is, from 0.",
+    ),
+    click.option(
+        "--rdzv-endpoint", metavar="HOST:PORT",
+        help="Where rank 0 listens: the first host, as all others reach it. The port after it is "
+        "for torch.",
+    ),
+    click.option("--rdzv-id", metavar="NAME", help="A name for the job, the same on all hosts."),
+    click.option("--rdzv-backend", hidden=True, help="What torchrun needs on several hosts."),
+    click.option(
+        "--hosts", metavar="A,B",
+        help="Start the job on these hosts, by one ssh each; A:2,B:4 says how many ranks.",
+    ),
+    click.option(
+        "--hostfile", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+        help="The same from a file with a line 'host slots=N' for each.",
+    ),
+    click.option("--ssh", metavar="COMMAND", help="What to use for ssh, with its options."),
+    click.option(
+        "--export", multiple=True, metavar="NAME",
+        help="Give this variable to the ranks on other hosts as well. It is in a command line "
+        "there, which all users of the host can read.",
+    ),
+    click.option("--held-by-ssh", is_flag=True, hidden=True, help="Used by --hosts."),
+    click.option("--only-attempt", type=click.IntRange(min=0), hidden=True, help="The same."),
+    click.option("--standalone", is_flag=True, hidden=True, help="What torchrun needs on one."),
+]  # fmt: skip
+
+
+def host_options(command: F) -> F:
+    """Add the options to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def find_node(options: HostOptions, sizes: tuple[int, ...] | None) -> NodeSpec:
+    """Return which ranks of a job this launcher starts; ``sizes`` None is a rank per core.
 
     Raises:
-        click.UsageError: for options that are not enough or contradict each other.
+        click.UsageError: if options are missing or contradict each other.
     """
     if options.ssh is not None or options.export:
         raise click.UsageError("--ssh and --export are for --hosts and --hostfile")
     num_nodes = _num_nodes(options)
     if options.standalone and (num_nodes > 1 or options.rdzv_endpoint):
-        raise click.UsageError("--standalone is for one host; leave it away, or --rdzv-endpoint")
+        raise click.UsageError("--standalone is for one host: omit it, or omit --rdzv-endpoint")
     node_rank = _node_rank(options, num_nodes)
     secret = read_secret() if options.held_by_ssh else b""
     if num_nodes == 1:
-        return Part(_sizes_of_nodes(sizes or (usable_cores(),), 1))
+        return NodeSpec(_sizes_of_nodes(sizes or (usable_cores(),), 1))
     if sizes is None:
         raise click.UsageError(
             "hosts may differ in their cores, and all have to know how many ranks there are: say "
             "-n N, the same on all hosts"
         )
     endpoint = parse_endpoint(options.rdzv_endpoint)
-    return Part(
+    return NodeSpec(
         _sizes_of_nodes(sizes, num_nodes),
         node_rank,
         endpoint,
@@ -74,15 +143,15 @@ def parse_endpoint(text: str | None) -> Endpoint:
 
 def parse_name(text: str | None) -> str:
     """Check the name of a job; '' if none is given."""
-    if text is not None and not (0 < len(text) <= _MOST_LETTERS and text.isprintable()):
+    if text is not None and not (0 < len(text) <= _MOST_CHARACTERS and text.isprintable()):
         raise click.UsageError(
-            f"--rdzv-id: expected a name of 1 to {_MOST_LETTERS} letters that can be printed"
+            f"--rdzv-id: expected a name of 1 to {_MOST_CHARACTERS} printable characters"
         )
     return text or ""
 
 
 def check_restarts(*, grace: float, keeps_survivors: bool) -> None:
-    """Refuse restarts by launchers that would not meet again.
+    """Refuse restarts after which launchers would not meet again.
 
     Each host starts again on its own when its ranks have failed, and its ranks wait for those of
     the others. So all have to be there within the time that ranks wait for each other.
@@ -168,7 +237,7 @@ def _secret_of_hosts(num_nodes: int) -> bytes:
     if not path:
         raise AuthenticationError(
             f"a job on {num_nodes} hosts needs a secret that all of them have, or its ranks could "
-            "not tell each other from strangers on the network. 'ferrodist run --hosts' brings one "
-            f"to all hosts; for the same command on each, {how_to_make_one()}"
+            "not tell each other from strangers on the network. 'ferrodist run --hosts' sends one "
+            f"to all hosts; for the same command on each, {how_to_make_secret()}"
         )
     return secret_from_file(path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Crew: the processes of one job on this host. They are started, watched and ended here.
+"""WorkerGroup: the processes of one job on this host. They are started, watched and ended here.
 
-Each rank is in a process group of its own: a Ctrl-C reaches the launcher alone, which decides, and
-what a rank has started itself is ended along with it.
+Each rank is in a process group of its own: a Ctrl-C reaches only the launcher, which decides what
+to do, and what a rank has started itself is ended along with it.
 """
 
 from __future__ import annotations
@@ -16,45 +16,249 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from ferrodist.deadline import Deadline
 from ferrodist.launch.cores import share_cores, threads_per_rank
-from ferrodist.launch.environment import master_of, rank_environment
-from ferrodist.launch.part import FIRST_ATTEMPT, Attempt, Part
-from ferrodist.rendezvous.ends import Ends, LastWords, how_ended
-from ferrodist.rendezvous.launch import Launch
+from ferrodist.launch.node_spec import FIRST_ATTEMPT, Attempt, NodeSpec
+from ferrodist.rendezvous.find_job import run_variables
+from ferrodist.rendezvous.watch import FinalError, StatusBoard, describe_exit
 
-# -I and -S: these need no paths and no packages, and start in half the time without.
-_BARE_PYTHON = [sys.executable, "-I", "-S"]
-_SHIM = [*_BARE_PYTHON, str(Path(__file__).with_name("shim.py"))]
-_KEEPER = [*_BARE_PYTHON, str(Path(__file__).with_name("keeper.py"))]
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
+# -I and -S: it needs no paths and no packages, and starts in half the time without.
+_SHIM = [sys.executable, "-I", "-S", str(Path(__file__).with_name("shim.py"))]
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# The ranks know what the last two mean, and the launcher goes on.
+FORWARDED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.05  # between looks at processes that cannot be watched
 KILL_SECONDS = 1.0  # from SIGTERM to SIGKILL
 
 
-class Order(NamedTuple):
-    """What to start as one rank: a command, the files it inherits, and its standard streams.
+class StandardFiles(NamedTuple):
+    """The standard streams of a process.
 
-    ``has_terminal``: its standard streams are a terminal of its own, which is to control it.
+    ``has_terminal``: they are a terminal of its own, which is to be its controlling terminal.
     """
 
-    command: Sequence[str]
-    files: Sequence[int] = ()
     stdin: int = subprocess.DEVNULL  # a process in the background must not read from a terminal
     stdout: int | None = None
     stderr: int | None = None
     has_terminal: bool = False
 
 
-class Keeper:
-    """A process that ends what ranks have started, should this one be killed without a word."""
+class ProcessSpec(NamedTuple):
+    """What to start as one rank: a command, its standard streams, and other files it inherits."""
+
+    command: Sequence[str]
+    standard: StandardFiles = StandardFiles()
+    inherited: Sequence[int] = ()
+
+
+class ChildProcess:
+    """A child process in a process group of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.pidfd = _try_pidfd(process.pid)
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended."""
+        return self.process.poll() is not None
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, and what it has started. Takes no lock: signal handlers call it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """Release what belongs to it: it has ended."""
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+
+P = TypeVar("P", bound=ChildProcess)
+
+
+class ProcessSet(Generic[P]):
+    """Processes that are waited for together, and files that are read meanwhile."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self.running: list[P] = []
+
+    def add(self, process: P) -> None:
+        """Wait for one more."""
+        self.running.append(process)
+        if process.pidfd is not None:
+            self._selector.register(process.pidfd, selectors.EVENT_READ)
+
+    def watch(self, file: int, callback: Callable[[], bool]) -> None:
+        """Call back, within ``wait``, whenever a file can be read, until that returns False."""
+        self._selector.register(file, selectors.EVENT_READ, callback)
+
+    def wait(self, seconds: float) -> list[P]:
+        """Wait until something happens, but not longer; return the processes that have ended."""
+        if any(process.pidfd is None for process in self.running):
+            seconds = min(seconds, _POLL_SECONDS)
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            if key.data is not None and not key.data():
+                self._selector.unregister(key.fileobj)
+        ended = [process for process in self.running if process.has_ended()]
+        for process in ended:
+            self._forget(process)
+        return ended
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until none is running, but not longer."""
+        end = time.monotonic() + seconds
+        while self.running and time.monotonic() < end:
+            self.wait(end - time.monotonic())
+
+    def send_signal(self, number: int) -> None:
+        """Signal all that are running."""
+        for process in self.running:
+            process.send_signal(number)
+
+    def close(self) -> None:
+        """Kill what is still running."""
+        self._kill()
+        self._selector.close()
+
+    def _kill(self) -> None:
+        raise NotImplementedError
+
+    def _forget(self, process: P) -> None:
+        self.running.remove(process)
+        if process.pidfd is not None:
+            self._selector.unregister(process.pidfd)
+        process.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Worker(ChildProcess):
+    """A process that is one rank."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], reaper: Reaper) -> None:
+        super().__init__(process)
+        self.rank = rank
+        self._reaper = reaper
+        self._is_to_end = False
+        reaper.add(process.pid)
+
+    @property
+    def how(self) -> str:
+        """Complete the sentence 'rank 2 ...'."""
+        return describe_exit(self.process.returncode)
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended; if not well or not by itself, what it has started ends too."""
+        if self.process.returncode is not None:
+            return True
+        # Looked at, not waited for: its pid cannot become another process's before we are done.
+        try:
+            end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                return False
+            if end.si_status != 0 or self._is_to_end:
+                super().send_signal(signal.SIGKILL)
+        except ChildProcessError:
+            pass  # this program ignores SIGCHLD, so the kernel has waited, and told nobody
+        self._reaper.remove(self.process.pid)
+        self.process.wait()
+        return True
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, and what it has started. Takes no lock: signal handlers call it."""
+        if self.process.returncode is None:
+            is_ending = number in ENDING_SIGNALS or number == signal.SIGKILL
+            self._is_to_end = self._is_to_end or is_ending
+            super().send_signal(number)
+
+
+class WorkerGroup(ProcessSet[Worker]):
+    """The ranks of a new job, those of this host. Leaving the context leaves none alive.
+
+    ``node`` says which they are, if they are not all.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        attempt: Attempt = FIRST_ATTEMPT,
+        *,
+        node: NodeSpec | None = None,
+        binds: bool = False,
+    ) -> None:
+        super().__init__()
+        self._node = NodeSpec.single(len(specs)) if node is None else node
+        self._status_board = StatusBoard.create(self._node.world_size)
+        self._reaper = Reaper()
+        try:
+            self._start(specs, attempt, binds)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, specs: Sequence[ProcessSpec], attempt: Attempt, binds: bool) -> None:
+        node, size = self._node, len(specs)
+        name, secret, master = node.job(attempt), node.secret_of_job(), node.master()
+        all_cores = (share_cores(size) if binds else None) or [set()] * size
+        for rank, spec, cores in zip(node.ranks, specs, all_cores, strict=True):
+            secret_file = _pipe_with(secret)
+            files = secret_file, self._status_board.file
+            job = node.job_of(rank, name, secret)
+            environment = node.environment(job, attempt, master, threads_per_rank(size))
+            environment |= run_variables(job, *files)
+            try:
+                process = _start_process(spec, files, environment, cores)
+            finally:
+                os.close(secret_file)
+            self.add(Worker(rank, process, self._reaper))
+
+    def final_error(self, rank: int) -> FinalError | None:
+        """Return the error that a rank noted when its program raised, if it did."""
+        return self._status_board.final_error(rank)
+
+    def stop(self) -> list[Worker]:
+        """End all that are running, by SIGTERM and, soon after, SIGKILL; return them."""
+        stopped = list(self.running)
+        self.send_signal(signal.SIGTERM)
+        self.wait_for_all(KILL_SECONDS)
+        self._kill()
+        return stopped
+
+    def close(self) -> None:
+        """Kill what is still running."""
+        super().close()
+        self._reaper.close()
+        self._status_board.close()
+
+    def _forget(self, process: Worker) -> None:
+        """Note how a process ended, for the others and for good."""
+        self._status_board.set_exit_code(process.rank, process.process.returncode)
+        super()._forget(process)
+
+    def _kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        for worker in list(self.running):
+            while not worker.has_ended():
+                os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+            self._forget(worker)
+
+
+class Reaper:
+    """A process that ends what ranks have started, should this one be killed by SIGKILL."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            _KEEPER, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+            [*_SHIM, "reaper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
     def add(self, group: int) -> None:
@@ -62,16 +266,16 @@ class Keeper:
         self._write(f"+ {group}\n")
 
     def remove(self, group: int) -> None:
-        """Say that one is over; to be said before its number can become another's."""
+        """Say that one is over; must be said before its number can become another's."""
         self._write(f"- {group}\n")
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # somebody killed it; ranks still die with this process
+        with suppress(BrokenPipeError):  # it was killed; ranks still die with this process
             os.write(self._process.stdin.fileno(), line.encode())
 
     def close(self) -> None:
-        """End it; another process may have inherited the pipe, so it is told in words."""
+        """End it by a message: another process may have inherited the pipe, and keep it open."""
         assert self._process.stdin is not None
         self._write("quit\n")
         self._process.stdin.close()
@@ -82,164 +286,9 @@ class Keeper:
             self._process.wait()
 
 
-class Rank:
-    """A process that is one rank."""
-
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], keeper: Keeper) -> None:
-        self.rank = rank
-        self.process = process
-        self.pidfd = _try_pidfd(process.pid)
-        self._keeper = keeper
-        self._is_to_end = False
-        keeper.add(process.pid)
-
-    @property
-    def how(self) -> str:
-        """Complete the sentence 'rank 2 ...'."""
-        return how_ended(self.process.returncode)
-
-    def has_ended(self) -> bool:
-        """Tell whether it has ended; if not well or not by itself, what it has started ends too."""
-        if self.process.returncode is not None:
-            return True
-        # Looked at, not waited for: its number cannot become another process's before we are done.
-        try:
-            end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if end is None:
-                return False
-            if end.si_status != 0 or self._is_to_end:
-                self._signal_group(signal.SIGKILL)
-        except ChildProcessError:
-            pass  # this program ignores SIGCHLD, so the kernel has waited, and told nobody
-        self._keeper.remove(self.process.pid)
-        self.process.wait()
-        return True
-
-    def send_signal(self, number: int) -> None:
-        """Signal it, and what it has started. Takes no lock: signal handlers call it."""
-        if self.process.returncode is None:
-            self._is_to_end = self._is_to_end or number in _ENDING
-            self._signal_group(number)
-
-    def _signal_group(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-
-class Crew:
-    """The ranks of a new job, those of this host. Leaving the context leaves none alive.
-
-    ``part`` says which they are, if they are not all.
-    """
-
-    def __init__(
-        self,
-        orders: Sequence[Order],
-        attempt: Attempt = FIRST_ATTEMPT,
-        *,
-        part: Part | None = None,
-        binds: bool = False,
-    ) -> None:
-        self._part = Part.whole(len(orders)) if part is None else part
-        self._selector = selectors.DefaultSelector()
-        self._ends = Ends.create(self._part.world_size)
-        self._keeper = Keeper()
-        self.running: list[Rank] = []
-        try:
-            self._start(orders, attempt, binds)
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, orders: Sequence[Order], attempt: Attempt, binds: bool) -> None:
-        part, size = self._part, len(orders)
-        job, secret, master = part.job(attempt), part.secret_of_job(), master_of(part)
-        all_cores = (share_cores(size) if binds else None) or [set()] * size
-        for number, order, cores in zip(part.ranks, orders, all_cores, strict=True):
-            secret_file = _pipe_with(secret)
-            launch = part.launch(number, job, secret_file, self._ends.file)
-            environment = rank_environment(launch, part, attempt, master, threads_per_rank(size))
-            try:
-                process = _start_process(order, launch, environment, cores)
-            finally:
-                os.close(secret_file)
-            rank = Rank(number, process, self._keeper)
-            self.running.append(rank)
-            if rank.pidfd is not None:
-                self._selector.register(rank.pidfd, selectors.EVENT_READ)
-
-    def watch(self, file: int, callback: Callable[[], bool]) -> None:
-        """Call back, within ``wait``, whenever a file can be read, until that returns False."""
-        self._selector.register(file, selectors.EVENT_READ, callback)
-
-    def wait(self, seconds: float) -> list[Rank]:
-        """Wait until something happens, but not longer; return the ranks that have ended."""
-        if any(rank.pidfd is None for rank in self.running):
-            seconds = min(seconds, _POLL_SECONDS)
-        for key, _ in self._selector.select(max(0.0, seconds)):
-            if key.data is not None and not key.data():
-                self._selector.unregister(key.fileobj)
-        ended = [rank for rank in self.running if rank.has_ended()]
-        for rank in ended:
-            self._forget(rank)
-        return ended
-
-    def _forget(self, rank: Rank) -> None:
-        """Note how a process ended, for the others and for good."""
-        self._ends.note(rank.rank, rank.process.returncode)
-        self.running.remove(rank)
-        if rank.pidfd is not None:
-            self._selector.unregister(rank.pidfd)
-            os.close(rank.pidfd)
-
-    def last_words(self, rank: int) -> LastWords | None:
-        """Return what a rank said when its program raised, if it did."""
-        return self._ends.last_words(rank)
-
-    def send_signal(self, number: int) -> None:
-        """Signal all that are running."""
-        for rank in self.running:
-            rank.send_signal(number)
-
-    def stop(self) -> list[Rank]:
-        """End all that are running, by SIGTERM and, soon after, SIGKILL; return them."""
-        stopped = list(self.running)
-        self.send_signal(signal.SIGTERM)
-        end = time.monotonic() + KILL_SECONDS
-        while self.running and time.monotonic() < end:
-            self.wait(end - time.monotonic())
-        self._kill()
-        return stopped
-
-    def _kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-        for rank in list(self.running):
-            while not rank.has_ended():
-                os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
-            self._forget(rank)
-
-    def close(self) -> None:
-        """Kill what is still running."""
-        self._kill()
-        self._keeper.close()
-        self._selector.close()
-        self._ends.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
 @contextmanager
 def standard_files_taken() -> Iterator[None]:
-    """Keep the numbers 0 to 2 taken, if they are free: what a rank inherits must not get them."""
+    """Keep descriptors 0 to 2 taken, if they are free: files for ranks must not get them."""
     with ExitStack() as stack:
         while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
             stack.callback(os.close, file)
@@ -253,19 +302,20 @@ def sooner(one: Deadline, other: Deadline) -> Deadline:
 
 
 def _start_process(
-    order: Order, launch: Launch, environment: dict[str, str], cores: set[int]
+    spec: ProcessSpec, files: Sequence[int], environment: dict[str, str], cores: set[int]
 ) -> subprocess.Popen[bytes]:
-    shown_cores = ",".join(map(str, sorted(cores)))
-    terminal = "terminal" if order.has_terminal else ""
+    standard = spec.standard
+    core_list = ",".join(map(str, sorted(cores)))
+    terminal = "terminal" if standard.has_terminal else ""
     return subprocess.Popen(
-        [*_SHIM, str(os.getpid()), shown_cores, terminal, *order.command],
-        pass_fds=[*order.files, launch.secret_fd, launch.ends_fd],
+        [*_SHIM, "rank", str(os.getpid()), core_list, terminal, *spec.command],
+        pass_fds=[*spec.inherited, *files],
         env=environment,
-        stdin=order.stdin,
-        stdout=order.stdout,
-        stderr=order.stderr,
-        process_group=None if order.has_terminal else 0,
-        start_new_session=order.has_terminal,
+        stdin=standard.stdin,
+        stdout=standard.stdout,
+        stderr=standard.stderr,
+        process_group=None if standard.has_terminal else 0,
+        start_new_session=standard.has_terminal,
     )
 
 

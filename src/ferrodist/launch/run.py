@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""``ferrodist run``: a script on n processes, of one host or several. The command line alone."""
+"""``ferrodist run``: a script on n processes, of one host or several. Only the command line."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
+from ferrodist.errors import InvalidArgument
 from ferrodist.launch.cores import share_cores, threads_per_rank
-from ferrodist.launch.host_options import HostOptions, host_options
-from ferrodist.launch.hosts_command import find_remote, introduce
-from ferrodist.launch.hosts_supervisor import HostsPlan, supervise_hosts
-from ferrodist.launch.leash import Leash
-from ferrodist.launch.log_options import LogOptions, log_options
-from ferrodist.launch.nodes import check_restarts, find_part
+from ferrodist.launch.hosts import Remote, find_remote, introduce, supervise_hosts
+from ferrodist.launch.nodes import HostOptions, check_restarts, find_node, host_options
 from ferrodist.launch.output.console import Console, console_of_files
-from ferrodist.launch.output.logs import Choice, LogFiles
+from ferrodist.launch.output.logs import Choice, LogFiles, parse_choice
 from ferrodist.launch.processes import standard_files_taken
-from ferrodist.launch.supervisor import Plan, supervise
-from ferrodist.rendezvous.launch import number
+from ferrodist.launch.ssh import ControlPipe
+from ferrodist.launch.supervisor import FailurePolicy, JobSpec, supervise
+from ferrodist.rendezvous.variables import number
 
 
 def _parse_sizes(
@@ -37,6 +35,13 @@ def _parse_sizes(
     return sizes
 
 
+def _parse_streams(ctx: click.Context, param: click.Parameter, value: str | None) -> Choice | None:
+    try:
+        return None if value is None else parse_choice(value)
+    except InvalidArgument as error:
+        raise click.BadParameter(str(error)) from error
+
+
 def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> float:
     if math.isnan(value):
         raise click.BadParameter("expected seconds")
@@ -49,7 +54,7 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
     help="How many processes to start on each host; auto, the default on one, is one per core.",
 )  # fmt: skip
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
-@click.option("--no-python", is_flag=True, help="SCRIPT is a program of its own.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program, not Python code.")
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), metavar="N", default=0, show_default=True,
     help="How often to start all ranks again after one has failed.",
@@ -64,7 +69,18 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
     "--bind", type=click.Choice(["cores", "none"]), default="none", show_default=True,
     help="cores: bind each rank to cores of its own, if there are enough.",
 )  # fmt: skip
-@log_options
+@click.option(
+    "--log-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+    help="Write what each rank writes to files in a new folder of DIR as well.",
+)  # fmt: skip
+@click.option(
+    "-t", "--tee", callback=_parse_streams, metavar="STREAMS",
+    help="Which streams to write to files as well: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by rank.",
+)  # fmt: skip
+@click.option(
+    "-r", "--redirects", callback=_parse_streams, metavar="STREAMS",
+    help="Which streams to write to files only.",
+)  # fmt: skip
 @host_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -88,59 +104,86 @@ def run(
 ) -> None:
     """Run SCRIPT on N processes that form one job.
 
-    In the script, ferrodist.init() joins it. Everything after SCRIPT belongs to the script. What
-    rank 0 writes is passed on as it is, what the others write by lines that name them. If a process
-    fails, the others are ended soon after; its traceback is shown last, and its exit code is that
-    of this command.
+    In the script, ferrodist.init() joins it. Everything after SCRIPT belongs to the script. The
+    output of rank 0 is passed on unchanged; lines of other ranks are prefixed with their rank. If a
+    process fails, the others are ended soon after; its traceback is shown last, and its exit code
+    is that of this command.
     """
     options = HostOptions(**others)
     if is_module and no_python:
         raise click.UsageError("--module and --no-python exclude each other")
     files = LogOptions(log_dir, tee, redirects)
+    policy = FailurePolicy(max_restarts, grace, keep_survivors)
     if options.is_for_others:
-        passed_on = ["--grace", str(grace), "--bind", bind, *files.to_words()]
+        passed_on = ["--grace", str(grace), "--bind", bind, *files.to_arguments()]
         flags = {"-m": is_module, "--no-python": no_python, "--keep-survivors": keep_survivors}
         passed_on += [name for name, is_given in flags.items() if is_given]
         remote = find_remote(options, sizes, passed_on, [script, *args])
         files.check(sum(remote.sizes))
-        ctx.exit(_run_there(HostsPlan(remote, max_restarts, grace, keep_survivors)))
-    part = find_part(options, sizes)
-    files.check(part.world_size)
-    if len(part.sizes) > 1 and max_restarts and options.only_attempt is None:
+        ctx.exit(_run_there(remote, policy))
+    node = find_node(options, sizes)
+    files.check(node.world_size)
+    if len(node.sizes) > 1 and max_restarts and options.only_attempt is None:
         check_restarts(grace=grace, keeps_survivors=keep_survivors)
-    plan = Plan(
-        _command(script, args, is_module=is_module, no_python=no_python),
-        part,
-        most_restarts=max_restarts,
-        grace=grace,
-        keeps_survivors=keep_survivors,
-        binds=bind == "cores",
-        only_attempt=options.only_attempt,
-    )
-    ctx.exit(_run_here(plan, files.open(), options.rdzv_id if options.held_by_ssh else None))
+    command = _command(script, args, is_module=is_module, no_python=no_python)
+    policy = policy._replace(only_attempt=options.only_attempt)
+    spec = JobSpec(command, node, policy, binds=bind == "cores")
+    ctx.exit(_run_here(spec, files.open(), options.rdzv_id if options.held_by_ssh else None))
 
 
-def _run_here(plan: Plan, logs: LogFiles | None, held_by: str | None) -> int:
+class LogOptions(NamedTuple):
+    """The values of the options for log files."""
+
+    directory: Path | None
+    tee: Choice | None
+    redirects: Choice | None
+
+    def check(self, world_size: int) -> None:
+        """Refuse ranks that do not exist, and streams without a directory."""
+        for choice in (self.tee, self.redirects):
+            if choice is not None and any(rank >= world_size for rank in choice.by_rank):
+                raise click.UsageError(f"--tee or --redirects names a rank beyond {world_size - 1}")
+        if self.directory is None and (self.tee is not None or self.redirects is not None):
+            raise click.UsageError("--tee and --redirects write to files: say where, by --log-dir")
+
+    def to_arguments(self) -> list[str]:
+        """Write the options as they were given, for another launcher."""
+        words = [] if self.directory is None else ["--log-dir", str(self.directory)]
+        for name, choice in {"--tee": self.tee, "--redirects": self.redirects}.items():
+            words += [] if choice is None else [name, choice.to_text()]
+        return words
+
+    def open(self) -> LogFiles | None:
+        """Create the folder of the files; None if there are none."""
+        if self.directory is None:
+            return None
+        try:
+            return LogFiles(self.directory, tee=self.tee, redirects=self.redirects)
+        except OSError as error:
+            raise click.UsageError(f"--log-dir {self.directory}: {error.strerror}") from error
+
+
+def _run_here(spec: JobSpec, logs: LogFiles | None, held_by: str | None) -> int:
     """Run the ranks of this host; ``held_by`` is a job whose launcher has started this one."""
     console = console_of_files() if held_by is None else console_of_files(stdin=-1)
-    leash = None if held_by is None else Leash(held_by, console)
-    _introduce(plan, console, logs)
+    control = None if held_by is None else ControlPipe(held_by, console)
+    _introduce(spec, console, logs)
     try:
         with standard_files_taken():
-            return supervise(plan, console, logs, leash)
+            return supervise(spec, console, logs, control)
     except OSError as error:
-        raise click.ClickException(f"cannot start {plan.part.num_ranks} ranks: {error}") from error
+        raise click.ClickException(f"cannot start {spec.node.num_ranks} ranks: {error}") from error
 
 
-def _run_there(plan: HostsPlan) -> int:
+def _run_there(remote: Remote, policy: FailurePolicy) -> int:
     """Run the ranks of all hosts."""
     console = console_of_files()
-    introduce(plan.remote, console)
+    introduce(remote, console)
     try:
         with standard_files_taken():
-            return supervise_hosts(plan, console)
+            return supervise_hosts(remote, policy, console)
     except OSError as error:
-        raise click.ClickException(f"cannot start {plan.remote.ssh[0]!r}: {error}") from error
+        raise click.ClickException(f"cannot start {remote.ssh[0]!r}: {error}") from error
 
 
 def _command(script: str, args: tuple[str, ...], *, is_module: bool, no_python: bool) -> list[str]:
@@ -155,14 +198,14 @@ def _command(script: str, args: tuple[str, ...], *, is_module: bool, no_python: 
     return [sys.executable, script, *args]
 
 
-def _introduce(plan: Plan, console: Console, logs: LogFiles | None) -> None:
-    """Say once, to people, what they may not expect."""
+def _introduce(spec: JobSpec, console: Console, logs: LogFiles | None) -> None:
+    """Write once, for people, what they may not expect."""
     words = []
-    if console.stderr.terminal is not None and plan.part.num_ranks > 1:
-        has_own = plan.binds and share_cores(plan.part.num_ranks) is not None
+    if console.stderr.terminal is not None and spec.node.num_ranks > 1:
+        has_own = spec.binds and share_cores(spec.node.num_ranks) is not None
         cores = "each with cores of its own" if has_own else "sharing all cores"
-        threads = threads_per_rank(plan.part.num_ranks)
-        words.append(f"{plan.part.num_ranks} ranks, {cores}, {threads} thread(s) each for OpenMP")
+        threads = threads_per_rank(spec.node.num_ranks)
+        words.append(f"{spec.node.num_ranks} ranks, {cores}, {threads} thread(s) each for OpenMP")
     if logs is not None:
         words.append(f"log files in {logs.directory}")
     if words:

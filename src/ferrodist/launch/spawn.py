@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -11,11 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ferrodist.backends.failures import describe
 from ferrodist.config import check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveTimeout,
-    DistributedError,
     InvalidWorldSize,
     RankLost,
     UnsupportedArray,
@@ -23,23 +25,29 @@ from ferrodist.errors import (
 )
 from ferrodist.launch.cores import usable_cores
 from ferrodist.launch.output.console import console_of_streams
-from ferrodist.launch.output.pipes import Pipe
-from ferrodist.launch.output.rank_streams import Files
+from ferrodist.launch.output.reader import Reader
 from ferrodist.launch.output.streams import Streams
-from ferrodist.launch.processes import Crew, Order, Rank, sooner, standard_files_taken
-from ferrodist.launch.task import Report, open_task, try_read_report, unpickled
+from ferrodist.launch.processes import (
+    ProcessSpec,
+    StandardFiles,
+    Worker,
+    WorkerGroup,
+    sooner,
+    standard_files_taken,
+)
+from ferrodist.launch.worker import WorkerResult, pickled, try_read_result
 
 T = TypeVar("T")
 
 _WORKER = Path(__file__).with_name("worker.py")
-_LONGEST_WAIT = 0.2  # at one go: a Ctrl-C that came just before is noticed after it
+_LONGEST_WAIT = 0.2  # at once: a Ctrl-C that came just before is noticed after it
 
 
 class RemoteTraceback(Exception):
     """The traceback of another process, as text; the cause of the error that it is about."""
 
 
-class _Failure(NamedTuple):
+class _NoResult(NamedTuple):
     """Why a rank has no result."""
 
     rank: int
@@ -66,8 +74,8 @@ def run(
     pickled; lambdas and closures may be passed, and the calling script is not imported again.
 
     If a rank fails, its error is raised here with its traceback as the cause; the first one, if
-    several do. The others get ``grace`` seconds to notice and to finish, and are then ended. A rank
-    that dies without a word is RankLost. After ``timeout`` seconds all are ended, and
+    several do. The others get ``grace`` seconds to notice and to finish, and are then ended. For a
+    rank whose process dies, RankLost is raised. After ``timeout`` seconds all are ended, and
     CollectiveTimeout names those that had not finished. No process outlives this call, nor this
     process.
 
@@ -84,88 +92,127 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(standard_files_taken())
         stack.callback(console.finish)
-        task = open_task(fn, args)
+        task = _open_task(fn, args)
         stack.callback(os.close, task)
         streams = stack.enter_context(Streams(num_ranks, console))
         inboxes = [_Inbox() for _ in range(num_ranks)]
         for inbox in inboxes:
             stack.callback(inbox.close)
-        orders = [_order(task, inbox, streams.files(n)) for n, inbox in enumerate(inboxes)]
-        crew = stack.enter_context(Crew(orders))
+        specs = [_spec(task, inbox, streams.ranks[n].files) for n, inbox in enumerate(inboxes)]
+        workers = stack.enter_context(WorkerGroup(specs))
         for inbox in inboxes:
-            inbox.attach(crew)
-        streams.attach(crew)
-        _wait(crew, inboxes, streams, deadline, grace=grace)
+            inbox.attach(workers)
+        streams.attach(workers)
+        _wait(workers, inboxes, streams, deadline, grace=grace)
         streams.finish()
         console.finish(lambda: False)  # as any program waits for its reader
         return _results(inboxes, deadline)
 
 
 class _Inbox:
-    """What one rank reports, and how its process ended."""
+    """The result of one rank, and how its process ended.
+
+    ``end`` is the end of a pipe that the rank writes to; it is closed here by ``attach``.
+    """
 
     def __init__(self) -> None:
-        self.pipe = Pipe(self._take)
-        self.report: Report | None = None
-        self.ended: Rank | None = None
+        read, self.end = os.pipe()
+        self._reader = Reader(read, self._take)
+        self.result: WorkerResult | None = None
+        self.ended: Worker | None = None
         self.when = 0.0
         self._data = bytearray()
 
-    def attach(self, crew: Crew) -> None:
-        self.pipe.attach(crew)
+    def attach(self, workers: WorkerGroup) -> None:
+        """Close the end that the rank has now, and read while the workers are waited for."""
+        self._close_end()
+        workers.watch(self._reader.file, self._reader.read)
+
+    def see_end(self, worker: Worker) -> None:
+        """Record that the process has ended, after reading what it has written."""
+        self._reader.drain()
+        self.ended, self.when = worker, time.monotonic()
 
     def close(self) -> None:
-        self.pipe.close()
+        """Read the rest, without waiting for anybody who may still hold the other end."""
+        self._close_end()
+        self._reader.drain()
+        self._reader.close()
 
-    def end(self, rank: Rank) -> None:
-        """Note that the process has ended, after all that it has reported."""
-        self.pipe.inlet.drain()
-        self.ended, self.when = rank, time.monotonic()
+    def _close_end(self) -> None:
+        if self.end >= 0:
+            os.close(self.end)
+            self.end = -1
 
     def _take(self, data: bytes) -> None:
         self._data += data
-        if self.report is None:
-            self.report = try_read_report(self._data)
+        if self.result is None:
+            self.result = try_read_result(self._data)
 
     @property
     def has_failed(self) -> bool:
         """True if there will be no result."""
-        if self.report is not None:
-            return self.report.result is None
+        if self.result is not None:
+            return self.result.result is None
         return self.ended is not None
 
 
-def _order(task: int, inbox: _Inbox, files: Files) -> Order:
-    report = inbox.pipe.end
-    command = [sys.executable, str(_WORKER), str(task), str(report)]
-    return Order(command, [task, report], **files._asdict())
+def _open_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Write what the ranks are to do to an anonymous file; return its descriptor.
+
+    The call itself is pickled on its own: to read it a rank needs this process's path.
+    """
+    try:
+        call = pickled((fn, args))
+    except Exception as error:  # a pickler calls the user's code, which may raise anything
+        raise UnsupportedArray(
+            f"run: the function or its arguments cannot be pickled: {describe(error)}"
+        ) from error
+    # Code that is in no file, as in a notebook: tracebacks show it.
+    sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
+    file = os.memfd_create("ferrodist-task")
+    with open(file, "wb", closefd=False) as stream:
+        pickle.dump((sys.path, sys.argv, sources, call), stream)
+    return file
+
+
+def _spec(task: int, inbox: _Inbox, files: StandardFiles) -> ProcessSpec:
+    result = inbox.end
+    command = [sys.executable, str(_WORKER), str(task), str(result)]
+    return ProcessSpec(command, files, [task, result])
 
 
 def _wait(
-    crew: Crew, inboxes: list[_Inbox], streams: Streams, deadline: Deadline, *, grace: float
+    workers: WorkerGroup,
+    inboxes: list[_Inbox],
+    streams: Streams,
+    deadline: Deadline,
+    *,
+    grace: float,
 ) -> None:
     """Wait for all processes; from the first failure on, or when all is done, only for a while."""
     is_hurried = False
     try:
-        while crew.running and deadline.remaining() > 0:
-            for rank in crew.wait(min(deadline.remaining(), _LONGEST_WAIT, streams.wait_seconds())):
-                streams.rank_ended(rank.rank)
-                inboxes[rank.rank].end(rank)
+        while workers.running and deadline.remaining() > 0:
+            longest = min(deadline.remaining(), _LONGEST_WAIT, streams.wait_seconds())
+            for worker in workers.wait(longest):
+                streams.ranks[worker.rank].retire()
+                inboxes[worker.rank].see_end(worker)
             streams.write_due()
-            is_over = all(inbox.report is not None for inbox in inboxes)
+            is_over = all(inbox.result is not None for inbox in inboxes)
             if not is_hurried and (is_over or any(inbox.has_failed for inbox in inboxes)):
                 is_hurried, deadline = True, sooner(deadline, Deadline(grace))
     finally:
-        crew.stop()
+        workers.stop()
 
 
 def _results(inboxes: list[_Inbox], deadline: Deadline) -> list[Any]:
-    """Return all results, or raise the error that explains best why there are none."""
+    """Return all results, or raise the error that best explains why there are none."""
     outcomes = [_outcome(rank, inbox) for rank, inbox in enumerate(inboxes)]
-    failures = [one for one in outcomes if isinstance(one, _Failure)]
+    failures = [one for one in outcomes if isinstance(one, _NoResult)]
     if failures:
         raise min(failures, key=lambda one: (one.is_consequence, one.when)).error
-    unfinished = [rank for rank, inbox in enumerate(inboxes) if inbox.report is None]
+    unfinished = [rank for rank, inbox in enumerate(inboxes) if inbox.result is None]
     if unfinished:
         names = ", ".join(f"rank {rank}" for rank in unfinished)
         raise CollectiveTimeout(
@@ -177,42 +224,40 @@ def _results(inboxes: list[_Inbox], deadline: Deadline) -> list[Any]:
 
 def _outcome(rank: int, inbox: _Inbox) -> Any:
     """Return the result of a rank, why it has none, or None if it was ended by us."""
-    report = inbox.report
-    if report is not None and report.result is not None:
-        return _load_result(rank, report.result)
-    if report is not None:
-        return _Failure(rank, report.when, _load_error(rank, report))
+    result = inbox.result
+    if result is not None and result.result is not None:
+        return _load_result(rank, result.result)
+    if result is not None:
+        return _NoResult(rank, result.when, _load_error(rank, result))
     if inbox.ended is not None:
         is_quiet = inbox.ended.process.returncode >= 0
         how = f"{inbox.ended.how} without a result" if is_quiet else inbox.ended.how
-        return _Failure(rank, inbox.when, _lost(rank, inbox.ended.process.pid, how))
+        who = f"rank {rank} (pid {inbox.ended.process.pid})"
+        error = RankLost(f"{who} {how}; look at its own output", rank=rank, how=how)
+        return _NoResult(rank, inbox.when, error)
     return None
 
 
 def _load_result(rank: int, data: bytes) -> Any:
     try:
-        return unpickled(data)
+        return pickle.loads(data)
     except Exception as error:  # noqa: BLE001 -- it runs the user's code, which may raise anything
         text = f"run: the result of rank {rank} cannot be read here: {error}"
         failure = UnsupportedArray(text, rank=rank)
         failure.__cause__ = error
-        return _Failure(rank, time.monotonic(), failure)
+        return _NoResult(rank, time.monotonic(), failure)
 
 
-def _load_error(rank: int, report: Report) -> BaseException:
-    """Make the error of a rank again, or say in other words what it was."""
+def _load_error(rank: int, result: WorkerResult) -> BaseException:
+    """Return the error of a rank, or a RankLost that says what it was."""
     error: BaseException | None = None
     try:
-        error = None if report.error is None else unpickled(report.error)
+        error = None if result.error is None else pickle.loads(result.error)
     except Exception:  # noqa: BLE001 -- it runs the user's code, which may raise anything
         error = None
     if not isinstance(error, BaseException):
-        how = f"raised {report.words}"
+        how = f"raised {result.text}"
         error = RankLost(f"rank {rank} {how}", rank=rank, how=how)
     error.add_note(f"on rank {rank}")
-    error.__cause__ = RemoteTraceback(f"\n{report.trace}")
+    error.__cause__ = RemoteTraceback(f"\n{result.trace}")
     return error
-
-
-def _lost(rank: int, pid: int, how: str) -> DistributedError:
-    return RankLost(f"rank {rank} (pid {pid}) {how}; look at its own output", rank=rank, how=how)

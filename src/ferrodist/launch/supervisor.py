@@ -4,218 +4,418 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from ferrodist.backends.verdict import names_of_ranks
+from ferrodist.backends.failures import names_of_ranks
 from ferrodist.deadline import Deadline
-from ferrodist.launch.failures import Failure, first_of
-from ferrodist.launch.leash import Leash
+from ferrodist.launch.node_spec import Attempt, NodeSpec
 from ferrodist.launch.output.console import Console
-from ferrodist.launch.output.logs import LogFiles
-from ferrodist.launch.output.streams import Streams
-from ferrodist.launch.part import Attempt, Part
-from ferrodist.launch.processes import Crew, Order, Rank, sooner
-from ferrodist.launch.reports import Begun, Failed
-from ferrodist.launch.signals import Signals
+from ferrodist.launch.output.logs import LogFiles, is_at_end, traceback_in
+from ferrodist.launch.output.streams import Streams, StreamSet
+from ferrodist.launch.processes import (
+    ENDING_SIGNALS,
+    FORWARDED_SIGNALS,
+    ProcessSet,
+    ProcessSpec,
+    Worker,
+    WorkerGroup,
+    sooner,
+)
+from ferrodist.launch.ssh import ControlPipe, RankFailed, Started
+from ferrodist.rendezvous.watch import FinalError, describe_exit
 
-INTERRUPT_GRACE = 1.5  # for all, after a Ctrl-C
+_INTERRUPT_GRACE = 1.5  # for all, after a Ctrl-C
+_INSIST_SECONDS = 1.0  # a signal again after so long is a second request
 _ANNOUNCE_SECONDS = 1.0  # after a failure; most jobs are over by then
-LONGEST_WAIT = 0.2  # at one go: a signal that came just before is noticed after it
+_LONGEST_WAIT = 0.2  # at once: a signal that came just before is noticed after it
 
 
-class Plan(NamedTuple):
-    """What to run, and what to do when ranks fail.
+class FailurePolicy(NamedTuple):
+    """What to do when ranks fail.
 
-    ``only_attempt``: another launcher counts the attempts, and this is the one to make.
+    ``grace`` is how long the others may go on. ``only_attempt``: another launcher counts the
+    attempts, and this is the one to make.
     """
 
-    command: Sequence[str]
-    part: Part
     most_restarts: int = 0
     grace: float = 5.0
     keeps_survivors: bool = False
-    binds: bool = False
     only_attempt: int | None = None
 
     @property
-    def attempts(self) -> Sequence[int]:
+    def attempts(self) -> list[Attempt]:
         """The attempts that this launcher may make."""
-        if self.only_attempt is not None:
-            return [self.only_attempt]
-        return range(self.most_restarts + 1)
+        one, most = self.only_attempt, self.most_restarts
+        return [Attempt(number, most) for number in (range(most + 1) if one is None else [one])]
+
+
+class JobSpec(NamedTuple):
+    """What to run on this host."""
+
+    command: Sequence[str]
+    node: NodeSpec
+    policy: FailurePolicy = FailurePolicy()
+    binds: bool = False
 
 
 def supervise(
-    plan: Plan, console: Console, logs: LogFiles | None = None, leash: Leash | None = None
+    spec: JobSpec,
+    console: Console,
+    logs: LogFiles | None = None,
+    control: ControlPipe | None = None,
 ) -> int:
     """Run a job, and again while it fails and may be started again; return the exit code."""
+
+    def make(attempt: Attempt, signals: Signals) -> _LocalAttempt:
+        return _LocalAttempt(spec, attempt, console, signals, logs, control)
+
+    return run_attempts(make, spec.policy, console)
+
+
+def run_attempts(
+    make: Callable[[Attempt, Signals], JobAttempt[Any]], policy: FailurePolicy, console: Console
+) -> int:
+    """Make attempts until one does not fail, or may not be repeated; return the exit code."""
     with Signals() as signals:
-        for restarts in plan.attempts:
-            attempt = Attempt(restarts, plan.most_restarts)
-            job = _Job(plan, attempt, console, logs, signals, leash)
+        for attempt in policy.attempts:
+            job = make(attempt, signals)
             job.run()
-            if not job.failures or job.was_stopped or restarts == plan.attempts[-1]:
+            if attempt == policy.attempts[-1] or not job.may_be_repeated:
                 break
-            again = f"starting all again, restart {restarts + 1} of {plan.most_restarts}"
-            _say(console, f"{first_of(job.failures)}; {again}")
+            again = f"starting all again, restart {attempt.restarts + 1} of {attempt.most_restarts}"
+            job.say(f"{job.first_failure}; {again}")
         job.explain()
         code = job.exit_code
         console.finish(lambda: job.was_stopped)
         return code
 
 
-def _say(console: Console, text: str) -> None:
-    console.say(f"ferrodist run: {text}")
+class RankFailure(NamedTuple):
+    """A rank that did not end well: when, how, and the error it noted before."""
+
+    rank: int
+    pid: int
+    code: int  # as of Popen: minus the signal that killed it
+    when: float
+    error: FinalError | None
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would report."""
+        return 128 - self.code if self.code < 0 else self.code
+
+    @property
+    def is_consequence(self) -> bool:
+        """True if its error says that it fails because another rank did."""
+        return self.error is not None and self.error.is_consequence
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Sort causes before consequences, and then by time.
+
+        A rank that raised has noted its error before its process was gone, and others may have gone
+        sooner, because of it.
+        """
+        return self.is_consequence, self.when if self.error is None else self.error.when
+
+    def traceback_in(self, output: str) -> str:
+        """Find the traceback that it ended with; '' if its output ends with something else."""
+        trace = traceback_in(output)
+        is_its_own = trace != "" and is_at_end(trace, output)
+        if self.code < 0:  # a signal: what it raised before is not what ended it
+            is_its_own = is_its_own and trace.startswith("Fatal Python error")
+        return trace if is_its_own else ""
+
+    def __str__(self) -> str:
+        error = ""
+        if self.error is not None:
+            first_line = self.error.text.splitlines()[0] if self.error.text else ""
+            error = f" ({first_line})"
+        return f"rank {self.rank} (pid {self.pid}) {describe_exit(self.code)}{error}"
 
 
-class _Job:
-    """One attempt: all ranks, from start to end."""
+class HostFailure(NamedTuple):
+    """A rank that has failed on some host, or a host itself."""
+
+    is_consequence: bool
+    when: float
+    exit_code: int
+    text: str
+    is_final: bool = False  # to start again would not help
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Sort causes before consequences, and then by time."""
+        return self.is_consequence, self.when
+
+    def __str__(self) -> str:
+        return self.text
+
+
+F = TypeVar("F", RankFailure, HostFailure)
+
+
+class JobAttempt(Generic[F]):
+    """One attempt, from its start to its end: what is the same on one host and on several."""
+
+    extra_grace = 0.0  # seconds, after a signal
+
+    def __init__(self, policy: FailurePolicy, console: Console, signals: Signals) -> None:
+        self._policy = policy
+        self._console = console
+        self._signals = signals
+        self._deadline = Deadline(None)
+        self.failures: list[F] = []
+
+    def run(self) -> None:
+        """Start all and wait until none is left."""
+        raise NotImplementedError
+
+    def explain(self) -> None:
+        """Say why it failed, as the last of all that is said."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own."""
+        self._console.say(f"ferrodist run: {text}")
+
+    def _wait_for(
+        self, processes: ProcessSet[Any], streams: StreamSet, see_end: Callable[[Any], None]
+    ) -> None:
+        """Wait until all have ended or the deadline has passed."""
+        while processes.running and self._deadline.remaining() > 0:
+            longest = min(_LONGEST_WAIT, streams.wait_seconds(), self._deadline.remaining())
+            for process in processes.wait(longest):
+                see_end(process)
+            streams.write_due()
+            self._announce_if_due()
+            self._obey_signals()
+
+    def _announce_if_due(self) -> None:
+        """Say what is waited for."""
+
+    def _end_within(self, seconds: float) -> None:
+        """Let those that are running go on for so long at most."""
+        self._deadline = sooner(self._deadline, Deadline(seconds))
+
+    def _obey_signals(self) -> None:
+        """After a signal all have a while to end; after a second one, or for nobody, none."""
+        received = self._signals.received
+        if self._signals.are_urgent or self._console.is_broken or self._is_abandoned:
+            self._end_within(0.0)
+        elif received:
+            grace = _INTERRUPT_GRACE if received[0] is signal.SIGINT else self._policy.grace
+            self._end_within(grace + self.extra_grace)
+
+    @property
+    def _is_abandoned(self) -> bool:
+        """True if the launcher that has started this one is gone."""
+        return False
+
+    @property
+    def was_stopped(self) -> bool:
+        """True if somebody asked for the end."""
+        return bool(self._signals.received) or self._console.is_broken or self._is_abandoned
+
+    @property
+    def may_be_repeated(self) -> bool:
+        """True if it has failed, and was not stopped."""
+        return bool(self.failures) and not self.was_stopped
+
+    @property
+    def first_failure(self) -> F:
+        """The failure that the others follow from, as far as one can tell."""
+        return min(self.failures, key=lambda failure: failure.order)
+
+    @property
+    def exit_code(self) -> int:
+        """That of what failed first; 0 if nothing did."""
+        if self.failures:
+            return self.first_failure.exit_code
+        if self._signals.received:
+            return 128 + self._signals.received[0]
+        if self._is_abandoned:
+            return 128 + signal.SIGHUP
+        return 128 + signal.SIGPIPE if self._console.is_broken else 0
+
+
+class _LocalAttempt(JobAttempt[RankFailure]):
+    """The ranks of this host."""
 
     def __init__(
         self,
-        plan: Plan,
+        spec: JobSpec,
         attempt: Attempt,
         console: Console,
-        logs: LogFiles | None,
         signals: Signals,
-        leash: Leash | None,
+        logs: LogFiles | None,
+        control: ControlPipe | None,
     ) -> None:
-        self._plan = plan
+        super().__init__(spec.policy, console, signals)
+        self._plan = spec
         self._attempt = attempt
-        self._console = console
-        self._signals = signals
         self._logs = logs
-        self._leash = leash
-        self._deadline = Deadline(None)
+        self._control = control
         self._announcement = ""
         self._announce_at = math.inf
-        self.failures: list[Failure] = []
 
     def run(self) -> None:
         """Start all ranks and wait until none is left."""
-        plan, part = self._plan, self._plan.part
+        spec, node = self._plan, self._plan.node
         self._streams = Streams(
-            part.num_ranks,
+            node.num_ranks,
             self._console,
             self._logs,
             attempt=self._attempt.restarts,
-            first_rank=part.ranks.start,
+            first_rank=node.ranks.start,
         )
-        if self._leash is not None:
-            self._leash.report(Begun())
+        if self._control is not None:
+            self._control.report(Started())
         with self._streams as streams:
-            files = [streams.files(rank) for rank in part.ranks]
-            orders = [Order(plan.command, **own._asdict()) for own in files]
-            with Crew(orders, self._attempt, part=part, binds=plan.binds) as crew:
-                streams.attach(crew)
-                if self._leash is not None:
-                    self._leash.attach(crew)
-                self._signals.hand_on_to(crew, streams.let_terminal_go)
-                try:
-                    self._wait_for(crew)
-                    for rank in crew.stop():
-                        self._streams.rank_ended(rank.rank)
-                        self._see_stopped(crew, rank)
-                finally:
-                    self._signals.hand_on_to_nobody()
+            specs = [ProcessSpec(spec.command, streams.ranks[rank].files) for rank in node.ranks]
+            with WorkerGroup(specs, self._attempt, node=node, binds=spec.binds) as workers:
+                self._workers = workers
+                streams.attach(workers)
+                if self._control is not None:
+                    self._control.attach(workers)
+                with self._signals.forwarded_to(workers, streams.restore_terminal):
+                    self._wait_for(workers, streams, self._see_end)
+                    for worker in workers.stop():
+                        self._see_stopped(worker)
 
-    def _wait_for(self, crew: Crew) -> None:
-        while crew.running and self._deadline.remaining() > 0:
-            longest = min(LONGEST_WAIT, self._streams.wait_seconds(), self._deadline.remaining())
-            for rank in crew.wait(longest):
-                self._streams.rank_ended(rank.rank)
-                self._see_end(crew, rank)
-            self._streams.write_due()
-            self._announce_if_due()
-            self._heed_signals()
-
-    def _see_end(self, crew: Crew, rank: Rank) -> None:
-        """Take note of a rank that has ended; the others have a while if it failed."""
-        if rank.process.returncode == 0 or self.was_stopped:
+    def _see_end(self, worker: Worker) -> None:
+        """Record a rank that has ended; the others have a while if it failed."""
+        self._streams.ranks[worker.rank].retire()
+        if worker.process.returncode == 0 or self.was_stopped:
             return
-        failure = _failure_of(crew, rank)
+        failure = self._failure_of(worker)
         if not self._announcement and not failure.is_consequence:
             self._announcement = f"{failure}; {self._what_others_may_do}"
             self._announce_at = time.monotonic() + _ANNOUNCE_SECONDS
-        if not self._plan.keeps_survivors:
-            self._deadline = sooner(self._deadline, Deadline(self._plan.grace))
+        if not self._policy.keeps_survivors:
+            self._end_within(self._policy.grace)
         self._add(failure)
 
-    def _see_stopped(self, crew: Crew, rank: Rank) -> None:
-        """Take note of a rank that we have ended: it may be the one that began it all."""
-        failure = _failure_of(crew, rank)
-        if failure.words is not None and not failure.is_consequence and not self.was_stopped:
+    def _see_stopped(self, worker: Worker) -> None:
+        """Record a rank that we have ended: it may be the one that began it all."""
+        self._streams.ranks[worker.rank].retire()
+        failure = self._failure_of(worker)
+        if failure.error is not None and not failure.is_consequence and not self.was_stopped:
             self._add(failure._replace(code=1))  # as if it had ended in time
 
-    def _add(self, failure: Failure) -> None:
+    def _failure_of(self, worker: Worker) -> RankFailure:
+        process, error = worker.process, self._workers.final_error(worker.rank)
+        return RankFailure(worker.rank, process.pid, process.returncode, time.monotonic(), error)
+
+    def _add(self, failure: RankFailure) -> None:
         self.failures.append(failure)
-        if self._leash is not None:
+        if self._control is not None:
             facts = failure.rank, failure.exit_code, failure.is_consequence, str(failure)
-            self._leash.report(Failed(*facts))
+            self._control.report(RankFailed(*facts))
 
     def _announce_if_due(self) -> None:
         """Say what is waited for, unless the others end soon."""
         if time.monotonic() >= self._announce_at:
             self._announce_at = math.inf
-            _say(self._console, self._announcement)
+            self.say(self._announcement)
 
     @property
     def _what_others_may_do(self) -> str:
-        if self._plan.keeps_survivors:
+        if self._policy.keeps_survivors:
             return "the others go on"
-        return f"the others have {self._plan.grace:g} s to end"
-
-    def _heed_signals(self) -> None:
-        """After a signal all have a while to end; after a second one, or for nobody, none."""
-        received = self._signals.received
-        if self._signals.are_urgent or self._console.is_broken or self._is_let_go:
-            self._deadline = Deadline(0.0)
-        elif received:
-            grace = INTERRUPT_GRACE if received[0] is signal.SIGINT else self._plan.grace
-            self._deadline = sooner(self._deadline, Deadline(grace))
+        return f"the others have {self._policy.grace:g} s to end"
 
     @property
-    def was_stopped(self) -> bool:
-        """True if somebody asked for the end."""
-        return bool(self._signals.received) or self._console.is_broken or self._is_let_go
-
-    @property
-    def _is_let_go(self) -> bool:
-        return self._leash is not None and self._leash.is_cut
-
-    @property
-    def exit_code(self) -> int:
-        """That of the rank that failed first; 0 if none did."""
-        if self.failures:
-            return first_of(self.failures).exit_code
-        if self._signals.received:
-            return 128 + self._signals.received[0]
-        if self._is_let_go:
-            return 128 + signal.SIGHUP
-        return 128 + signal.SIGPIPE if self._console.is_broken else 0
+    def _is_abandoned(self) -> bool:
+        return self._control is not None and self._control.is_closed
 
     def explain(self) -> None:
         """Show the traceback of the first rank that failed, as the last of all that is shown."""
         if self._console.is_broken and not isinstance(self._console.error, BrokenPipeError):
-            _say(self._console, f"the output cannot be written: {self._console.error}")
+            self.say(f"the output cannot be written: {self._console.error}")
         if error := self._streams.log_error():
-            _say(self._console, f"the log files are not complete: {error}")
+            self.say(f"the log files are not complete: {error}")
         if not self.failures:
             return
-        first = first_of(self.failures)
-        trace = first.traceback_in(self._streams.last_words(first.rank))
-        if trace and not self._console.shows_at_end(trace):
-            _say(self._console, f"{first} and failed first; its traceback:\n{trace}")
+        first = self.first_failure
+        trace = first.traceback_in(self._streams.ranks[first.rank].last_output())
+        if trace and not self._console.stderr.shows_at_end(trace):
+            self.say(f"{first} and failed first; its traceback:\n{trace}")
         elif not trace:
             others = sorted(failure.rank for failure in self.failures if failure is not first)
             then = f"; then {names_of_ranks(others)} failed" if others else ""
-            _say(self._console, f"{first}{then}")
+            self.say(f"{first}{then}")
 
 
-def _failure_of(crew: Crew, rank: Rank) -> Failure:
-    process = rank.process
-    words = crew.last_words(rank.rank)
-    return Failure(rank.rank, process.pid, process.returncode, time.monotonic(), words)
+class Signals:
+    """Forwards signals to ranks while its context lasts; remembers those that ask for the end.
+
+    What was ignored when the launcher started, as by nohup, stays so.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._times: list[float] = []
+        self._processes: ProcessSet[Any] | None = None
+        self._restore_terminal: Callable[[], None] = lambda: None
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def are_urgent(self) -> bool:
+        """True if somebody insists: a second Ctrl-C, or anything again after a while.
+
+        Several at once are one: a terminal that closes sends SIGHUP, and so does its shell.
+        """
+        has_repeated = len(self._times) > 1 and self._times[-1] - self._times[0] > _INSIST_SECONDS
+        return has_repeated or self.received.count(signal.SIGINT) > 1
+
+    @contextmanager
+    def forwarded_to(
+        self, processes: ProcessSet[Any], restore_terminal: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Forward them to these; ``restore_terminal`` is called before Ctrl-Z stops us."""
+        self._processes, self._restore_terminal = processes, restore_terminal
+        try:
+            for number in self.received:  # while the ranks were being started
+                processes.send_signal(number)
+            yield
+        finally:
+            self._processes = None
+
+    def __enter__(self) -> Self:
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        handlers = dict.fromkeys(FORWARDED_SIGNALS, self._take)
+        for number, handler in {**handlers, signal.SIGTSTP: self._stop}.items():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if number in ENDING_SIGNALS:
+            self.received.append(signal.Signals(number))
+            self._times.append(time.monotonic())
+        if self._processes is not None:
+            self._processes.send_signal(number)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Stop the ranks and this process, until somebody continues it."""
+        processes = self._processes
+        if processes is not None:
+            processes.send_signal(signal.SIGSTOP)
+            self._restore_terminal()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # returns when we are continued
+        signal.signal(number, self._stop)
+        if processes is not None:
+            processes.send_signal(signal.SIGCONT)

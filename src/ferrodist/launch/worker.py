@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One rank of ``ferrodist.run``: ``worker.py <file of the task> <pipe for the report>``.
+"""One rank of ``ferrodist.run``: ``worker.py <file of the task> <pipe for the result>``.
 
 Run as a file: nothing of ferrodist is imported before the path is that of the process that called
-run.
+run. The task and the results go through files that only the two processes have open, and nothing of
+them comes from a network, which is why pickle may be used here.
 """
 
 from __future__ import annotations
@@ -10,48 +11,120 @@ from __future__ import annotations
 import linecache
 import os
 import pickle
+import struct
 import sys
+import time
+import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from ferrodist.launch.task import Report
+_LENGTH = struct.Struct("!Q")
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class WorkerResult(NamedTuple):
+    """How a rank ended: with a pickled result, or with an error.
+
+    ``when`` is the time of the error by the clock that all processes of a host share. ``error`` is
+    None if it could not be pickled; its text and its traceback are always there.
+    """
+
+    result: bytes | None
+    when: float = 0.0
+    error: bytes | None = None
+    text: str = ""
+    trace: str = ""
 
 
 def main() -> None:
     """Do the task and report how it went."""
-    task_file, report_file = map(int, sys.argv[1:])
-    os.set_inheritable(report_file, False)
+    task_file, result_file = map(int, sys.argv[1:])
+    os.set_inheritable(result_file, False)
     task = os.pread(task_file, os.fstat(task_file).st_size, 0)  # all ranks share one offset
     os.close(task_file)
     sys.path[:], sys.argv[:], sources, call = pickle.loads(task)
     linecache.cache.update(sources)
-
-    from ferrodist.launch.task import write_report
-
-    write_report(report_file, _perform(call))
+    _write_result(result_file, _perform(call))
 
 
-def _perform(call: bytes) -> Report:
+def pickled(value: Any) -> bytes:
+    """Pickle with cloudpickle: lambdas, closures and what is defined in a script go by value."""
+    import cloudpickle
+
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+def try_read_result(data: bytearray) -> WorkerResult | None:
+    """Read what ``main`` has written; None if not all of it has arrived."""
+    if len(data) < _LENGTH.size:
+        return None
+    (nbytes,) = _LENGTH.unpack_from(data)
+    if len(data) < _LENGTH.size + nbytes:
+        return None
+    return WorkerResult(*pickle.loads(memoryview(data)[_LENGTH.size :]))
+
+
+def _write_result(file: int, result: WorkerResult) -> None:
+    """Write a result into a pipe and close it."""
+    data = pickle.dumps(tuple(result))
+    with open(file, "wb") as stream:
+        stream.write(_LENGTH.pack(len(data)))
+        stream.write(data)
+
+
+def _perform(call: bytes) -> WorkerResult:
     """Join the job, call the function and leave; the other ranks are told of an error."""
     import ferrodist
-    from ferrodist.backends.default import current_backend
-    from ferrodist.launch.task import report_error, report_result
+    from ferrodist.backends.registry import current_backend
 
     try:
         fn, args = pickle.loads(call)
         backend = ferrodist.init()
-        report = report_result(fn(backend, *args), backend.rank)
+        result = _result_of(fn(backend, *args), backend.rank)
         backend._end()
     except SystemExit:
         raise  # the process ends as it asks for, without a result
     except BaseException as error:  # noqa: BLE001 -- the top of a rank: the caller of run raises it
-        report = report_error(error)
+        result = _result_of_error(error)
         joined = current_backend()
         if joined is not None:
-            with suppress(Exception):  # what comes second must not hide what came first
+            with suppress(Exception):  # a second error must not hide the first
                 joined._fail(error)
-    return report
+    return result
+
+
+def _result_of(value: Any, rank: int) -> WorkerResult:
+    from ferrodist.backends.failures import describe
+    from ferrodist.errors import UnsupportedArray
+
+    try:
+        return WorkerResult(pickled(value))
+    except Exception as error:  # a pickler calls the user's code, which may raise anything
+        raise UnsupportedArray(
+            f"run: rank {rank} returned a {type(value).__qualname__} that cannot be pickled: "
+            f"{describe(error)}",
+            rank=rank,
+        ) from error
+
+
+def _result_of_error(error: BaseException) -> WorkerResult:
+    from ferrodist.backends.failures import describe
+
+    when = time.monotonic()
+    try:
+        data = pickled(error)
+    except Exception:  # noqa: BLE001 -- the user's error; its text must do
+        data = None
+    return WorkerResult(None, when, data, describe(error), _trace_of(error))
+
+
+def _trace_of(error: BaseException) -> str:
+    """Format a traceback, from where the user's code begins."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 if __name__ == "__main__":

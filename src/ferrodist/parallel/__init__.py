@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Training on several ranks: models are replicated, gradients become means over all ranks.
 
-``layout.py`` says which gradients travel together, a ``Bucket`` is such a group in one array, the
+``bucket.py`` says which gradients travel together, a ``Bucket`` is such a group in one array, the
 ``Reducer`` keeps the ranks in step. On it stand ``ddp.py`` for torch and ``data_parallel.py`` for
 everything else.
 
-The rule of this room: it stands on ferrodist's public functions; besides, it takes trees of any
-arrays through the door.
+The rule of this package: it stands on ferrodist's public functions; besides, it converts trees of
+any arrays.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Data parallelism for trees of arrays, of NumPy, JAX or whatever else goes through the door.
+"""Data parallelism for trees of arrays, of NumPy, JAX or whatever else can be converted.
 
 ``average_gradients`` is one call and remembers nothing. ``DataParallel`` knows its tree, so it has
 buckets for it, and ranks may have gradients for different leaves.
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ferrodist
-from ferrodist.arrays import Taken, flatten, new_result, take
-from ferrodist.arrays.host_memory import numpy_dtype
-from ferrodist.backends.default import current_backend
+from ferrodist.arrays import InputArray, as_input, flatten, new_result
+from ferrodist.arrays.library import numpy_dtype
+from ferrodist.backends.registry import current_backend
 from ferrodist.buffer import Buffer, DType
-from ferrodist.parallel.layout import MIB, BucketSizes, Leaf
+from ferrodist.parallel.bucket import MIB, BucketSizes, Leaf
 from ferrodist.parallel.reducer import Reducer
 
 Array = np.ndarray[Any, Any]
@@ -67,7 +67,7 @@ class _Slot(NamedTuple):
     path: str
     dtype: DType
     shape: tuple[int, ...]
-    like: Taken
+    like: InputArray
 
     def __str__(self) -> str:
         return f"{self.dtype.label}{list(self.shape)}"
@@ -171,7 +171,9 @@ class DataParallel:
     def check_replicas(self, tree: Any) -> None:
         """Refuse, on every rank, a tree that is not the same on all, to the bit; costs one call."""
         named, rebuild = flatten(tree, "DataParallel.check_replicas: tree")
-        hashes = [_hash(take(leaf, f"DataParallel.check_replicas: tree{p}")) for p, leaf in named]
+        hashes = [
+            _hash(as_input(leaf, f"DataParallel.check_replicas: tree{p}")) for p, leaf in named
+        ]
         everybodys = ferrodist.all_gather(rebuild(hashes), self.backend)
         for path, found in flatten(everybodys)[0]:
             if (found != found[0]).any():
@@ -191,7 +193,7 @@ class DataParallel:
             self._wide_reducer = self._make_reducer(widened=True)
         return self._wide_reducer
 
-    def _take(self, gradients: Any) -> dict[int, Taken]:
+    def _take(self, gradients: Any) -> dict[int, InputArray]:
         """Take all gradients in, by number, before any of them is sent."""
         where = "DataParallel.average: gradients"
         given = {}
@@ -203,7 +205,7 @@ class DataParallel:
                     got=path,
                     this_rank=self.backend.rank,
                 )
-            number, taken = self._numbers[path], take(leaf, where + path)
+            number, taken = self._numbers[path], as_input(leaf, where + path)
             self._check_form(self._slots[number], taken.buffer, where + path)
             given[number] = taken
         return given
@@ -219,7 +221,7 @@ class DataParallel:
                 this_rank=self.backend.rank,
             )
 
-    def _give(self, number: int, given: Taken | None, mean: Array) -> Any:
+    def _give(self, number: int, given: InputArray | None, mean: Array) -> Any:
         """Make the result of a leaf, of the kind of its gradient, or else of its parameter."""
         slot, own = self._slots[number], self._own[number]
         if given is None or given.array is not own:
@@ -250,12 +252,12 @@ def _slot_of(path: str, leaf: Any) -> _Slot:
     taken = _take_float(leaf, f"DataParallel: params{path}")
     shape = taken.buffer.shape
     small = new_result(taken, (0,) if shape else ()).finish()
-    return _Slot(path, taken.buffer.dtype, shape, take(small))
+    return _Slot(path, taken.buffer.dtype, shape, as_input(small))
 
 
-def _take_float(leaf: Any, where: str) -> Taken:
+def _take_float(leaf: Any, where: str) -> InputArray:
     """Take in an array that has a mean of its own dtype."""
-    taken = take(leaf, where)
+    taken = as_input(leaf, where)
     dtype = taken.buffer.dtype
     if not (dtype.is_float or dtype.is_complex):
         raise ferrodist.UnsupportedOp(
@@ -282,14 +284,14 @@ def _scale(buffer: Buffer, share: float) -> Array:
     return np.asarray(array * share if share else np.zeros_like(array))
 
 
-def _array_like(taken: Taken, values: Any, shape: tuple[int, ...]) -> Any:
+def _array_like(taken: InputArray, values: Any, shape: tuple[int, ...]) -> Any:
     """Make an array of the kind and dtype of another one."""
     result = new_result(taken, shape)
     _numbers_in(result.buffer)[...] = values
     return result.finish()
 
 
-def _hash(taken: Taken) -> Array:
+def _hash(taken: InputArray) -> Array:
     """Reduce an array, its dtype and its shape to one number."""
     hashed = hashlib.blake2b(taken.buffer.memory, digest_size=8)
     hashed.update(f"{taken.buffer.dtype.label}{taken.buffer.shape}".encode())

@@ -16,8 +16,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 import ferrodist
-from ferrodist.parallel.bucket import Bucket, Hook
-from ferrodist.parallel.layout import BucketSizes, Leaf
+from ferrodist.parallel.bucket import Bucket, BucketSizes, Hook, Leaf
 from ferrodist.parallel.reducer import Reducer
 from ferrodist.parallel.replicas import is_dense
 

@@ -15,8 +15,16 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import ferrodist
-from ferrodist.parallel.bucket import Bucket, Hook, allreduce_at_once, allreduce_bucket
-from ferrodist.parallel.layout import MIB, BucketSizes, Leaf, lay_out
+from ferrodist.parallel.bucket import (
+    MIB,
+    Bucket,
+    BucketSizes,
+    Hook,
+    Leaf,
+    allreduce_at_once,
+    allreduce_bucket,
+    lay_out,
+)
 
 _LARGEST_LATE = MIB  # bytes; reducing more takes so long that it is begun as soon as it can be
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ferrodist
-from ferrodist.backends.default import current_backend
+from ferrodist.backends.registry import current_backend
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -1,54 +1,67 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The handshake: both sides prove that they know the job's secret, and show it to nobody.
 
-    guest                                     host
+    client                                    server
     GREETING: nonce, rank, size, version  ->
-                                          <-  GREETING: the same of the host
+                                          <-  GREETING: the same of the server
                                           <-  PROOF: HMAC("host", both greetings, job)
     PROOF: HMAC("gues", both greetings, job)  ->
                                           <-  WELCOME
 
 A proof covers the role, all that both sides have said (their ranks too) and the job's name, so it
-cannot be sent back, used again, or taken to another rank or job. Only then the host compares what
-both have said. From the same follow keys that only these two have: every message after the WELCOME
-is sealed with one, and one is handed out for what comes after messages.
+cannot be sent back, replayed, or taken to another rank or job. Only then does the server compare
+what both have said. From the same follow keys that only these two have: every message after the
+WELCOME is sealed with one, and one is handed out for what comes after messages.
+
+The Acceptor leads whoever connects to a listener through it. Pending connections are served side by
+side, each with a time limit of its own, so that one that is slow or sends nonsense holds up nobody.
 """
 
 from __future__ import annotations
 
-import enum
+import errno
 import hmac
+import logging
 import secrets
+import selectors
+import socket
 import struct
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from ferrodist.config import variable
-from ferrodist.errors import AuthenticationError, ProtocolError
-from ferrodist.rendezvous import failure
+from ferrodist.deadline import Deadline
+from ferrodist.errors import AuthenticationError, DistributedError, ProtocolError
 from ferrodist.rendezvous.job import Job
-from ferrodist.rendezvous.link import Kind, Link, Talk
+from ferrodist.rendezvous.wire import Channel, MessageKind, Steps, receive_answer, send_failure
 from ferrodist.version import __version__
 
+logger = logging.getLogger("ferrodist")
+
 _GREETING = struct.Struct("!32sII32s")
-_LINK, _TO_HOST, _TO_GUEST = b"link", b"toho", b"togu"  # of one length, like all but the name
+# What the keys are for; of one length, like all in an HMAC but the job's name.
+_LINK, _TO_SERVER, _TO_CLIENT = b"link", b"toho", b"togu"
+
+_MAX_STRANGERS = 64  # pending connections beyond those that are expected
+_MAX_ACCEPTED_AT_ONCE = 32  # before others have their turn
+_HANDSHAKE_SECONDS = 5.0
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Purpose(enum.Enum):
-    """What a handshake is for; one that is meant for this is no good for that."""
+class Purpose(NamedTuple):
+    """What a handshake is for, as it stands in the proofs; one purpose's are no good for another.
 
-    MEETING = b"host", b"gues"
-    MESH = b"answ", b"call"
+    ``server`` is the role of the side that listens, ``client`` of the one that connects.
+    """
 
-    @property
-    def host(self) -> bytes:
-        """What stands in the proof of the one who listens."""
-        return self.value[0]
+    server: bytes
+    client: bytes
 
-    @property
-    def guest(self) -> bytes:
-        """What stands in the proof of the one who comes."""
-        return self.value[1]
+
+MEETING = Purpose(b"host", b"gues")
+MESH = Purpose(b"answ", b"call")
 
 
 class Greeting(NamedTuple):
@@ -70,28 +83,34 @@ class Greeting(NamedTuple):
             nonce, rank, world_size, version = _GREETING.unpack(body)
             return cls(nonce, rank, world_size, version.rstrip(b"\0").decode("ascii"))
         except (struct.error, UnicodeDecodeError) as error:
-            raise ProtocolError("a greeting that cannot be read") from error
+            raise ProtocolError("a greeting that cannot be decoded") from error
 
 
-def greet_host(
-    link: Link, job: Job, purpose: Purpose = Purpose.MEETING, *, rank: int = 0, where: str = ""
-) -> Talk[bytes]:
-    """Shake hands as a guest of a rank, and return the key that both have now.
+def greet_server(
+    channel: Channel,
+    job: Job,
+    purpose: Purpose = MEETING,
+    *,
+    rank: int = 0,
+    where: str = "",
+) -> Steps[bytes]:
+    """Shake hands as a client of a rank, and return the key that both have now.
 
     Raises AuthenticationError if whoever listens does not know the secret, or is another rank.
     """
     mine = _new_greeting(job).pack()
-    link.send(Kind.GREETING, mine)
+    channel.send(MessageKind.GREETING, mine)
     try:
-        theirs = (yield from failure.hear(link, Kind.GREETING, believe=False)).body
-        proof = (yield from failure.hear(link, Kind.PROOF, believe=False)).body
+        answer = yield from receive_answer(channel, MessageKind.GREETING, is_trusted=False)
+        theirs = answer.body
+        proof = (yield from receive_answer(channel, MessageKind.PROOF, is_trusted=False)).body
     except ProtocolError as error:
         raise ProtocolError(
-            f"whoever listens{where} for job {job.name!r} is no rank of ferrodist: {error}",
+            f"whoever listens{where} for job {job.name!r} is not a rank of ferrodist: {error}",
             rank=rank,
             this_rank=job.rank,
         ) from error
-    if not hmac.compare_digest(proof, _prove(job, purpose.host, mine, theirs)):
+    if not hmac.compare_digest(proof, _prove(job, purpose.server, mine, theirs)):
         raise AuthenticationError(
             f"whoever listens{where} for job {job.name!r} does not know its secret: it belongs to "
             f"another job of this name, or its {variable('secret_file')} is not the same file as "
@@ -99,47 +118,47 @@ def greet_host(
             rank=rank,
             this_rank=job.rank,
         )
-    host = Greeting.unpack(theirs)
-    if host.rank != rank:  # before we prove anything: it must not take us for its own guest
+    server = Greeting.unpack(theirs)
+    if server.rank != rank:  # before we prove anything: it must not take us for its own client
         raise AuthenticationError(
-            f"rank {host.rank} of job {job.name!r} listens{where}, where rank {rank} should",
-            rank=host.rank,
+            f"rank {server.rank} of job {job.name!r} listens{where}, where rank {rank} should",
+            rank=server.rank,
             this_rank=job.rank,
         )
-    link.send(Kind.PROOF, _prove(job, purpose.guest, mine, theirs))
-    link.seal_sent(_prove(job, _TO_HOST, mine, theirs))
-    check_version(host.version, job, rank)
-    yield from failure.hear(link, Kind.WELCOME)
-    link.seal_received(_prove(job, _TO_GUEST, mine, theirs))
+    channel.send(MessageKind.PROOF, _prove(job, purpose.client, mine, theirs))
+    channel.seal_sent(_prove(job, _TO_SERVER, mine, theirs))
+    check_version(server.version, job, rank)
+    yield from receive_answer(channel, MessageKind.WELCOME)
+    channel.seal_received(_prove(job, _TO_CLIENT, mine, theirs))
     return _prove(job, _LINK, mine, theirs)
 
 
-def greet_guest(
-    link: Link,
+def greet_client(
+    channel: Channel,
     job: Job,
-    purpose: Purpose = Purpose.MEETING,
+    purpose: Purpose = MEETING,
     check: Callable[[Greeting], None] = lambda greeting: None,
-) -> Talk[tuple[Greeting, bytes]]:
-    """Shake hands as the host; return what the guest has proved to have said, and the key.
+) -> Steps[tuple[Greeting, bytes]]:
+    """Shake hands as the server; return what the client has proved to have said, and the key.
 
     ``check`` looks at what it has said, and raises if it is not welcome all the same.
     """
-    theirs = (yield from link.receive(Kind.GREETING)).body
+    theirs = (yield from channel.receive(MessageKind.GREETING)).body
     greeting, mine = Greeting.unpack(theirs), _new_greeting(job).pack()
-    link.send(Kind.GREETING, mine)
-    link.send(Kind.PROOF, _prove(job, purpose.host, theirs, mine))
+    channel.send(MessageKind.GREETING, mine)
+    channel.send(MessageKind.PROOF, _prove(job, purpose.server, theirs, mine))
     try:
-        proof = (yield from link.receive(Kind.PROOF)).body
+        proof = (yield from channel.receive(MessageKind.PROOF)).body
     except EOFError as error:
         raise AuthenticationError(
-            f"a visitor that calls itself rank {greeting.rank} left when it saw this job's proof"
+            f"a process that calls itself rank {greeting.rank} left when it saw this job's proof"
         ) from error
-    if not hmac.compare_digest(proof, _prove(job, purpose.guest, theirs, mine)):
-        raise AuthenticationError("a visitor does not know the job's secret")
-    link.seal_received(_prove(job, _TO_HOST, theirs, mine))
+    if not hmac.compare_digest(proof, _prove(job, purpose.client, theirs, mine)):
+        raise AuthenticationError("a process does not know the job's secret")
+    channel.seal_received(_prove(job, _TO_SERVER, theirs, mine))
     check(greeting)
-    link.send(Kind.WELCOME)
-    link.seal_sent(_prove(job, _TO_GUEST, theirs, mine))
+    channel.send(MessageKind.WELCOME)
+    channel.seal_sent(_prove(job, _TO_CLIENT, theirs, mine))
     return greeting, _prove(job, _LINK, theirs, mine)
 
 
@@ -160,5 +179,165 @@ def _new_greeting(job: Job) -> Greeting:
     return Greeting(secrets.token_bytes(32), job.rank, job.world_size, __version__)
 
 
-def _prove(job: Job, role: bytes, guest: bytes, host: bytes) -> bytes:
-    return hmac.digest(job.secret, role + guest + host + job.name.encode(), "sha256")
+def _prove(job: Job, role: bytes, client: bytes, server: bytes) -> bytes:
+    return hmac.digest(job.secret, role + client + server + job.name.encode(), "sha256")
+
+
+# -- accepting ------------------------------------------------------------------------------------
+
+
+class PeerIdentity(NamedTuple):
+    """Who is at the other end, according to the kernel.
+
+    On this host pid and user, with pid 0 for a process in another pid namespace; else an address.
+    """
+
+    pid: int = 0
+    uid: int = -1
+    address: str = ""
+
+    def __str__(self) -> str:
+        return self.address or f"pid {self.pid}"
+
+
+class PendingConnection(NamedTuple):
+    """A connection whose handshake is under way."""
+
+    channel: Channel
+    peer: PeerIdentity
+    steps: Steps[None]
+    deadline: Deadline
+
+
+class Acceptor:
+    """A listener and its pending connections, as a part of the owner's select loop.
+
+    ``identify`` says who has connected, or raises for somebody who may not. ``receive`` are the
+    steps of the handshake; at their end they call ``admit``. ``wrap`` returns the socket to use
+    instead of the connection itself.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        *,
+        identify: Callable[[socket.socket], PeerIdentity],
+        receive: Callable[[Channel, PeerIdentity], Steps[None]],
+        wrap: Callable[[socket.socket], socket.socket] = lambda connection: connection,
+    ) -> None:
+        self.num_without_secret = 0  # connections that did not prove to know it
+        self._job = job
+        self._listener = listener
+        self._selector = selector
+        self._identify = identify
+        self._receive = receive
+        self._wrap = wrap
+        self._pending: dict[Channel, PendingConnection] = {}  # the oldest first
+        self._quiet_until = 0.0
+        selector.register(listener, selectors.EVENT_READ, self)
+
+    def handle(self, data: Any) -> bool:
+        """Handle an event of the selector; False if it is none of ours."""
+        if isinstance(data, PendingConnection):
+            self._continue(data)
+        elif data is self:
+            for _ in range(_MAX_ACCEPTED_AT_ONCE):
+                if not self._accept_one():
+                    break
+        else:
+            return False
+        return True
+
+    def admit(self, channel: Channel, data: Any) -> None:
+        """Hand a connection to the owner, who gets its events with this data from now on."""
+        del self._pending[channel]
+        self._selector.modify(channel, selectors.EVENT_READ, data)
+
+    def seconds_to_next_deadline(self) -> float:
+        """Return when the next pending connection runs out of time."""
+        ends = (pending.deadline.remaining() for pending in self._pending.values())
+        return min(ends, default=float("inf"))
+
+    def close_overdue(self) -> None:
+        """Close the pending connections that have had their time."""
+        for pending in list(self._pending.values()):
+            if pending.deadline.remaining() <= 0:
+                self._send_away(pending)
+
+    def close(self) -> None:
+        """Stop listening, and close all pending connections; idempotent."""
+        if self._listener.fileno() >= 0:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+        for pending in list(self._pending.values()):
+            self._close(pending)
+
+    def _accept_one(self) -> bool:
+        """Accept a connection and begin its handshake; False if there is none."""
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        except OSError as error:
+            if error.errno not in _OUT_OF_FILES or not self._pending:
+                raise
+            self._send_oldest_away()
+            return True
+        try:
+            peer = self._identify(connection)
+            channel = Channel(self._wrap(connection))
+        except (DistributedError, OSError) as error:
+            connection.close()
+            self._log_refusal(error)
+            return True
+        if len(self._pending) >= self._job.world_size + _MAX_STRANGERS:
+            self._send_oldest_away()
+        steps = self._receive_or_refuse(channel, peer)
+        pending = PendingConnection(channel, peer, steps, Deadline(_HANDSHAKE_SECONDS))
+        self._pending[channel] = pending
+        self._selector.register(channel, selectors.EVENT_READ, pending)
+        self._continue(pending)
+        return True
+
+    def _receive_or_refuse(self, channel: Channel, peer: PeerIdentity) -> Steps[None]:
+        try:
+            yield from self._receive(channel, peer)
+        except DistributedError as error:
+            send_failure(channel, error, self._job.rank)
+            raise
+
+    def _continue(self, pending: PendingConnection) -> None:
+        if pending.channel not in self._pending:
+            return  # it was closed a moment ago
+        try:
+            next(pending.steps)
+        except StopIteration:
+            return  # it was admitted
+        except (EOFError, OSError) as error:
+            self.num_without_secret += isinstance(error, AuthenticationError)
+            self._close(pending)
+            self._log_refusal(error)
+
+    def _send_oldest_away(self) -> None:
+        self._send_away(next(iter(self._pending.values())))
+
+    def _send_away(self, pending: PendingConnection) -> None:
+        """Close a connection that takes too long; a rank of ours will come again."""
+        with suppress(EOFError):
+            pending.channel.send(MessageKind.BUSY)
+        self._close(pending)
+        self._log_refusal(f"{pending.peer} did not finish the handshake")
+
+    def _close(self, pending: PendingConnection) -> None:
+        del self._pending[pending.channel]
+        self._selector.unregister(pending.channel)
+        pending.steps.close()
+        pending.channel.close()
+
+    def _log_refusal(self, reason: object) -> None:
+        """Log that a connection was refused, at most once a second."""
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + 1.0
+            logger.warning("job %r: refused a connection: %s", self._job.name, reason)

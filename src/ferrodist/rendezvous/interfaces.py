@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Interfaces: which addresses this host has, and at which of them other hosts find it.
+"""Network interfaces: which addresses this host has, and at which of them other hosts find it.
 
-No name of this host is looked up for that: it may lead to loopback, or to another network. What
-counts is the address that the kernel would send from.
+No name of this host is resolved for that: it may lead to loopback, or to another network. What
+counts is the address that the kernel would send from. ``who_listens`` names the owner of a port.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -20,17 +21,19 @@ from ferrodist.config import variable
 from ferrodist.errors import RendezvousError
 
 _SIOCGIFCONF = 0x8912
-_MOST_ADDRESSES = 1024
+_MAX_ADDRESSES = 1024
 _REQUEST = struct.Struct("16s2xH4s16x" if struct.calcsize("P") == 8 else "16s2xH4s8x")
 _IPV6_TABLE = Path("/proc/net/if_inet6")
-# Addresses of nobody (RFC 5737, RFC 3849): what is sent there takes the default route.
+# Addresses that nobody has (RFC 5737, RFC 3849): what is sent there takes the default route.
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")
 _LINK_LOCAL = "fe80:"
 _ANY_PORT = 9  # nothing is sent
+_TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_LISTENS = "0A"
 
 
 class Interface(NamedTuple):
-    """One address of a network interface; an interface with several stands there several times."""
+    """One address of a network interface, which may have several."""
 
     name: str
     address: str
@@ -47,10 +50,10 @@ def list_interfaces() -> list[Interface]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Tell whether a pattern as of NCCL_SOCKET_IFNAME takes an interface.
+    """Tell whether a pattern as in NCCL_SOCKET_IFNAME matches an interface.
 
-    It is a list of prefixes, by commas. ``=`` before the list asks for whole names, ``^`` for all
-    but these, ``^=`` for both. An empty one takes all.
+    It is a comma-separated list of prefixes. ``=`` before the list asks for whole names, ``^`` for
+    all but these, ``^=`` for both. An empty pattern matches all.
     """
     is_excluding = pattern.startswith("^")
     pattern = pattern.removeprefix("^")
@@ -63,7 +66,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address, or the name localhost, is of this host alone."""
+    """Tell whether an address, or the name localhost, only reaches this host itself."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -91,8 +94,8 @@ def choose_address(pattern: str, towards: str = "") -> tuple[str, str]:
     """Choose where other ranks find this one: the name of an interface, and its address.
 
     It is the address that routes to ``towards``, which is rank 0's. Where that is this very host
-    under a name that is only known here (127.0.1.1), or nothing is known of rank 0, it is the one
-    of the default route. If there is a pattern, it is that of an interface which matches.
+    under a name that is only known here (127.0.1.1), or nothing is known about rank 0, it is the
+    one of the default route. With a pattern, it is that of an interface which matches.
     """
     known = list_interfaces()
     candidates = [one for one in known if matches(pattern, one.name)]
@@ -107,7 +110,7 @@ def choose_address(pattern: str, towards: str = "") -> tuple[str, str]:
 
 
 def name_of(address: str, known: Sequence[Interface] | None = None) -> str:
-    """Name the interface that has an address; '?' if none is seen to."""
+    """Name the interface that has an address; '?' if none is found."""
     interfaces = list_interfaces() if known is None else known
     plain = address.partition("%")[0]
     found = (one.name for one in interfaces if one.address.partition("%")[0] == plain)
@@ -115,7 +118,7 @@ def name_of(address: str, known: Sequence[Interface] | None = None) -> str:
 
 
 def no_interface(pattern: str, known: Sequence[Interface]) -> RendezvousError:
-    """Make the error of a pattern that no interface matches."""
+    """Make the error for a pattern that no interface matches."""
     there = ", ".join(map(str, known)) or "none that is up"
     return RendezvousError(
         f"{variable('socket_ifname')}={pattern!r} matches no network interface of this host; there "
@@ -126,13 +129,13 @@ def no_interface(pattern: str, known: Sequence[Interface]) -> RendezvousError:
 
 def _try_source(towards: str) -> str | None:
     """Return the address that routes to rank 0, or to hosts elsewhere; None if there is none."""
-    places = [towards] if towards else []
+    candidates = [towards] if towards else []
     if not is_loopback(towards):
-        places += [one for one in _ELSEWHERE if ":" in one or ":" not in towards]
+        candidates += [one for one in _ELSEWHERE if ":" in one or ":" not in towards]
     found = []
-    for place in places:
+    for candidate in candidates:
         try:
-            found.append(source_address(place))
+            found.append(source_address(candidate))
         except OSError:
             continue
         is_useful = not (is_loopback(found[-1]) or found[-1].startswith(_LINK_LOCAL))
@@ -142,7 +145,7 @@ def _try_source(towards: str) -> str | None:
 
 
 def _best(candidates: Sequence[Interface], wanted: str | None, towards: str) -> Interface:
-    """Take the address that is wanted if it is there, else one that is most like it."""
+    """Choose the wanted address if it is there, else the one most like it."""
     family = socket.AF_INET6 if ":" in (wanted or towards) else socket.AF_INET
 
     def penalty(one: Interface) -> tuple[bool, ...]:
@@ -153,19 +156,19 @@ def _best(candidates: Sequence[Interface], wanted: str | None, towards: str) -> 
 
 
 def _list_ipv4() -> list[Interface]:
-    """Ask the kernel; on systems that do not know the question there is loopback."""
-    room = array.array("B", bytes(_REQUEST.size * _MOST_ADDRESSES))
-    where, _ = room.buffer_info()
-    question = struct.pack("iP", len(room), where)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    """Ask the kernel; on systems without this ioctl there is only loopback."""
+    buffer = array.array("B", bytes(_REQUEST.size * _MAX_ADDRESSES))
+    where, _ = buffer.buffer_info()
+    request = struct.pack("iP", len(buffer), where)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(asking, _SIOCGIFCONF, question)
+            answer = fcntl.ioctl(probe, _SIOCGIFCONF, request)
         except OSError:
             return [Interface("lo", "127.0.0.1", socket.AF_INET, is_loopback=True)]
     nbytes, _ = struct.unpack("iP", answer)
     found = []
-    for name, _, packed in _REQUEST.iter_unpack(room.tobytes()[:nbytes]):
-        # An address of its own may have a label: eth0:1 is eth0.
+    for name, _, packed in _REQUEST.iter_unpack(buffer.tobytes()[:nbytes]):
+        # A second address may have a label: eth0:1 is eth0.
         label = name.partition(b"\0")[0].decode(errors="replace").partition(":")[0]
         address = socket.inet_ntop(socket.AF_INET, packed)
         found.append(Interface(label, address, socket.AF_INET, is_loopback(address)))
@@ -185,3 +188,50 @@ def _list_ipv6() -> list[Interface]:
             address = f"{address}%{name}"  # it means nothing without the interface
         found.append(Interface(name, address, socket.AF_INET6, is_loopback(address)))
     return found
+
+
+# -- who listens at a port ------------------------------------------------------------------------
+
+
+def who_listens(port: int) -> str | None:
+    """Name the process that listens at a port: pid and command; None if it is not visible."""
+    sockets = {f"socket:[{inode}]" for table in _TCP_TABLES for inode in _listeners(table, port)}
+    if not sockets:
+        return None
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and _has_one_of(process, sockets):
+            return f"pid {process.name} ({_command(process)})"
+    return None
+
+
+def _listeners(table: str, port: int) -> list[str]:
+    try:
+        lines = Path(table).read_text().splitlines()[1:]
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    ending = f":{port:04X}"
+    return [one[9] for one in fields if one[3] == _LISTENS and one[1].endswith(ending)]
+
+
+def _has_one_of(process: Path, sockets: set[str]) -> bool:
+    try:
+        files = os.listdir(process / "fd")
+    except OSError:
+        return False  # of another user, or gone
+    for file in files:
+        try:
+            if os.readlink(process / "fd" / file) in sockets:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _command(process: Path) -> str:
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "?"
+    text = b" ".join(words).decode(errors="replace").strip()
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """join_mesh: every rank of a job gets a connection to every other.
 
-Each rank listens at one address while the mesh is made, and tells it to all on its card. Rank i
-connects to every rank below it and is connected to by every rank above. Both ends of each
+Each rank listens at one address while the mesh is made, and tells all ranks by an exchange which.
+Rank i connects to every rank below it and is connected to by every rank above. Both ends of each
 connection prove that they are the rank they say, of this job, and derive a key that nobody else
 has. When all ranks have all their connections, and not before, everybody returns, and no rank
 listens any longer.
@@ -14,31 +14,49 @@ import errno
 import hmac
 import logging
 import os
+import secrets
 import socket
-from dataclasses import replace
+import struct
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, InvalidArgument, RendezvousError
-from ferrodist.rendezvous.cards import Card, exchange_cards
-from ferrodist.rendezvous.exchange import open_exchange
-from ferrodist.rendezvous.interfaces import choose_address
-from ferrodist.rendezvous.job import Job
-from ferrodist.rendezvous.launch import Endpoint, try_endpoint
+from ferrodist.errors import DistributedError, InvalidArgument, ProtocolError, RendezvousError
+from ferrodist.rendezvous.client import Client
+from ferrodist.rendezvous.errors import could_not_join
+from ferrodist.rendezvous.handshake import check_version
+from ferrodist.rendezvous.interfaces import choose_address, is_loopback
+from ferrodist.rendezvous.job import Bootstrap, Job, no_secret
 from ferrodist.rendezvous.mesh_builder import MeshBuilder, MeshLink
-from ferrodist.rendezvous.tcp_socket import open_listener_at, resolve
+from ferrodist.rendezvous.server import Server
+from ferrodist.rendezvous.sockets import (
+    MeetingPoint,
+    TcpPoint,
+    UnixPoint,
+    open_listener_at,
+    resolve,
+)
+from ferrodist.rendezvous.store import MAX_RECORD, Exchange
+from ferrodist.rendezvous.variables import Endpoint, try_endpoint
 from ferrodist.rendezvous.watch import try_pidfd
+from ferrodist.rendezvous.wire import MAX_HOST_NAME
+from ferrodist.version import __version__
 
 logger = logging.getLogger("ferrodist")
 
+_TOKEN_NBYTES = 16
+# rank, pid, its namespace, port, token, whether links are encrypted; lengths of the texts
+_HEAD = struct.Struct("!IQQH16s?4H")
 
-class Neighbour(NamedTuple):
+
+class MeshPeer(NamedTuple):
     """A rank of the job, seen from this one; whoever gets it closes both files.
 
-    ``host`` is the same for ranks that can share memory. ``socket`` is a connection that does not
-    block; with TLS, one end of a pair whose other end is encrypted. ``key`` is 32 bytes that only
-    the two ranks know. ``watch`` becomes readable when the process is gone, -1 where that cannot be
+    ``host`` is the same for ranks that can share memory. ``socket`` is a non-blocking connection;
+    with TLS, one end of a pair whose other end is encrypted. ``key`` is 32 bytes that only the two
+    ranks know. ``watch`` becomes readable when the process is gone; -1 where that cannot be
     watched. For this rank itself there is none of the three.
     """
 
@@ -52,44 +70,75 @@ class Neighbour(NamedTuple):
     watch: int
 
     def __repr__(self) -> str:
-        return f"Neighbour(rank={self.rank}, pid={self.pid}, address={self.address!r})"
+        return f"MeshPeer(rank={self.rank}, pid={self.pid}, address={self.address!r})"
 
 
-def join_mesh(job: Job, config: Config) -> list[Neighbour]:
+def join_mesh(job: Job, config: Config) -> list[MeshPeer]:
     """Connect all ranks of the job to each other; return all of them, in rank order.
 
     Every rank calls it, and none returns before all are connected. Raises RendezvousError, naming
     the ranks at fault, AuthenticationError or ProtocolError within ``config.join_timeout``.
     """
     if job.world_size == 1:
-        return [_this_rank(Card.of_this_process(0, "", 0, config.host_id))]
+        return [_this_rank(PeerAddress.of_this_process(0, Endpoint("", 0), config.host_id))]
     try:
         return _join(job, config, Deadline(config.join_timeout))
     except DistributedError:
         raise
     except OSError as error:
-        raise RendezvousError(
-            f"rank {job.rank} could not join job {job.name!r}: {error}", this_rank=job.rank
-        ) from error
+        raise could_not_join(job, error) from error
 
 
-def _join(job: Job, config: Config, deadline: Deadline) -> list[Neighbour]:
+def _join(job: Job, config: Config, deadline: Deadline) -> list[MeshPeer]:
     with open_exchange(job, config, deadline) as exchange:
         with _open_listener(job, config, exchange.towards) as listener:
-            cards = exchange_cards(exchange, job, _make_card(job, config, listener))
-            own_job = _job_of_mesh(job, cards[0])
-            lines = exchange.lines
-            links = MeshBuilder(own_job, listener, cards, lines, config, deadline).build()
-    return [_neighbour(card, cards[job.rank], links.get(card.rank)) for card in cards]
+            own = _own_address(job, config, listener)
+            addresses = exchange_addresses(exchange, job, own)
+            mesh_job = _job_of_mesh(job, addresses[0])
+            channels = exchange.failure_channels
+            builder = MeshBuilder(mesh_job, listener, addresses, channels, config, deadline)
+            links = builder.build()
+    return [_peer(address, own, links.get(address.rank)) for address in addresses]
 
 
-def _job_of_mesh(job: Job, host: Card) -> Job:
+def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
+    """Choose how a job's ranks meet; raises AuthenticationError if they could be anybody."""
+    if not job.several_hosts:
+        return _open_socket_exchange(job, UnixPoint(job), deadline)
+    endpoint = job.endpoint
+    if not job.has_secret and (endpoint is None or not is_loopback(endpoint.host)):
+        raise no_secret(job)
+    if job.bootstrap is Bootstrap.MPI:
+        from ferrodist.rendezvous.foreign import MpiExchange
+
+        return MpiExchange(job, deadline)
+    if endpoint is None:
+        raise InvalidArgument(
+            f"job {job.name!r} is on several hosts, and nothing says where rank 0 listens",
+            this_rank=job.rank,
+        )
+    if job.bootstrap is Bootstrap.TORCH_STORE:
+        from ferrodist.rendezvous.foreign import TorchExchange
+
+        return TorchExchange(job, endpoint, deadline)
+    return _open_socket_exchange(job, TcpPoint(job, endpoint, config, deadline), deadline)
+
+
+def _open_socket_exchange(job: Job, point: MeetingPoint, deadline: Deadline) -> Server | Client:
+    if job.rank == 0:
+        return Server(job, point, deadline)
+    client = Client(job, point, deadline)
+    client.join()
+    return client
+
+
+def _job_of_mesh(job: Job, server: PeerAddress) -> Job:
     """Return the job with a secret of this mesh alone.
 
     On one host the ranks have met by a socket that only this user has, so other users, who may
-    know the name of the job, cannot know this.
+    know the name of the job, cannot know this secret.
     """
-    return replace(job, secret=hmac.digest(job.secret, b"mesh" + host.token, "sha256"))
+    return replace(job, secret=hmac.digest(job.secret, b"mesh" + server.token, "sha256"))
 
 
 def _open_listener(job: Job, config: Config, towards: str) -> socket.socket:
@@ -107,7 +156,7 @@ def _open_listener(job: Job, config: Config, towards: str) -> socket.socket:
 
 
 def _listen_at(host: str, ports: tuple[int, int]) -> socket.socket:
-    """Listen at the first port of a range that is free; 0 is any."""
+    """Listen at the first free port of a range; 0 is any."""
     first, last = ports
     for port in range(first, last + 1):
         try:
@@ -119,12 +168,116 @@ def _listen_at(host: str, ports: tuple[int, int]) -> socket.socket:
                 ) from error
     raise RendezvousError(
         f"no port from {first} to {last} is free at {host}: every rank of a host needs one while "
-        f"the ranks connect; widen {variable('ports')}, or leave it out to take any",
+        f"the ranks connect; widen {variable('ports')}, or unset it to take any",
         got=ports,
     )
 
 
-def _make_card(job: Job, config: Config, listener: socket.socket) -> Card:
+def _this_rank(address: PeerAddress) -> MeshPeer:
+    where = str(address.endpoint) if address.port else ""
+    return MeshPeer(address.rank, address.host, address.host_name, address.pid, where, -1, b"", -1)
+
+
+def _peer(address: PeerAddress, own: PeerAddress, link: MeshLink | None) -> MeshPeer:
+    if link is None:
+        return _this_rank(address)
+    return _this_rank(address)._replace(
+        socket=link.channel.socket.detach(), key=link.key, watch=_open_watch(address, own)
+    )
+
+
+def _open_watch(peer: PeerAddress, own: PeerAddress) -> int:
+    """Open a watch of a process, if it is on this host and has the same pid here."""
+    if (peer.host, peer.pid_namespace) != (own.host, own.pid_namespace) or not own.pid_namespace:
+        return -1
+    pidfd = try_pidfd(peer.pid)
+    return -1 if pidfd is None else pidfd
+
+
+# -- peer addresses -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """What a rank tells all others: its process and host, and where it listens.
+
+    ``host`` is the same for processes that can share memory, and for no others. ``token`` is
+    random; that of rank 0 tells this meeting from all others.
+    """
+
+    rank: int
+    pid: int
+    pid_namespace: int
+    host: str
+    host_name: str
+    address: str
+    port: int
+    token: bytes = field(repr=False)
+    is_tls: bool = False
+    version: str = __version__
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it listens."""
+        return Endpoint(self.address, self.port)
+
+    def pack(self) -> bytes:
+        """Return it as it travels."""
+        texts = [text.encode() for text in (self.host, self.host_name, self.address, self.version)]
+        numbers = self.rank, self.pid, self.pid_namespace, self.port, self.token, self.is_tls
+        return _HEAD.pack(*numbers, *map(len, texts)) + b"".join(texts)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> PeerAddress:
+        """Read one; it may come from anybody, and is not trusted before the handshake."""
+        try:
+            numbers = _HEAD.unpack(data[: _HEAD.size])
+            rank, pid, pid_namespace, port, token, is_tls, *lengths = numbers
+            if len(data) > MAX_RECORD or len(data) != _HEAD.size + sum(lengths):
+                raise ProtocolError(f"the address of rank {rank} has {len(data)} bytes")
+            texts, start = [], _HEAD.size
+            for length in lengths:
+                texts.append(data[start : start + length].decode())
+                start += length
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ProtocolError("the address of a rank cannot be decoded") from error
+        host, host_name, address, version = texts
+        return cls(rank, pid, pid_namespace, host, host_name, address, port, token, is_tls, version)
+
+    @classmethod
+    def of_this_process(
+        cls, rank: int, endpoint: Endpoint, host: str = "", *, is_tls: bool = False
+    ) -> PeerAddress:
+        """Describe this process, which listens there; ``host`` is found out if empty."""
+        name, token = socket.gethostname()[:MAX_HOST_NAME], secrets.token_bytes(_TOKEN_NBYTES)
+        here = host or host_id()
+        return cls(rank, os.getpid(), _namespace("pid"), here, name, *endpoint, token, is_tls)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host_name})"
+
+
+def host_id() -> str:
+    """Name what this process can share memory with: the same kernel, network and user.
+
+    Ranks pass memory by Unix sockets, which end at the border of a network namespace.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    return f"{boot}-{_namespace('net')}-{os.geteuid()}"
+
+
+def _namespace(kind: str) -> int:
+    """Return a number that is the same for processes in the same namespace."""
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return 0
+
+
+def _own_address(job: Job, config: Config, listener: socket.socket) -> PeerAddress:
     endpoint = Endpoint(*listener.getsockname()[:2])
     if config.advertise:
         given = try_endpoint(config.advertise)
@@ -135,34 +288,32 @@ def _make_card(job: Job, config: Config, listener: socket.socket) -> Card:
                 got=config.advertise,
             )
         endpoint = given
-    where, host = (endpoint.host, endpoint.port), config.host_id
-    return Card.of_this_process(job.rank, *where, host, is_tls=config.tls)
+    return PeerAddress.of_this_process(job.rank, endpoint, config.host_id, is_tls=config.tls)
 
 
-def _this_rank(card: Card) -> Neighbour:
-    address = str(Endpoint(card.address, card.port)) if card.port else ""
-    return Neighbour(card.rank, card.host, card.host_name, card.pid, address, -1, b"", -1)
+def exchange_addresses(exchange: Exchange, job: Job, own: PeerAddress) -> list[PeerAddress]:
+    """Give every rank the addresses of all, in rank order; every rank calls it.
+
+    Raises RendezvousError for ranks that do not come or do not agree on TLS, ProtocolError for
+    those of another version.
+    """
+    addresses = [PeerAddress.unpack(value) for value in exchange.gather(own.pack())]
+    if [address.rank for address in addresses] != list(range(job.world_size)):
+        raise ProtocolError(f"the addresses of job {job.name!r} are not of this world")
+    for address in addresses:
+        check_version(address.version, job, address.rank)
+        _check_tls(job, own, address)
+    return addresses
 
 
-def _neighbour(card: Card, own: Card, link: MeshLink | None) -> Neighbour:
-    if link is None:
-        return _this_rank(card)
-    return _this_rank(card)._replace(
-        socket=link.link.socket.detach(), key=link.key, watch=_open_watch(card, own)
-    )
-
-
-def _open_watch(card: Card, own: Card) -> int:
-    """Open a watch of a process, if it is one of this host and known here by its number."""
-    if (card.host, card.pid_namespace) != (own.host, own.pid_namespace) or not own.pid_namespace:
-        return -1
-    pidfd = try_pidfd(card.pid)
-    return -1 if pidfd is None else pidfd
-
-
-def close_neighbours(neighbours: list[Neighbour]) -> None:
-    """Close the files of all ranks."""
-    for neighbour in neighbours:
-        for file in (neighbour.socket, neighbour.watch):
-            if file >= 0:
-                os.close(file)
+def _check_tls(job: Job, own: PeerAddress, other: PeerAddress) -> None:
+    if other.is_tls != own.is_tls:
+        raise RendezvousError(
+            f"{other} of job {job.name!r} has {variable('tls')}={int(other.is_tls)}, {own} has "
+            f"{variable('tls')}={int(own.is_tls)}: links are encrypted at both ends or at none; "
+            "set it on all ranks or on none",
+            rank=other.rank,
+            this_rank=own.rank,
+            got=other.is_tls,
+            expected=own.is_tls,
+        )

@@ -1,53 +1,79 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""MeshBuilder: one rank while it connects to those below it and hears those above.
+"""MeshBuilder: one rank while it connects to those below it and accepts those above.
 
 Everything happens in one select loop. When a rank has all its links it tells rank 0, and when rank
-0 has heard that from all it lets everybody go. Whoever fails before tells all it is linked to, and
-each of them tells on, so that every rank raises the first error there was. Who is not linked yet
-hears of it by the *lines*, which lead to rank 0 from everywhere if the ranks have met there.
+0 has heard that from all it lets everybody go. Whoever fails before that tells all it is linked to,
+and each of them tells on, so that every rank raises the first error there was. Who is not linked
+yet learns of it by the *failure channels*, which lead to rank 0 from everywhere if the ranks have
+met there.
 """
 
 from __future__ import annotations
 
+import errno
+import random
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
-from ferrodist.errors import ProtocolError, RendezvousError
-from ferrodist.rendezvous import failure, mesh_errors
-from ferrodist.rendezvous.cards import Card
-from ferrodist.rendezvous.dial import Call
-from ferrodist.rendezvous.early_ends import EarlyEnds
-from ferrodist.rendezvous.handshake import Greeting, Purpose, greet_guest
+from ferrodist.errors import AuthenticationError, ProtocolError, RendezvousError
+from ferrodist.rendezvous import errors
+from ferrodist.rendezvous.handshake import (
+    MESH,
+    Acceptor,
+    Greeting,
+    PeerIdentity,
+    greet_client,
+    greet_server,
+)
 from ferrodist.rendezvous.job import Job
-from ferrodist.rendezvous.link import Kind, Link, Message, Talk, wait_seconds
-from ferrodist.rendezvous.reception import Peer, Reception
-from ferrodist.rendezvous.tcp_socket import identify, set_limits
+from ferrodist.rendezvous.sockets import (
+    SocketAddress,
+    finish_connecting,
+    identify_by_address,
+    resolve,
+    set_limits,
+    start_connecting,
+)
+from ferrodist.rendezvous.wire import (
+    Channel,
+    Message,
+    MessageKind,
+    Steps,
+    parse_failure,
+    send_failure,
+    wait_seconds,
+)
 
 if TYPE_CHECKING:
+    from ferrodist.rendezvous.mesh import PeerAddress
     from ferrodist.rendezvous.tls import Tls
 
-_MOST_CALLS = 64  # that are made at once
-_GRACE = 1.0  # seconds to hear why a rank has left: it may have said it to another, or all is well
-_PATIENCE = 0.75  # of the time, after which a rank that cannot be reached is given up and named
+_MAX_CONNECTING = 64  # at once
+_GRACE = 1.0  # seconds to hear why a rank has left: it may have told another, or all is well
+_GIVE_UP_AFTER = 0.75  # of the time: then a rank that cannot be reached is named
+
+_PAUSE = 0.05  # seconds between two tries to connect, at first
+_MAX_PAUSE = 1.0
+_MAX_TRIES = 5  # for a rank that is known to listen and is not found to
 
 
 class MeshLink(NamedTuple):
     """A connection to a rank, and the key that the two ends share."""
 
-    link: Link
+    channel: Channel
     key: bytes
 
 
-class _Line(NamedTuple):
-    """A link that was there before the mesh; it is closed by whom it belongs to."""
+class _FailureChannel(NamedTuple):
+    """A channel that was there before the mesh; its owner closes it."""
 
     rank: int
-    link: Link
+    channel: Channel
 
 
 class MeshBuilder:
@@ -57,104 +83,103 @@ class MeshBuilder:
         self,
         job: Job,
         listener: socket.socket,
-        cards: list[Card],
-        lines: Mapping[int, Link],
+        addresses: list[PeerAddress],
+        failure_channels: Mapping[int, Channel],
         config: Config,
         deadline: Deadline,
     ) -> None:
         self._job = job
-        self._cards = cards
-        self._silence = config.silence
+        self._addresses = addresses
+        self._heartbeat_timeout = config.heartbeat_timeout
         self._tls = _open_tls(job.secret) if config.tls else None
         self._deadline = deadline
-        self._give_up_calls = Deadline(_PATIENCE * deadline.remaining())
+        self._give_up_connecting = Deadline(_GIVE_UP_AFTER * deadline.remaining())
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, MeshLink] = {}
-        self._to_call = list(range(job.rank - 1, -1, -1))  # rank 0 last in the list, so first
-        self._calls: dict[int, Call] = {}
-        self._messages: dict[Link, Talk[Message]] = {}  # that have come in part
+        self._to_connect = list(range(job.rank - 1, -1, -1))  # rank 0 last in the list, so first
+        self._connecting: dict[int, OutgoingConnection] = {}
         self._ready: set[int] = set()  # ranks that have told rank 0
-        self._has_told = False
+        self._is_ready = False  # and this rank has
         self._gone: tuple[int, Deadline] | None = None  # a rank that has left, rightly or not
         self._is_over = False
-        self._early_ends = EarlyEnds(job)
-        self._reception = Reception(
+        self._early_exits = errors.EarlyExits(job)
+        self._acceptor = Acceptor(
             job,
             listener,
             self._selector,
-            identify=identify,
+            identify=identify_by_address,
             receive=self._receive,
             wrap=self._wrap_accepted,
         )
-        for rank, line in lines.items():
-            self._selector.register(line, selectors.EVENT_READ, _Line(rank, line))
+        for rank, channel in failure_channels.items():
+            data = _FailureChannel(rank, channel)
+            self._selector.register(channel, selectors.EVENT_READ, data)
 
     def build(self) -> dict[int, MeshLink]:
         """Return the links to all other ranks when all ranks have all of theirs."""
         try:
             while not self._is_over:
-                self._start_calls()
-                for key, _ in self._selector.select(wait_seconds(self._seconds_to_next_end())):
-                    if not self._reception.take(key.data):
-                        self._go_on(key.data)
-                self._reception.end_overdue_visits()
-                self._see_whether_ready()
-                self._look_at_the_clock()
+                self._start_connecting()
+                for key, _ in self._selector.select(wait_seconds(self._seconds_to_next_deadline())):
+                    if not self._acceptor.handle(key.data):
+                        self._handle(key.data)
+                self._acceptor.close_overdue()
+                self._check_ready()
+                self._check_deadlines()
         except BaseException as error:
             self._tell_all(error)
             for link in self._links.values():
-                link.link.close()
+                link.channel.close()
             raise
         finally:
-            for call in self._calls.values():
-                call.close()
-            self._reception.close()
+            for connecting in self._connecting.values():
+                connecting.close()
+            self._acceptor.close()
             self._selector.close()
         return self._links
 
-    def _go_on(self, data: Any) -> None:
-        if isinstance(data, Call):
-            self._go_on_calling(data)
-        elif isinstance(data, _Line):
-            self._hear_line(data)
+    def _handle(self, data: Any) -> None:
+        if isinstance(data, OutgoingConnection):
+            self._continue_connecting(data)
+        elif isinstance(data, _FailureChannel):
+            self._read_failure(data)
         elif data in self._links:
-            self._hear(data, self._links[data].link)
+            self._read(data, self._links[data].channel)
 
     # -- ranks below: we connect to them ----------------------------------------------------------
 
-    def _start_calls(self) -> None:
-        while self._to_call and len(self._calls) < _MOST_CALLS:
-            rank = self._to_call.pop()
-            self._calls[rank] = self._new_call(self._cards[rank])
+    def _start_connecting(self) -> None:
+        while self._to_connect and len(self._connecting) < _MAX_CONNECTING:
+            rank = self._to_connect.pop()
+            self._connecting[rank] = OutgoingConnection(
+                self._job, self._addresses[rank], self._selector, self._wrap_connected
+            )
         now = time.monotonic()
-        for call in self._calls.values():
-            if call.is_due(now):
-                self._go_on_calling(call)
+        for connecting in self._connecting.values():
+            if connecting.is_due(now):
+                self._continue_connecting(connecting)
 
-    def _new_call(self, card: Card) -> Call:
-        return Call(self._job, card, self._selector, self._wrap_called)
+    def _wrap_connected(self, connection: socket.socket) -> socket.socket:
+        set_limits(connection, self._heartbeat_timeout)
+        return connection if self._tls is None else self._tls.connect(connection)
 
-    def _wrap_called(self, connection: socket.socket) -> socket.socket:
-        set_limits(connection, self._silence)
-        return connection if self._tls is None else self._tls.call(connection)
-
-    def _go_on_calling(self, call: Call) -> None:
-        key = call.go_on()
+    def _continue_connecting(self, connecting: OutgoingConnection) -> None:
+        key = connecting.proceed()
         if key is not None:
-            rank = call.card.rank
-            del self._calls[rank]
-            self._links[rank] = MeshLink(call.take_link(rank), key)
+            rank = connecting.peer.rank
+            del self._connecting[rank]
+            self._links[rank] = MeshLink(connecting.take_channel(rank), key)
 
     # -- ranks above: they connect to us ----------------------------------------------------------
 
     def _wrap_accepted(self, connection: socket.socket) -> socket.socket:
-        set_limits(connection, self._silence)
+        set_limits(connection, self._heartbeat_timeout)
         return connection if self._tls is None else self._tls.accept(connection)
 
-    def _receive(self, link: Link, peer: Peer) -> Talk[None]:
-        greeting, key = yield from greet_guest(link, self._job, Purpose.MESH, self._check)
-        self._links[greeting.rank] = MeshLink(link, key)
-        self._reception.admit(link, greeting.rank)
+    def _receive(self, channel: Channel, peer: PeerIdentity) -> Steps[None]:
+        greeting, key = yield from greet_client(channel, self._job, MESH, self._check)
+        self._links[greeting.rank] = MeshLink(channel, key)
+        self._acceptor.admit(channel, greeting.rank)
 
     def _check(self, greeting: Greeting) -> None:
         """Refuse a rank that has no business here."""
@@ -162,107 +187,205 @@ class MeshBuilder:
         if greeting.world_size != size or not self._job.rank < rank < size:
             raise ProtocolError(f"rank {rank} does not connect to rank {self._job.rank}", rank=rank)
         if rank in self._links:
-            card = self._cards[rank]
-            raise RendezvousError(f"{card} is linked to rank {self._job.rank} already", rank=rank)
+            peer = self._addresses[rank]
+            raise RendezvousError(f"{peer} is linked to rank {self._job.rank} already", rank=rank)
 
     # -- all ranks --------------------------------------------------------------------------------
 
-    def _hear(self, rank: int, link: Link) -> None:
+    def _read(self, rank: int, channel: Channel) -> None:
         """Read what a linked rank says, but nothing that it sends when the mesh is complete."""
         try:
-            is_new = link not in self._messages
-            if is_new and self._has_told and rank != 0 and not link.starts_with(Kind.FAILURE):
-                self._selector.unregister(link)  # it was let go a moment before us
+            may_be_data = self._is_ready and rank != 0 and not channel.is_receiving
+            if may_be_data and not channel.starts_with(MessageKind.FAILURE):
+                self._selector.unregister(channel)  # it was let go a moment before us
                 return
-            self._go_on_reading(rank, link, Kind.READY, Kind.GO, Kind.FAILURE)
+            kinds = MessageKind.READY, MessageKind.GO, MessageKind.FAILURE
+            self._take(rank, channel.try_receive(*kinds))
         except BlockingIOError:
             return
         except EOFError:
-            self._selector.unregister(link)
+            self._selector.unregister(channel)
             self._gone = self._gone or (rank, Deadline(_GRACE))
 
-    def _hear_line(self, line: _Line) -> None:
-        """Hear of failures; a rank whose line ends without a word is gone."""
+    def _read_failure(self, data: _FailureChannel) -> None:
+        """Hear of failures; a rank whose channel ends without one is gone."""
         try:
-            self._go_on_reading(line.rank, line.link, Kind.FAILURE)
+            self._take(data.rank, data.channel.try_receive(MessageKind.FAILURE))
         except EOFError as error:
-            if not self._has_told:
-                raise mesh_errors.left(self._job, self._cards[line.rank]) from error
-            self._selector.unregister(line.link)
-            self._gone = self._gone or (line.rank, Deadline(_GRACE))
+            if not self._is_ready:
+                raise errors.peer_left(self._job, self._addresses[data.rank]) from error
+            self._selector.unregister(data.channel)
+            self._gone = self._gone or (data.rank, Deadline(_GRACE))
 
-    def _go_on_reading(self, rank: int, link: Link, *kinds: Kind) -> None:
-        if link not in self._messages:
-            self._messages[link] = link.receive(*kinds)
-        try:
-            next(self._messages[link])
-        except StopIteration as end:
-            del self._messages[link]
-            self._take(rank, end.value)
-
-    def _take(self, rank: int, message: Message) -> None:
-        if message.kind is Kind.FAILURE:
-            raise failure.error_of(message.body)
-        if message.kind is Kind.READY and self._job.rank == 0:
+    def _take(self, rank: int, message: Message | None) -> None:
+        if message is None:
+            return  # not all of it has arrived
+        if message.kind is MessageKind.FAILURE:
+            raise parse_failure(message.body)
+        if message.kind is MessageKind.READY and self._job.rank == 0:
             self._ready.add(rank)
-        elif message.kind is Kind.GO and rank == 0 and self._has_told:
+        elif message.kind is MessageKind.GO and rank == 0 and self._is_ready:
             self._is_over = True
         else:
-            raise ProtocolError(f"rank {rank} said {message.kind.name} out of turn", rank=rank)
+            raise ProtocolError(f"rank {rank} sent {message.kind.name} out of turn", rank=rank)
 
-    def _see_whether_ready(self) -> None:
+    def _check_ready(self) -> None:
         num_others = self._job.world_size - 1
         if len(self._links) < num_others or self._is_over:
             return
-        self._reception.close()
-        if self._job.rank != 0 and not self._has_told:
-            self._has_told = True
+        self._acceptor.close()
+        if self._job.rank != 0 and not self._is_ready:
+            self._is_ready = True
             try:
-                self._links[0].link.send(Kind.READY)
+                self._links[0].channel.send(MessageKind.READY)
             except EOFError as error:
-                raise mesh_errors.left(self._job, self._cards[0]) from error
+                raise errors.peer_left(self._job, self._addresses[0]) from error
         elif self._job.rank == 0 and len(self._ready) == num_others:
             self._is_over = True
             for link in self._links.values():
                 try:
-                    link.link.send(Kind.GO)
+                    link.channel.send(MessageKind.GO)
                 except EOFError:
                     continue  # who dies from now on is found by those who use the link
 
-    def _look_at_the_clock(self) -> None:
+    def _check_deadlines(self) -> None:
         if self._is_over:
             return
         absent = [rank for rank in range(self._job.world_size) if rank not in self._links]
-        self._early_ends.look(rank for rank in absent if rank != self._job.rank)
+        self._early_exits.check(rank for rank in absent if rank != self._job.rank)
         if self._gone is not None and self._gone[1].remaining() <= 0:
-            raise mesh_errors.left(self._job, self._cards[self._gone[0]])
-        if self._give_up_calls.remaining() <= 0 and self._calls:
-            call = next(iter(self._calls.values()))
-            raise mesh_errors.unreachable(self._job, call.card, call.why or "no answer")
+            raise errors.peer_left(self._job, self._addresses[self._gone[0]])
+        if self._give_up_connecting.remaining() <= 0 and self._connecting:
+            first = next(iter(self._connecting.values()))
+            raise errors.unreachable(self._job, first.peer, first.why or "no answer")
         if self._deadline.remaining() <= 0:
             raise self._overdue()
 
     def _overdue(self) -> RendezvousError:
         size, rank = self._job.world_size, self._job.rank
-        silent = [other for other in range(rank + 1, size) if other not in self._links]
+        silent = [self._addresses[i] for i in range(rank + 1, size) if i not in self._links]
         if silent:
-            cards = [self._cards[one] for one in silent]
-            return mesh_errors.not_connected(self._job, self._cards[rank], cards, self._deadline)
+            return errors.not_connected(self._job, self._addresses[rank], silent, self._deadline)
         slow = [other for other in range(1, size) if other not in self._ready] if rank == 0 else [0]
-        cards = [self._cards[one] for one in slow]
-        return mesh_errors.not_ready(self._job, cards, self._deadline)
+        return errors.not_ready(self._job, [self._addresses[i] for i in slow], self._deadline)
 
-    def _seconds_to_next_end(self) -> float:
+    def _seconds_to_next_deadline(self) -> float:
         now = time.monotonic()
-        pauses = (call.seconds_to_next_try(now) for call in self._calls.values())
-        ends = (self._deadline.remaining(), self._reception.seconds_to_next_end())
+        pauses = (connecting.seconds_to_next_try(now) for connecting in self._connecting.values())
+        ends = (self._deadline.remaining(), self._acceptor.seconds_to_next_deadline())
         return min(*ends, *pauses)
 
     def _tell_all(self, error: BaseException) -> None:
         for rank, link in self._links.items():
-            # A rank that was let go already takes what comes for its first data.
-            if not self._has_told or rank == 0:
-                failure.tell(link.link, error, self._job.rank)
+            # A rank that was let go already would take a failure for its first data.
+            if not self._is_ready or rank == 0:
+                send_failure(link.channel, error, self._job.rank)
+
+
+class OutgoingConnection:
+    """A connection to a rank that listens, until the end of the handshake.
+
+    It is part of the owner's select loop. A try that is not answered is repeated after a short
+    pause; what cannot become better by that is raised at once. ``wrap`` returns the socket to use
+    instead of the connection itself.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        peer: PeerAddress,
+        selector: selectors.BaseSelector,
+        wrap: Callable[[socket.socket], socket.socket],
+    ) -> None:
+        self.peer = peer
+        self.why = ""
+        self._job = job
+        self._selector = selector
+        self._wrap = wrap
+        self._addresses = self._resolve()
+        self._channel: Channel | None = None
+        self._steps: Steps[bytes] | None = None
+        self._tries = 0
+        self._next_try = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Tell whether to try again."""
+        return self._channel is None and now >= self._next_try
+
+    def seconds_to_next_try(self, now: float) -> float:
+        """Return how long there is nothing to do unless the other side answers."""
+        return float("inf") if self._channel is not None else max(0.0, self._next_try - now)
+
+    def proceed(self) -> bytes | None:
+        """Do what can be done now; return the link's key at the end of the handshake."""
+        try:
+            if self._channel is None:
+                self._connect()
+            elif self._steps is None:
+                self._begin_handshake(self._channel.socket)
+            if self._steps is not None:
+                next(self._steps)
+        except StopIteration as end:
+            key: bytes = end.value
+            return key
+        except BlockingIOError:
+            self._pause("it has too many connections", is_alive=True)
+        except (AuthenticationError, ProtocolError) as error:
+            raise errors.wrong_answer(self._job, self.peer, error) from error
+        except RendezvousError:
+            raise  # the other side says why it refuses us
+        except (EOFError, OSError) as error:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                raise errors.no_file_limit_left_for(self._job, self.peer) from error
+            self._pause(getattr(error, "strerror", None) or str(error), is_alive=False)
+        return None
+
+    def take_channel(self, data: object) -> Channel:
+        """Hand the channel over; it stays registered, with this data."""
+        channel = self._channel
+        assert channel is not None
+        self._selector.modify(channel, selectors.EVENT_READ, data)
+        self._channel = None
+        return channel
+
+    def close(self) -> None:
+        """Give up."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+        if self._channel is not None:
+            self._selector.unregister(self._channel)
+            self._channel.close()
+            self._channel = None
+
+    def _resolve(self) -> list[SocketAddress]:
+        try:
+            return resolve(self.peer.endpoint)
+        except (OSError, UnicodeError) as error:
+            raise errors.unreachable(self._job, self.peer, str(error)) from error
+
+    def _connect(self) -> None:
+        address = self._addresses[self._tries % len(self._addresses)]
+        self._tries += 1
+        self._channel = Channel(start_connecting(address))
+        self._selector.register(self._channel, selectors.EVENT_WRITE, self)
+
+    def _begin_handshake(self, connection: socket.socket) -> None:
+        finish_connecting(connection)
+        self._selector.unregister(connection)
+        self._channel = channel = Channel(self._wrap(connection))
+        self._selector.register(channel, selectors.EVENT_READ, self)
+        where, rank = f" at {self.peer.endpoint}", self.peer.rank
+        self._steps = greet_server(channel, self._job, MESH, rank=rank, where=where)
+
+    def _pause(self, why: str, *, is_alive: bool) -> None:
+        """Try again a little later, unless there is no hope."""
+        self.close()
+        self.why = why
+        if self._tries >= _MAX_TRIES * len(self._addresses) and not is_alive:
+            raise errors.unreachable(self._job, self.peer, why)
+        pause = min(_PAUSE * 2**self._tries, _MAX_PAUSE)
+        self._next_try = time.monotonic() + pause * random.uniform(0.5, 1.0)
 
 
 def _open_tls(secret: bytes) -> Tls:

@@ -1,49 +1,78 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The store: a few small values that rank 0 keeps for all while the ranks meet.
+"""The store: a few small values that rank 0 keeps for all ranks while they meet.
 
     set(key, value)     a key is set once; the same value again does no harm
     get(key, timeout)   waits until somebody has set it
     add(key, amount)    counts, and returns the sum so far
 
-Keys, values and their number are bounded. ``Table`` is what rank 0 keeps, ``StoreHost`` serves it,
-``StoreGuest`` is the way there of every other rank. All three have the same verbs, as other
-people's stores do.
+Keys, values and their number are bounded. ``StoreTable`` is what rank 0 keeps, ``Server`` serves
+it, ``Client`` is how every other rank uses it; other people's stores have the same methods.
+``gather`` is what the ranks use a store for.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import struct
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument, ProtocolError, RendezvousError
-from ferrodist.rendezvous import failure
-from ferrodist.rendezvous.guest import Visit, patience
-from ferrodist.rendezvous.host import HELLO, Host
 from ferrodist.rendezvous.job import Job
-from ferrodist.rendezvous.link import (
-    LARGEST_VALUE,
-    LONGEST_KEY,
-    LONGEST_NAME,
-    Kind,
-    Link,
-    Message,
-    Talk,
-)
-from ferrodist.rendezvous.meeting_point import MeetingPoint
-from ferrodist.rendezvous.reception import Peer
+from ferrodist.rendezvous.wire import MAX_KEY, MAX_VALUE, Channel
 
-_MOST_ENTRIES = 1 << 16
+_MAX_ENTRIES = 1 << 16
 _KEY_LENGTH = struct.Struct("!H")
-_SECONDS = struct.Struct("!d")
-_AMOUNT = struct.Struct("!q")
-_GRACE = 5.0  # seconds that rank 0 may take longer with "there is none" than it was given
+SECONDS = struct.Struct("!d")
+AMOUNT = struct.Struct("!q")
+
+MAX_RECORD = 1024  # bytes that a rank tells the others
+_LENGTH_NBYTES = 2
+_PER_VALUE = MAX_VALUE // (_LENGTH_NBYTES + MAX_RECORD)
+
+
+class Exchange:
+    """A way to tell all ranks something, once, before any of them are connected.
+
+    On one host the ranks come to rank 0's Unix socket, between hosts to its TCP socket. Where
+    torchrun or MPI has already brought the ranks together, they use that. It may be open to
+    strangers: nobody trusts what comes from here before the handshake of the mesh. Leaving the
+    context in an error tells the others why.
+    """
+
+    @property
+    def towards(self) -> str:
+        """The address of rank 0, or of something on its host; '' if nothing is known about it."""
+        return ""
+
+    @property
+    def failure_channels(self) -> Mapping[int, Channel]:
+        """Channels on which a rank learns, after gathering, that another has failed or is gone."""
+        return {}
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return what all ranks have to tell, in rank order; every rank calls it."""
+        raise NotImplementedError
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others why this rank fails."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self.give_up(error)
+        finally:
+            self.close()
 
 
 class Store(Protocol):
-    """What ranks need to tell each other a few things before they are connected."""
+    """What ``gather`` needs of a store."""
 
     def set(self, key: str, value: bytes) -> None:
         """Keep a value; raises InvalidArgument if the key has another one."""
@@ -51,18 +80,56 @@ class Store(Protocol):
     def get(self, key: str, timeout: float) -> bytes:
         """Wait for a value; raises RendezvousError if nobody sets it in time."""
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number that starts at 0, and return the sum."""
+
+def gather(store: Store, job: Job, own: bytes, deadline: Deadline) -> list[bytes]:
+    """Give every rank the values of all, in rank order, by a store.
+
+    Rank 0 reads them one by one and writes them together, so that there are about two requests per
+    rank and not one per pair of ranks.
+    """
+    if len(own) > MAX_RECORD:
+        raise RendezvousError(f"rank {job.rank} has {len(own)} bytes to tell", rank=job.rank)
+    if job.rank != 0:
+        store.set(f"card/{job.rank}", own)
+        return _read_all(store, job, deadline)
+    others = (store.get(f"card/{rank}", deadline.remaining()) for rank in range(1, job.world_size))
+    values = [own, *others]
+    for start in range(0, len(values), _PER_VALUE):
+        part = values[start : start + _PER_VALUE]
+        store.set(f"cards/{start}", b"".join(map(_with_length, part)))
+    return values
 
 
-class Table:
+def gather_keys(world_size: int) -> list[str]:
+    """Return for each rank the key that shows, when it is set, that the rank has gathered."""
+    return ["cards/0", *(f"card/{rank}" for rank in range(1, world_size))]
+
+
+def _read_all(store: Store, job: Job, deadline: Deadline) -> list[bytes]:
+    values: list[bytes] = []
+    while len(values) < job.world_size:
+        part = store.get(f"cards/{len(values)}", deadline.remaining())
+        if not part:
+            raise ProtocolError("rank 0 told nothing", rank=0)
+        while part:
+            end = _LENGTH_NBYTES + int.from_bytes(part[:_LENGTH_NBYTES])
+            values.append(part[_LENGTH_NBYTES:end])
+            part = part[end:]
+    return values
+
+
+def _with_length(value: bytes) -> bytes:
+    return len(value).to_bytes(_LENGTH_NBYTES) + value
+
+
+class StoreTable:
     """What rank 0 keeps."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep a value."""
+        """Keep a value; raises InvalidArgument if the key has another one."""
         self._check(key, value)
         found = self._values.setdefault(key, value)
         if found != value:
@@ -77,7 +144,7 @@ class Table:
         return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is kept as its decimal digits."""
+        """Add to a number that starts at 0 and is kept as decimal digits; return the sum."""
         found = self._values.get(key, b"0")
         try:
             total = int(found) + amount
@@ -90,231 +157,53 @@ class Table:
 
     def _check(self, key: str, value: bytes) -> None:
         check_entry(key, value)
-        if key not in self._values and len(self._values) >= _MOST_ENTRIES:
-            raise InvalidArgument(f"key {key!r}: the store is full, with {_MOST_ENTRIES} keys")
+        if key not in self._values and len(self._values) >= _MAX_ENTRIES:
+            raise InvalidArgument(f"key {key!r}: the store is full, with {_MAX_ENTRIES} keys")
 
 
 def check_entry(key: str, value: bytes = b"") -> bytes:
     """Refuse what the store cannot hold; return the key as it travels."""
     name = key.encode()
-    if not 0 < len(name) <= LONGEST_KEY:
+    if not 0 < len(name) <= MAX_KEY:
         raise InvalidArgument(
-            f"a key of the store has 1 to {LONGEST_KEY} bytes, got {len(name)}", got=len(name)
+            f"a key of the store has 1 to {MAX_KEY} bytes, got {len(name)}", got=len(name)
         )
-    if len(value) > LARGEST_VALUE:
+    if len(value) > MAX_VALUE:
         raise InvalidArgument(
-            f"key {key!r}: a value in the store has at most {LARGEST_VALUE} bytes, got "
-            f"{len(value)}",
+            f"key {key!r}: a value in the store has at most {MAX_VALUE} bytes, got {len(value)}",
             got=len(value),
         )
     return name
 
 
-class _Wait(NamedTuple):
-    """A guest that waits for a value."""
-
-    link: Link
-    key: str
-    deadline: Deadline
-
-
-class StoreHost(Host):
-    """Rank 0, which keeps the store and serves the others whenever it waits itself."""
-
-    def __init__(self, job: Job, point: MeetingPoint, deadline: Deadline) -> None:
-        super().__init__(job, point, deadline)
-        self._table = Table()
-        self._waits: dict[int, _Wait] = {}
-        self._requests: dict[int, Talk[Message]] = {}  # that have come in part
-        self._have_left: set[int] = set()
-
-    def set(self, key: str, value: bytes) -> None:
-        """Keep a value, and tell those who wait for it."""
-        self._table.set(key, value)
-        self._answer_waits()
-
-    def get(self, key: str, timeout: float) -> bytes:
-        """Serve the others until one of them has set it."""
-        deadline = Deadline(timeout)
-        self.serve_until(lambda: self._table.try_get(key) is not None or deadline.remaining() <= 0)
-        value = self._table.try_get(key)
-        if value is None:
-            raise absent(key, deadline)
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        """Count."""
-        return self._table.add(key, amount)
-
-    def leave(self) -> None:
-        """Serve the others until none needs anything more, and let nobody in after that."""
-        self.serve_until(lambda: len(self._have_left) == self._job.world_size - 1)
-        self._reception.close()
-
-    def lines(self) -> dict[int, Link]:
-        """Return the links to all guests, which stay open after they have left."""
-        return {rank: guest.link for rank, guest in self._guests.items()}
-
-    def _take(self, link: Link, peer: Peer, rank: int, pid: int, files: list[int]) -> None:
-        link.send(Kind.TAKEN)
-
-    def _seconds_to_next_end(self) -> float:
-        ends = (wait.deadline.remaining() for wait in self._waits.values())
-        return min(super()._seconds_to_next_end(), *ends, float("inf"))
-
-    def _look_at_the_clock(self) -> None:
-        super()._look_at_the_clock()
-        self._answer_waits()
-
-    def _overdue(self) -> RendezvousError:
-        slow = [rank for rank in self._guests if rank not in self._have_left]
-        words = ", ".join(f"rank {rank} ({self._guests[rank].who})" for rank in slow[:16])
-        return RendezvousError(
-            f"{words} joined job {self._job.name!r} and then did not get ready within "
-            f"{self._deadline}",
-            rank=slow[0],
-            missing=slow,
-        )
-
-    def _hear(self, rank: int) -> None:
-        link = self._guests[rank].link
-        if rank not in self._requests:
-            kinds = Kind.SET, Kind.GET, Kind.ADD, Kind.LEAVE, Kind.FAILURE
-            self._requests[rank] = link.receive(*kinds)
-        try:
-            next(self._requests[rank])
-        except StopIteration as end:
-            del self._requests[rank]
-            self._do(rank, link, end.value)
-        except EOFError as error:
-            raise self._left(rank) from error
-
-    def _do(self, rank: int, link: Link, message: Message) -> None:
-        """Do what a guest asks for; the answer never has to wait, for it asks one at a time."""
-        if message.kind is Kind.FAILURE:
-            raise failure.error_of(message.body)
-        try:
-            if message.kind is Kind.LEAVE:
-                self._have_left.add(rank)
-                self._selector.unregister(link)
-            elif message.kind is Kind.SET:
-                key, value = _read_key(message.body)
-                self.set(key, value)
-                link.send(Kind.VALUE)
-            elif message.kind is Kind.ADD:
-                (amount,), key = _read(_AMOUNT, message.body)
-                link.send(Kind.VALUE, _AMOUNT.pack(self._table.add(key, amount)))
-                self._answer_waits()
-            else:
-                (seconds,), key = _read(_SECONDS, message.body)
-                self._waits[rank] = _Wait(link, key, Deadline(seconds))
-                self._answer_waits()
-        except InvalidArgument as error:
-            link.send(Kind.REFUSED, str(error).encode()[:1000])
-        except EOFError as error:
-            raise self._left(rank) from error
-
-    def _answer_waits(self) -> None:
-        for rank, wait in list(self._waits.items()):
-            value = self._table.try_get(wait.key)
-            if value is None and wait.deadline.remaining() > 0:
-                continue
-            del self._waits[rank]
-            try:
-                if value is None:
-                    wait.link.send(Kind.ABSENT)
-                else:
-                    wait.link.send(Kind.VALUE, value)
-            except EOFError as error:
-                raise self._left(rank) from error
-
-
-class StoreGuest:
-    """The way of every other rank to the store that rank 0 keeps."""
-
-    def __init__(self, job: Job, point: MeetingPoint, deadline: Deadline) -> None:
-        self._job = job
-        self._visit = Visit(job, point, deadline)
-        self._deadline = deadline
-        self._visit.start(self._introduce)
-
-    def set(self, key: str, value: bytes) -> None:
-        """Ask rank 0 to keep a value."""
-        name = check_entry(key, value)
-        self._ask(Kind.SET, _KEY_LENGTH.pack(len(name)) + name + value, self._deadline)
-
-    def get(self, key: str, timeout: float) -> bytes:
-        """Wait until rank 0 has the value."""
-        seconds = min(timeout, self._deadline.remaining())
-        message = self._ask(
-            Kind.GET, _SECONDS.pack(seconds) + check_entry(key), Deadline(seconds + _GRACE)
-        )
-        if message.kind is Kind.ABSENT:
-            raise absent(key, Deadline(timeout))
-        return message.body
-
-    def add(self, key: str, amount: int) -> int:
-        """Let rank 0 count."""
-        message = self._ask(Kind.ADD, _AMOUNT.pack(amount) + check_entry(key), self._deadline)
-        (total,), _ = _read(_AMOUNT, message.body)
-        return int(total)
-
-    def leave(self) -> None:
-        """Tell rank 0 that nothing more is needed; the link stays open."""
-        self._visit.go_on(_say_goodbye, self._deadline)
-
-    def lines(self) -> dict[int, Link]:
-        """Return the link to rank 0."""
-        return {} if self._visit.link is None else {0: self._visit.link}
-
-    def give_up(self, error: BaseException) -> None:
-        """Tell rank 0 what is wrong here; it will tell the others."""
-        if self._visit.link is not None:
-            failure.tell(self._visit.link, error, self._job.rank)
-
-    def close(self) -> None:
-        """End the connection."""
-        self._visit.close()
-
-    def _introduce(self, link: Link) -> Talk[None]:
-        body = HELLO.pack(os.getpid(), patience(self._deadline))
-        link.send(Kind.ARRIVAL, body + socket.gethostname().encode()[:LONGEST_NAME])
-        yield from failure.hear(link, Kind.TAKEN)
-
-    def _ask(self, kind: Kind, body: bytes, deadline: Deadline) -> Message:
-        def talk(link: Link) -> Talk[Message]:
-            link.send(kind, body)
-            others = Kind.ABSENT, Kind.REFUSED
-            return (yield from failure.hear(link, Kind.VALUE, *others))
-
-        message = self._visit.go_on(talk, deadline)
-        if message.kind is Kind.REFUSED:
-            raise InvalidArgument(message.body.decode(errors="replace"))
-        return message
-
-
 def absent(key: str, deadline: Deadline) -> RendezvousError:
-    """Make the error of a value that nobody has set in time."""
+    """Make the error for a value that nobody has set in time."""
     return RendezvousError(f"nobody has set {key!r} in the store within {deadline}")
 
 
-def _say_goodbye(link: Link) -> Talk[None]:
-    link.send(Kind.LEAVE)
-    yield from ()
+# -- requests as they travel ----------------------------------------------------------------------
 
 
-def _read(head: struct.Struct, body: bytes) -> tuple[tuple[Any, ...], str]:
-    """Read numbers and the key that follows them."""
-    try:
-        return head.unpack(body[: head.size]), body[head.size :].decode()
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ProtocolError("a request to the store that cannot be read") from error
+def pack_entry(key: str, value: bytes) -> bytes:
+    """Return a key and its value as ``unpack_entry`` reads them."""
+    name = check_entry(key, value)
+    return _KEY_LENGTH.pack(len(name)) + name + value
 
 
-def _read_key(body: bytes) -> tuple[str, bytes]:
+def unpack_entry(body: bytes) -> tuple[str, bytes]:
+    """Read a key and its value."""
     try:
         (length,) = _KEY_LENGTH.unpack(body[: _KEY_LENGTH.size])
         end = _KEY_LENGTH.size + length
         return body[_KEY_LENGTH.size : end].decode(), body[end:]
     except (struct.error, UnicodeDecodeError) as error:
-        raise ProtocolError("a request to the store that cannot be read") from error
+        raise ProtocolError("a request to the store that cannot be decoded") from error
+
+
+def unpack_number(form: struct.Struct, body: bytes) -> tuple[Any, str]:
+    """Read a number and the key that follows it."""
+    try:
+        (number,) = form.unpack(body[: form.size])
+        return number, body[form.size :].decode()
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ProtocolError("a request to the store that cannot be decoded") from error

@@ -1,19 +1,111 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Watches: files that become readable when a process is gone, and what the kernel tells of its end.
+"""How processes end: files that become readable when a process is gone, and what is known of why.
 
-A pidfd where there is one. Else a *lifeline*: the read end of a pipe whose write end only that
-process has open, so that it ends when the process does.
+A *watch* is a pidfd where there is one, otherwise a *lifeline*: the read end of a pipe whose write
+end only that process has open, so that it ends when the process does.
+
+Only the parent of a process learns its exit code. The launcher notes it on the status board, a
+memory file that all ranks have open, so that the survivors can say more about a lost rank than that
+it is gone. A rank whose program raises puts its final error there, so that the launcher knows who
+failed first.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import struct
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from ferrodist.rendezvous.link import close_files
+# -- the status board -----------------------------------------------------------------------------
+
+_CODE = struct.Struct("<i4x")
+_RUNNING = 0
+_BIAS = 1 << 16  # keeps exit codes apart from that
+_ERROR = struct.Struct("<d??2xI")  # followed by the text
+_MAX_TEXT = 488
+_RECORD_NBYTES = _CODE.size + _ERROR.size + _MAX_TEXT
+
+
+class FinalError(NamedTuple):
+    """The error with which a rank's program ended.
+
+    ``when`` is by the clock that all processes of a host share; ``is_consequence``: the error only
+    says that another rank failed.
+    """
+
+    when: float
+    is_consequence: bool
+    text: str
+
+
+class StatusBoard:
+    """One record per rank: its final error, and its exit status."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+
+    @classmethod
+    def create(cls, world_size: int) -> StatusBoard:
+        """Make the file, for a launcher."""
+        file = os.memfd_create("ferrodist-ends", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, world_size * _RECORD_NBYTES)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return cls(file)
+
+    def set_exit_code(self, rank: int, code: int) -> None:
+        """Record how a process ended: its exit code, or minus the signal that killed it."""
+        os.pwrite(self.file, _CODE.pack(code + _BIAS), rank * _RECORD_NBYTES)
+
+    def describe(self, rank: int) -> str | None:
+        """Complete the sentence 'rank 2 ...'; None if it runs, as far as the launcher knows."""
+        record = self._read(rank)
+        (code,) = _CODE.unpack_from(record)
+        return None if code == _RUNNING else describe_exit(code - _BIAS)
+
+    def set_final_error(self, rank: int, text: str, *, is_consequence: bool) -> None:
+        """Record the error with which this process ends."""
+        data = text.encode(errors="replace")[:_MAX_TEXT]
+        head = _ERROR.pack(time.monotonic(), True, is_consequence, len(data))
+        os.pwrite(self.file, head + data, rank * _RECORD_NBYTES + _CODE.size)
+
+    def final_error(self, rank: int) -> FinalError | None:
+        """Read the final error of a rank; None if it has set none."""
+        record = self._read(rank)
+        when, is_set, is_consequence, length = _ERROR.unpack_from(record, _CODE.size)
+        start = _CODE.size + _ERROR.size
+        text = record[start : start + length].decode(errors="replace")
+        return FinalError(when, is_consequence, text) if is_set else None
+
+    def _read(self, rank: int) -> bytes:
+        record = os.pread(self.file, _RECORD_NBYTES, rank * _RECORD_NBYTES)
+        return record.ljust(_RECORD_NBYTES, b"\0")  # a file that is not ours says nothing
+
+    def close(self) -> None:
+        """Close the file; the others keep theirs."""
+        os.close(self.file)
+
+
+def describe_exit(code: int) -> str:
+    """Complete the sentence 'rank 2 ...', from an exit code or minus a signal."""
+    if code < 0:
+        return f"was killed by {_signal_name(-code)}"
+    return f"ended with exit code {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# -- watches --------------------------------------------------------------------------------------
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not in the socket module
 
@@ -24,14 +116,6 @@ _INFO_EXIT = 1 << 3
 
 # Write ends of lifelines; a forked child must not hold those of its parent.
 _HELD: set[int] = set()
-
-
-def _let_go() -> None:
-    close_files(_HELD)
-    _HELD.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 class Lifeline:
@@ -53,9 +137,9 @@ class Lifeline:
 
 
 def try_peer_pidfd(connection: socket.socket, pid: int) -> int | None:
-    """Open a pidfd of the process at the other end; None where that cannot be had."""
+    """Open a pidfd of the process at the other end; None where that is not possible."""
     try:
-        # The kernel's own word, so no other process can have got the number in the meantime.
+        # From the kernel itself, so that no other process can have got the pid in the meantime.
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
         return try_pidfd(pid)
@@ -64,7 +148,7 @@ def try_peer_pidfd(connection: socket.socket, pid: int) -> int | None:
 
 
 def try_pidfd(pid: int) -> int | None:
-    """Open a pidfd; None where there are none, or where the process is not to be seen."""
+    """Open a pidfd; None where there are none, or where the process is not visible."""
     if pid <= 0:
         return None
     try:
@@ -87,7 +171,7 @@ def open_own_watch() -> int:
 def try_exit_code(pid: int, watch: int) -> int | None:
     """Return the exit code of a process that is gone, or minus the signal that killed it.
 
-    None where that is not to be learned: this process is not its parent, to whom it is told.
+    None where that cannot be learned: only its parent is told, and this process is not its parent.
     """
     status = _status_of_reaped(watch)
     if status is None:
@@ -110,6 +194,20 @@ def _status_of_reaped(pidfd: int) -> int | None:
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
     except OSError:
-        return None  # an older kernel, or no pidfd
+        return None  # an older kernel, or not a pidfd
     found, status = _INFO.unpack(info)
     return status if found & _INFO_EXIT else None
+
+
+def close_files(files: Iterable[int]) -> None:
+    """Close open files by number."""
+    for file in files:
+        os.close(file)
+
+
+def _close_held() -> None:
+    close_files(_HELD)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_close_held)

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Schedules: collective algorithms as pure data, and what can be done with the data.
 
-The rule of this room: nothing here sends, waits or touches memory. An algorithm is a generator that
-yields the steps of one rank; from that one description it is proved right (``verify``), costed
+The rule of this package: nothing here sends, waits or touches memory. An algorithm is a generator
+that yields the steps of one rank; from that one description it is proved right (``verify``), costed
 (``predict``, ``simulate``), chosen (``choose``) and compiled for those who do send
 (``compile_table``, ``layouts``). One family of algorithms per file; the words they are written in
 are in ``steps.py``.
 
 To write your own, say what one rank does, for every world, and have it proved. Here everybody sends
-everybody the whole array and folds all of them in rank order:
+everybody the whole array and reduces all of them in rank order:
 
->>> def everybody_folds(rank, world, root):
+>>> def everybody_reduces(rank, world, root):
 ...     for distance in range(1, world):
 ...         above, below = (rank + distance) % world, (rank - distance) % world
 ...         yield Step(Send(above, (mine(0),)), Recv(below, (scratch(0, below),)))
 ...     inputs = tuple(mine(0) if peer == rank else scratch(0, peer) for peer in range(world))
-...     yield Step(then=(fold_or_copy(out(0), inputs),))
->>> schedule = Schedule("everybody_folds", Kind.ALLREDUCE, everybody_folds, chunks=one_chunk)
+...     yield Step(then=(reduce_or_copy(out(0), inputs),))
+>>> schedule = Schedule("everybody_reduces", Kind.ALLREDUCE, everybody_reduces, chunks=one_chunk)
 >>> facts = verify(schedule, world=5)
 >>> facts.in_order, facts.rounds, facts.num_messages, str(facts.max_sent)
 (True, 4, 20, '4')
@@ -36,36 +36,43 @@ ferrodist.errors.InvalidArgument: schedule 'forgetful' at world 3: rank 1, step 
 """
 
 from ferrodist.call import Kind
-from ferrodist.schedules.choose import choose
 from ferrodist.schedules.cost import LINKS, Line, LinkModel, line, predict, simulate
-from ferrodist.schedules.families import BUILT_IN, Traits, find, known, traits
-from ferrodist.schedules.layout import Layout, Lengths, layouts
+from ferrodist.schedules.families import BUILT_IN, Traits, choose, find, known, traits
 from ferrodist.schedules.steps import (
     Cell,
     Copy,
-    Fold,
     Recv,
+    Reduce,
     Schedule,
     Send,
     Space,
     Step,
     Steps,
     chunk_per_rank,
-    fold_or_copy,
     keep_own,
     mine,
     one_chunk,
     out,
+    reduce_or_copy,
     scratch,
 )
-from ferrodist.schedules.table import NOBODY, Row, Table, Work, compile_table
+from ferrodist.schedules.table import (
+    NOBODY,
+    Layout,
+    Lengths,
+    Row,
+    Table,
+    Work,
+    compile_table,
+    layouts,
+)
 from ferrodist.schedules.verify import Facts, verify
 
 __all__ = [
     # the words of an algorithm
     "Cell",
     "Copy",
-    "Fold",
+    "Reduce",
     "Kind",
     "Recv",
     "Schedule",
@@ -74,7 +81,7 @@ __all__ = [
     "Step",
     "Steps",
     "chunk_per_rank",
-    "fold_or_copy",
+    "reduce_or_copy",
     "keep_own",
     "mine",
     "one_chunk",

@@ -2,7 +2,7 @@
 """The core: as many ranks as the largest power of two in the world, for algorithms that need one.
 
 The ranks beyond it are *guests*: of the first 2 * guests ranks every odd one is the guest of its
-left neighbour, which folds the guest's input behind its own before the algorithm and sends it the
+left neighbour, which reduces the guest's input behind its own before the algorithm and sends it the
 result afterwards. So places in the core follow the ranks, and neighbours in it hold neighbouring
 runs of ranks.
 """

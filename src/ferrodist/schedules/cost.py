@@ -3,39 +3,56 @@
 
 A message costs ``overhead`` at either end, ``latency`` on the way and ``per_byte`` for its bytes,
 which pass the receiver one message at a time, so a hub with many senders is as slow as it really
-is. A fold costs ``per_folded_byte`` for every byte of every operand after the first, a copy that
-for every byte. ``nbytes`` is always the whole array: all chunks, or the blocks of all ranks
+is. A reduction costs ``per_reduced_byte`` for every byte of every operand after the first, a copy
+that for every byte. ``nbytes`` is always the whole array: all chunks, or the blocks of all ranks
 together.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
-from ferrodist.schedules.once import computed_once
 from ferrodist.schedules.steps import Copy, Recv, Schedule, Send, Step
-from ferrodist.schedules.stuck import explain
-from ferrodist.schedules.walk import Walk
+from ferrodist.schedules.verify import Execution, explain
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def computed_once(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Cache ``function``; while one thread computes, the others wait for its result."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+    lock = threading.RLock()
+
+    @functools.wraps(function)
+    def locked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with lock:
+            return cached(*args, **kwargs)  # type: ignore[arg-type]  # lru_cache wants Hashable
+
+    return locked
 
 
 class LinkModel(NamedTuple):
     """What a link costs, in seconds.
 
     ``is_serial`` says that ranks are threads of one interpreter: handling and copying messages adds
-    up over all of them, only waiting and folding go on side by side.
+    up over all of them, only waiting and reducing go on side by side.
     """
 
     latency: float
     per_byte: float
-    per_folded_byte: float
+    per_reduced_byte: float
     overhead: float
     is_serial: bool = False
 
 
 # Rough figures of one two-core machine: a thread wakes another in tens of microseconds, a flag in
 # shared memory is seen in one, TCP takes 10 us on loopback, some more through a switch, and moves
-# 2 GB/s. Memory is copied and folded at 5 to 10 GB/s. Only their ratios decide what is chosen.
+# 2 GB/s. Memory is copied and reduced at 5 to 10 GB/s. Only their ratios decide what is chosen.
 LINKS = {
     "threads": LinkModel(2e-5, 2e-10, 1e-10, 2e-5, is_serial=True),
     "shared_memory": LinkModel(1e-6, 1e-10, 1e-10, 2e-7),
@@ -66,7 +83,7 @@ def line(schedule: Schedule, world: int, model: LinkModel) -> Line:
     if max(first, last) > _HOPELESS:
         return Line(math.inf, 0.0)
     estimate = simulate if first + (world - 1) * last <= _MOST_WORK else _one_rank
-    no_bytes = model._replace(per_byte=0.0, per_folded_byte=0.0)
+    no_bytes = model._replace(per_byte=0.0, per_reduced_byte=0.0)
     only_bytes = model._replace(latency=0.0, overhead=0.0)
     return Line(
         _rounded(estimate(schedule, world, 0, no_bytes)),
@@ -82,7 +99,7 @@ def _rounded(seconds: float) -> float:
 def simulate(
     schedule: Schedule, world: int, nbytes: float, model: LinkModel, *, root: int = 0
 ) -> float:
-    """Return when the last rank is done if all start at 0: every step of every rank is walked.
+    """Return when the last rank is done if all start at 0: every step of every rank is executed.
 
     With a serial model no sooner than all messages are handled, one after the other.
     """
@@ -93,7 +110,7 @@ def simulate(
     return max(*clocks.time, clocks.busy if model.is_serial else 0.0)
 
 
-class _Clocks(Walk):
+class _Clocks(Execution):
     def __init__(
         self, schedule: Schedule, world: int, root: int, nbytes: float, model: LinkModel
     ) -> None:
@@ -117,7 +134,7 @@ class _Clocks(Walk):
 
     def on_done(self, rank: int, step: Step) -> None:
         if step.then:
-            self.time[rank] += _local_work(step) * self.chunk_nbytes * self.model.per_folded_byte
+            self.time[rank] += _local_work(step) * self.chunk_nbytes * self.model.per_reduced_byte
 
 
 def _local_work(step: Step) -> int:
@@ -156,7 +173,7 @@ def _as_rounds(schedule: Schedule, rank: int, world: int, nbytes: float, model: 
         if step.send is not None or step.recv is not None:
             cells = max(_cells_sent(step), _cells_received(step))
             total += model.latency + 2 * model.overhead + model.per_byte * chunk_nbytes * cells
-        total += _local_work(step) * chunk_nbytes * model.per_folded_byte
+        total += _local_work(step) * chunk_nbytes * model.per_reduced_byte
     return total
 
 

@@ -2,7 +2,7 @@
 """Direct: everybody sends everybody their part, by pairwise exchange; nothing is relayed.
 
 In round d a rank sends to the rank d above it and receives from the rank d below. The owner of a
-chunk keeps every raw contribution in scratch, slot = rank, and folds them once, in rank order: as
+chunk keeps every raw contribution in scratch, slot = rank, and reduces them once, in rank order: as
 few bytes as a ring, and reproducible.
 """
 
@@ -17,20 +17,20 @@ from ferrodist.schedules.steps import (
     Schedule,
     Send,
     Step,
-    fold_or_copy,
     keep_own,
     mine,
     out,
+    reduce_or_copy,
     scratch,
 )
 
 
-def _fold_own_chunk(rank: int, world: int, into: Cell) -> Iterator[Step]:
+def _reduce_own_chunk(rank: int, world: int, into: Cell) -> Iterator[Step]:
     for distance in range(1, world):
         above, below = (rank + distance) % world, (rank - distance) % world
         yield Step(Send(above, (mine(above),)), Recv(below, (scratch(rank, below),)))
     raw = tuple(mine(rank) if peer == rank else scratch(rank, peer) for peer in range(world))
-    yield Step(then=(fold_or_copy(into, raw),))
+    yield Step(then=(reduce_or_copy(into, raw),))
 
 
 def _exchange_own_chunk(rank: int, world: int) -> Iterator[Step]:
@@ -40,24 +40,24 @@ def _exchange_own_chunk(rank: int, world: int) -> Iterator[Step]:
 
 
 def allreduce(rank: int, world: int, root: int) -> Iterator[Step]:
-    """Each rank folds one chunk and sends it to all."""
-    yield from _fold_own_chunk(rank, world, out(rank))
+    """Each rank reduces one chunk and sends it to all."""
+    yield from _reduce_own_chunk(rank, world, out(rank))
     yield from _exchange_own_chunk(rank, world)
 
 
 def reduce_scatter(rank: int, world: int, root: int) -> Iterator[Step]:
-    """Each rank folds its own block."""
-    yield from _fold_own_chunk(rank, world, out(rank))
+    """Each rank reduces its own block."""
+    yield from _reduce_own_chunk(rank, world, out(rank))
 
 
 def reduce(rank: int, world: int, root: int) -> Iterator[Step]:
-    """Each rank folds one chunk and sends it to the root; all have heard from all by then."""
+    """Each rank reduces one chunk and sends it to the root; all have heard from all by then."""
     if rank != root:
-        folded = scratch(rank, rank)
-        yield from _fold_own_chunk(rank, world, folded)
-        yield Step(send=Send(root, (folded,)))
+        reduced = scratch(rank, rank)
+        yield from _reduce_own_chunk(rank, world, reduced)
+        yield Step(send=Send(root, (reduced,)))
         return
-    yield from _fold_own_chunk(rank, world, out(rank))
+    yield from _reduce_own_chunk(rank, world, out(rank))
     for distance in range(1, world):
         peer = (rank + distance) % world
         yield Step(recv=Recv(peer, (out(peer),)))

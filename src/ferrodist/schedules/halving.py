@@ -2,8 +2,8 @@
 """Recursive halving, then doubling (Rabenseifner): few rounds and few bytes.
 
 Partners at distance 1, 2, 4, ... split the run of chunks they both hold: each sends the half it
-gives up and folds the half it keeps, lower ranks on the left. At the end every rank of the core has
-one finished chunk; the same rounds backwards join the halves again. Guests of the core (see
+gives up and reduces the half it keeps, lower ranks on the left. At the end every rank of the core
+has one finished chunk; the same rounds backwards join the halves again. Guests of the core (see
 core.py) cost one more message of the whole array each way; without them no algorithm sends less.
 """
 
@@ -22,8 +22,8 @@ from ferrodist.schedules.core import (
 )
 from ferrodist.schedules.steps import (
     Cell,
-    Fold,
     Recv,
+    Reduce,
     Schedule,
     Send,
     Step,
@@ -47,7 +47,7 @@ def allreduce(rank: int, world: int, root: int) -> Iterator[Step]:
         return
     if has_guest(rank, world):
         yield Step(recv=Recv(rank + 1, _cells(scratch, everything)))
-        yield from _folds(mine, scratch, everything)
+        yield from _reduces(mine, scratch, everything)
     yield from _halve_and_double(rank, world, out if has_guest(rank, world) else mine)
     if has_guest(rank, world):
         yield Step(send=Send(rank + 1, _cells(out, everything)))
@@ -61,7 +61,7 @@ def _halve_and_double(rank: int, world: int, home: Home) -> Iterator[Step]:
         lower, upper = kept[: len(kept) // 2], kept[len(kept) // 2 :]
         kept, given = (upper, lower) if place & bit else (lower, upper)
         yield Step(Send(partner, _cells(home, given)), Recv(partner, _cells(scratch, kept)))
-        yield from _folds(scratch, home, kept) if place & bit else _folds(home, scratch, kept)
+        yield from _reduces(scratch, home, kept) if place & bit else _reduces(home, scratch, kept)
         home = out
         given_up.append((partner, given))
     for partner, missing in reversed(given_up):
@@ -69,9 +69,9 @@ def _halve_and_double(rank: int, world: int, home: Home) -> Iterator[Step]:
         kept = range(min(kept[0], missing[0]), max(kept[-1], missing[-1]) + 1)
 
 
-def _folds(left: Home, right: Home, chunks: range) -> Iterator[Step]:
+def _reduces(left: Home, right: Home, chunks: range) -> Iterator[Step]:
     for chunk in chunks:
-        yield Step(then=(Fold(out(chunk), (left(chunk), right(chunk))),))
+        yield Step(then=(Reduce(out(chunk), (left(chunk), right(chunk))),))
 
 
 def _cells(home: Home, chunks: range) -> tuple[Cell, ...]:

@@ -3,8 +3,8 @@
 
 A chunk starts at one rank, gathers a contribution at each stop and is finished after world - 1
 rounds; finished chunks then travel once more round the ring. Every rank sends the fewest bytes
-there can be, in the most rounds. The fold of a chunk begins at a rank of its own, so it is not in
-rank order.
+there can be, in the most rounds. The reduction of a chunk begins at a rank of its own, so it is not
+in rank order.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from ferrodist.call import Kind
 from ferrodist.schedules.steps import (
     Cell,
-    Fold,
     Recv,
+    Reduce,
     Schedule,
     Send,
     Step,
@@ -39,7 +39,7 @@ def allreduce(rank: int, world: int, root: int) -> Iterator[Step]:
         chunk = (rank - behind) % world
         step = _round(rank, world, held, scratch(chunk))
         held = out(chunk)
-        yield step._replace(then=(Fold(held, (scratch(chunk), mine(chunk))),))
+        yield step._replace(then=(Reduce(held, (scratch(chunk), mine(chunk))),))
     for behind in range(world - 1):
         yield _round(rank, world, out((rank + 1 - behind) % world), out((rank - behind) % world))
 
@@ -60,7 +60,7 @@ def reduce_scatter(rank: int, world: int, root: int) -> Iterator[Step]:
         chunk = (rank - behind) % world
         step = _round(rank, world, held, scratch(chunk))
         held = out(rank) if chunk == rank else scratch(chunk)
-        yield step._replace(then=(Fold(held, (scratch(chunk), mine(chunk))),))
+        yield step._replace(then=(Reduce(held, (scratch(chunk), mine(chunk))),))
 
 
 SCHEDULES = (

@@ -2,7 +2,7 @@
 """Star: everybody sends to the hub, which does the work and sends back. The reference.
 
 The hub is the root, or rank 0 where there is none. It keeps every raw contribution in scratch,
-slot = rank, and folds them once, in rank order.
+slot = rank, and reduces them once, in rank order.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ferrodist.schedules.steps import (
     Schedule,
     Send,
     Step,
-    fold_or_copy,
     keep_own,
     mine,
     one_chunk,
     out,
+    reduce_or_copy,
     scratch,
 )
 
@@ -52,12 +52,12 @@ def _contributions(hub: int, world: int, chunk: int) -> Cells:
 
 
 def allreduce(rank: int, world: int, root: int) -> Iterator[Step]:
-    """Rank 0 folds and sends everybody the result."""
+    """Rank 0 reduces and sends everybody the result."""
     if rank != 0:
         yield from _ask(0, (mine(0),), (out(0),))
         return
     yield from _collect(0, world, lambda peer: (scratch(0, peer),))
-    yield Step(then=(fold_or_copy(out(0), _contributions(0, world, 0)),))
+    yield Step(then=(reduce_or_copy(out(0), _contributions(0, world, 0)),))
     yield from _hand_out(0, world, lambda peer: (out(0),))
 
 
@@ -72,12 +72,12 @@ def broadcast(rank: int, world: int, root: int) -> Iterator[Step]:
 
 
 def reduce(rank: int, world: int, root: int) -> Iterator[Step]:
-    """Fold at the root, which confirms with tokens."""
+    """Reduce at the root, which confirms with tokens."""
     if rank != root:
         yield from _ask(root, (mine(0),), _TOKEN)
         return
     yield from _collect(root, world, lambda peer: (scratch(0, peer),))
-    yield Step(then=(fold_or_copy(out(0), _contributions(root, world, 0)),))
+    yield Step(then=(reduce_or_copy(out(0), _contributions(root, world, 0)),))
     yield from _hand_out(root, world, lambda peer: _TOKEN)
 
 
@@ -113,15 +113,15 @@ def scatter(rank: int, world: int, root: int) -> Iterator[Step]:
 
 
 def reduce_scatter(rank: int, world: int, root: int) -> Iterator[Step]:
-    """Rank 0 folds everything and sends each rank its block."""
+    """Rank 0 reduces everything and sends each rank its block."""
     blocks = range(world)
     if rank != 0:
         yield from _ask(0, tuple(mine(block) for block in blocks), (out(rank),))
         return
     yield from _collect(0, world, lambda peer: tuple(scratch(block, peer) for block in blocks))
     for block in blocks:
-        folded = scratch(block) if block else out(0)
-        yield Step(then=(fold_or_copy(folded, _contributions(0, world, block)),))
+        reduced = scratch(block) if block else out(0)
+        yield Step(then=(reduce_or_copy(reduced, _contributions(0, world, block)),))
     yield from _hand_out(0, world, lambda peer: (scratch(peer),))
 
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ferrodist.call import Kind
+from ferrodist.errors import InvalidArgument, InvalidRank, InvalidWorldSize
 
 
 class Space(enum.IntEnum):
@@ -84,7 +85,7 @@ class Recv(NamedTuple):
     cells: tuple[Cell, ...] = ()
 
 
-class Fold(NamedTuple):
+class Reduce(NamedTuple):
     """``into`` = ((first ∘ second) ∘ third) ... of ``operands``; ``into`` may be one of them."""
 
     into: Cell
@@ -99,16 +100,16 @@ class Copy(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Send and receive at once, then fold and copy. Cells named in ``then`` have one size."""
+    """Send and receive at once, then reduce and copy. Cells named in ``then`` have one size."""
 
     send: Send | None = None
     recv: Recv | None = None
-    then: tuple[Fold | Copy, ...] = ()
+    then: tuple[Reduce | Copy, ...] = ()
 
 
-def fold_or_copy(into: Cell, operands: tuple[Cell, ...]) -> Fold | Copy:
-    """Fold ``operands`` from left to right; a single one has nothing to be folded with."""
-    return Fold(into, operands) if len(operands) > 1 else Copy(into, operands[0])
+def reduce_or_copy(into: Cell, operands: tuple[Cell, ...]) -> Reduce | Copy:
+    """Reduce ``operands`` from left to right; a single one has nothing to be reduced with."""
+    return Reduce(into, operands) if len(operands) > 1 else Copy(into, operands[0])
 
 
 def keep_own(chunk: int) -> Step:
@@ -134,8 +135,8 @@ def chunk_per_rank(world: int) -> int:
 class Schedule:
     """A collective algorithm as data.
 
-    ``in_order`` says that every result is the left-to-right fold of ranks 0, 1, 2, ...;
-    ``partials`` that unfinished folds are stored and passed on (16-bit floats are then held in
+    ``in_order`` says that every result is the left-to-right reduction of ranks 0, 1, 2, ...;
+    ``partials`` that unfinished reductions are stored and passed on (16-bit floats are then held in
     float32); ``alias_safe`` that input and result may be the same memory. What is True of in_order
     and alias_safe and False of partials holds at every world. Leave them None to have the verifier
     find out.
@@ -154,3 +155,77 @@ class Schedule:
         if self.kind is Kind.BARRIER:
             return 0
         return world if self.kind.is_cut_by_rank else self.chunks(world)
+
+
+# -- cells -----------------------------------------------------------------------------------------
+#
+# Which cells a rank has, and which of them are equally large: the table in steps.py as code.
+
+INPUT_IS_ONE_BLOCK = (Kind.ALL_GATHER, Kind.GATHER)
+RESULT_IS_ONE_BLOCK = (Kind.SCATTER, Kind.REDUCE_SCATTER)
+_INPUT_ON_ROOT_ONLY = (Kind.SCATTER,)
+_RESULT_ON_ROOT_ONLY = (Kind.REDUCE, Kind.GATHER)
+ROOTED = (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The cells of every rank in one world."""
+
+    kind: Kind
+    world: int
+    root: int
+    num_chunks: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, world: int, root: int) -> Cells:
+        """Describe the cells ``schedule`` may name; refuse a world or root that cannot be."""
+        if world < 1:
+            raise InvalidWorldSize(f"a world has at least one rank, got {world}", got=world)
+        if not 0 <= root < world:
+            raise InvalidRank(
+                f"root {root} is outside a world of {world}", rank=root, world_size=world
+            )
+        if schedule.kind > Kind.BARRIER:
+            raise InvalidArgument(
+                f"schedule {schedule.name!r}: {schedule.kind.label} has no schedules of its own"
+            )
+        num_chunks = schedule.num_chunks(world)
+        if num_chunks < 1 and schedule.kind is not Kind.BARRIER:
+            raise InvalidArgument(
+                f"schedule {schedule.name!r} at world {world}: cuts the array into {num_chunks} "
+                "chunks, expected at least 1"
+            )
+        return cls(schedule.kind, world, root, num_chunks)
+
+    def inputs(self, rank: int) -> range:
+        """Return the chunks of ``mine``."""
+        if self.kind in _INPUT_ON_ROOT_ONLY and rank != self.root:
+            return range(0)
+        if self.kind in INPUT_IS_ONE_BLOCK:
+            return range(rank, rank + 1)
+        return range(self.num_chunks)
+
+    def results(self, rank: int) -> range:
+        """Return the chunks of ``out``."""
+        if self.kind in _RESULT_ON_ROOT_ONLY and rank != self.root:
+            return range(0)
+        if self.kind in RESULT_IS_ONE_BLOCK:
+            return range(rank, rank + 1)
+        return range(self.num_chunks)
+
+    def chunks(self, rank: int, space: Space) -> range:
+        """Return the chunks a rank may name in a space."""
+        if space is Space.MINE:
+            return self.inputs(rank)
+        if space is Space.OUT:
+            return self.results(rank)
+        pairs = self.kind is Kind.ALL_TO_ALL
+        return range(self.num_chunks * self.num_chunks if pairs else self.num_chunks)
+
+    def size_key(self, rank: int, cell: Cell) -> int:
+        """Return a number that only cells of equal size share, whatever rank they are on."""
+        if self.kind is not Kind.ALL_TO_ALL or cell.space is Space.SCRATCH:
+            return cell.chunk
+        pair = (rank, cell.chunk) if cell.space is Space.MINE else (cell.chunk, rank)
+        return pair[0] * self.world + pair[1]

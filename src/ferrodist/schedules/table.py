@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Table: the steps of one rank, compiled for walkers: nothing is left but integers.
+"""Table: the steps of one rank, compiled for executors: nothing is left but integers.
 
-As 32-bit integers, for a native walker (a list is its length followed by its items):
+As 32-bit integers, for a native executor (a list is its length followed by its items):
 
     kind, world, rank, root, number of chunks, number of scratch areas
     list of cells     each: space, chunk, slot, area
@@ -11,27 +11,38 @@ As 32-bit integers, for a native walker (a list is its length followed by its it
                             1 if what is sent must be copied before anything is received, else 0
 
 Peers and areas that are not there are -1. Cells are named by their place in the list of cells. A
-work with one operand is a copy, with more a fold from left to right. Scratch cells that are never
-in use at the same time share an *area*, which is as large as the largest of them.
+work with one operand is a copy, with more a reduction from left to right. Scratch cells that are
+never in use at the same time share an *area*, which is as large as the largest of them.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from ferrodist.call import Kind
-from ferrodist.schedules.steps import Cell, Copy, Fold, Schedule, Space, Step
+from ferrodist.errors import InvalidArgument
+from ferrodist.schedules.steps import (
+    INPUT_IS_ONE_BLOCK,
+    RESULT_IS_ONE_BLOCK,
+    Cell,
+    Copy,
+    Reduce,
+    Schedule,
+    Space,
+    Step,
+)
 
 NOBODY = -1
 NO_AREA = -1
 
 
 class Work(NamedTuple):
-    """Fold ``operands`` into ``into``; a single operand is copied."""
+    """Reduce ``operands`` into ``into``; a single operand is copied."""
 
     into: int
     operands: tuple[int, ...]
@@ -136,8 +147,8 @@ def _compile(step: Step, numbers: dict[Cell, int]) -> Row:
     def number(cells: Iterable[Cell]) -> tuple[int, ...]:
         return tuple(numbers.setdefault(cell, len(numbers)) for cell in cells)
 
-    def work(what: Fold | Copy) -> Work:
-        operands = what.operands if isinstance(what, Fold) else (what.source,)
+    def work(what: Reduce | Copy) -> Work:
+        operands = what.operands if isinstance(what, Reduce) else (what.source,)
         into, *sources = number((what.into, *operands))
         return Work(into, tuple(sources))
 
@@ -175,8 +186,8 @@ def _is_entangled(step: Step) -> bool:
     return any(cell.chunk in received for cell in step.send.cells)
 
 
-def _cells_of_work(work: Fold | Copy) -> tuple[Cell, ...]:
-    return (work.into, *(work.operands if isinstance(work, Fold) else (work.source,)))
+def _cells_of_work(work: Reduce | Copy) -> tuple[Cell, ...]:
+    return (work.into, *(work.operands if isinstance(work, Reduce) else (work.source,)))
 
 
 def _areas(cells: tuple[Cell, ...], rows: tuple[Row, ...]) -> tuple[int, ...]:
@@ -205,3 +216,150 @@ def _cells_of(row: Row) -> Iterator[int]:
     for work in row.works:
         yield work.into
         yield from work.operands
+
+
+# -- where the cells of a table lie ----------------------------------------------------------------
+#
+# Layout: where the cells of a table lie, in bytes, for arrays of a given length.
+#
+# Large arrays are worked on in *segments*, one after the other, so that scratch memory stays
+# bounded. A segment is a run of the array, which is then cut into chunks; where the array is made
+# of one block per rank it is the same run of every block. How many segments there are depends
+# only on lengths every rank knows, never on the rank. Kinds whose built-in schedules need no
+# scratch are not segmented.
+
+Span = tuple[int, int]
+
+_ALIGNMENT = 64
+_SEGMENTED = (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.GATHER, Kind.SCATTER)
+
+
+class Layout(NamedTuple):
+    """Byte ranges of one segment."""
+
+    ranges: tuple[Span, ...]
+    """For each cell of the table (begin, end) in the input, the result or the scratch memory."""
+    scratch_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long the arrays of a call are, in elements.
+
+    ``count`` is the whole array: all chunks, or the blocks of all ranks together. ``blocks`` are
+    the lengths of the blocks where they may differ; for all_to_all what this rank sends to each,
+    and ``received`` what it receives from each.
+    """
+
+    count: int
+    blocks: tuple[int, ...] | None = None
+    received: tuple[int, ...] | None = None
+
+
+def layouts(
+    table: Table, lengths: Lengths, itemsize: int, *, chunk_nbytes: int
+) -> Iterator[Layout]:
+    """Yield the layouts of all segments, at least one; they may share their scratch memory."""
+    segments = num_segments(table.kind, table.world, lengths, chunk_nbytes // itemsize)
+    for index in range(segments):
+        yield _layout(table, lengths, itemsize, index, segments)
+
+
+def num_segments(kind: Kind, world: int, lengths: Lengths, most: int) -> int:
+    """Return how many segments of at most ``most`` elements there are."""
+    if kind not in _SEGMENTED:
+        return 1
+    length = lengths.count
+    if kind.is_cut_by_rank:
+        length, most = max(_block_lengths(lengths.blocks, lengths.count, world)), most // world
+    return max(1, -(-length // max(1, most)))
+
+
+@lru_cache(maxsize=4096)
+def _layout(table: Table, lengths: Lengths, itemsize: int, index: int, segments: int) -> Layout:
+    span_of = _by_rank(table, lengths) if table.kind.is_cut_by_rank else _by_chunk(table, lengths)
+    spans = [span_of(cell, index, segments) for cell in table.cells]
+    ranges = [(begin * itemsize, end * itemsize) for begin, end in spans]
+    return _place_scratch(table, ranges)
+
+
+SpanOf = Callable[[Cell, int, int], Span]
+
+
+def _by_chunk(table: Table, lengths: Lengths) -> SpanOf:
+    def span(cell: Cell, index: int, segments: int) -> Span:
+        begin, end = part(lengths.count, index, segments)
+        first, last = part(end - begin, cell.chunk, table.num_chunks)
+        return begin + first, begin + last
+
+    return span
+
+
+def _by_rank(table: Table, lengths: Lengths) -> SpanOf:
+    if table.kind is Kind.ALL_TO_ALL:
+        return _by_pair(table, lengths)
+    blocks = _block_lengths(lengths.blocks, lengths.count, table.world)
+    begins = [0, *accumulate(blocks)]
+
+    def span(cell: Cell, index: int, segments: int) -> Span:
+        first, last = part(blocks[cell.chunk], index, segments)
+        begin = 0 if _is_alone(table.kind, cell.space) else begins[cell.chunk]
+        return begin + first, begin + last
+
+    return span
+
+
+def _is_alone(kind: Kind, space: Space) -> bool:
+    """Tell whether the rank's array is this block and no other."""
+    return kind in (INPUT_IS_ONE_BLOCK if space is Space.MINE else RESULT_IS_ONE_BLOCK)
+
+
+def _by_pair(table: Table, lengths: Lengths) -> SpanOf:
+    rank, world = table.rank, table.world
+    sent = _block_lengths(lengths.blocks, lengths.count, world)
+    received = _block_lengths(lengths.received, lengths.count, world)
+    sent_begins, received_begins = [0, *accumulate(sent)], [0, *accumulate(received)]
+
+    def span(cell: Cell, index: int, segments: int) -> Span:
+        if cell.space is Space.MINE:
+            return sent_begins[cell.chunk], sent_begins[cell.chunk + 1]
+        if cell.space is Space.OUT:
+            return received_begins[cell.chunk], received_begins[cell.chunk + 1]
+        source, target = divmod(cell.chunk, world)
+        if rank not in (source, target) and lengths.blocks is not None:
+            raise InvalidArgument(
+                f"all_to_all_uneven: rank {rank} cannot relay from rank {source} to rank {target}, "
+                "it does not know how much that is; name another algorithm"
+            )
+        return 0, sent[target] if source == rank else received[source]
+
+    return span
+
+
+def _block_lengths(blocks: Sequence[int] | None, count: int, world: int) -> Sequence[int]:
+    if blocks is None:
+        return [end - begin for begin, end in (part(count, index, world) for index in range(world))]
+    if len(blocks) != world:
+        raise InvalidArgument(
+            f"{len(blocks)} block lengths in a world of {world}", got=len(blocks), expected=world
+        )
+    return blocks
+
+
+def part(count: int, index: int, parts: int) -> Span:
+    """Return where part ``index`` of ``count`` elements in ``parts`` nearly equal parts lies."""
+    return index * count // parts, (index + 1) * count // parts
+
+
+def _place_scratch(table: Table, ranges: list[Span]) -> Layout:
+    """Lay the scratch areas one behind the other."""
+    nbytes = [0] * table.num_areas
+    for area, (begin, end) in zip(table.areas, ranges, strict=True):
+        if area != NO_AREA:
+            nbytes[area] = max(nbytes[area], end - begin)
+    begins = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in nbytes)]
+    for cell, area in enumerate(table.areas):
+        if area != NO_AREA:
+            begin, end = ranges[cell]
+            ranges[cell] = begins[area], begins[area] + end - begin
+    return Layout(tuple(ranges), begins[-1])

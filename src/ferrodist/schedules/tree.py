@@ -16,8 +16,8 @@ from ferrodist.call import Kind
 from ferrodist.schedules.steps import (
     Cell,
     Copy,
-    Fold,
     Recv,
+    Reduce,
     Schedule,
     Send,
     Step,
@@ -66,11 +66,11 @@ def down(here: Node, received: tuple[Cell, ...], sent: tuple[Cell, ...]) -> Iter
         yield Step(send=Send(child, sent))
 
 
-def _fold_up(here: Node, into: Cell) -> Generator[Step, None, Cell]:
-    """Fold the children's results behind the rank's own input; return where the fold is."""
+def _reduce_up(here: Node, into: Cell) -> Generator[Step, None, Cell]:
+    """Reduce the children's results behind the rank's own input; return where the reduction is."""
     held = mine(0)
     for child in here.children:
-        yield Step(recv=Recv(child, (scratch(0),)), then=(Fold(into, (held, scratch(0))),))
+        yield Step(recv=Recv(child, (scratch(0),)), then=(Reduce(into, (held, scratch(0))),))
         held = into
     if here.parent is not None:
         yield Step(send=Send(here.parent, (held,)))
@@ -82,7 +82,7 @@ def allreduce(rank: int, world: int, root: int) -> Iterator[Step]:
     if world == 1:
         yield keep_own(0)
     here = node(rank, world, 0)
-    yield from _fold_up(here, out(0))
+    yield from _reduce_up(here, out(0))
     yield from down(here, (out(0),), (out(0),))
 
 
@@ -96,9 +96,9 @@ def broadcast(rank: int, world: int, root: int) -> Iterator[Step]:
 
 
 def reduce(rank: int, world: int, root: int) -> Iterator[Step]:
-    """Folds up, then tokens down."""
+    """Reduces up, then tokens down."""
     here = node(rank, world, root)
-    held = yield from _fold_up(here, out(0) if rank == root else scratch(0, 1))
+    held = yield from _reduce_up(here, out(0) if rank == root else scratch(0, 1))
     if world == 1:
         yield Step(then=(Copy(out(0), held),))
     yield from down(here, (), ())

@@ -10,10 +10,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.testing.link_faults import LinkFaults
+from ferrodist.backends.thread_faults import Fate, Faults
+from ferrodist.testing.links import LinkFaults
 from ferrodist.testing.proxy import FaultProxy
 from ferrodist.testing.ranks import run_ranks
-from ferrodist.transports.faulty import Fate, Faults
 
 if TYPE_CHECKING:
     from ferrodist.testing.contract import (

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from ferrodist.testing.link_faults import Direction, LinkFaults
-from ferrodist.testing.links import Link
+from ferrodist.testing.links import Direction, Link, LinkFaults
 
 _PAUSE = 0.05  # seconds without accepting when the process is out of files
 

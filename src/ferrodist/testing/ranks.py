@@ -13,12 +13,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.backends.verdict import words_of
+from ferrodist.backends.failures import describe
+from ferrodist.backends.thread_faults import Faults
+from ferrodist.backends.threads import SimulatedBackend
 from ferrodist.config import Config, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveTimeout, is_consequence
-from ferrodist.transports.faulty import Faults
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ def _errors(ranks: list[_Rank[Any]], stuck: list[_Rank[Any]]) -> list[BaseExcept
 
 def _headline(errors: list[BaseException], num_ranks: int) -> str:
     """Say in one line how many failed and why; that is what test reports show."""
-    first = words_of(errors[0]).splitlines()[0]
+    first = describe(errors[0]).splitlines()[0]
     where = next((note for note in getattr(errors[0], "__notes__", []) if "rank" in note), "")
     return f"{len(errors)} of {num_ranks} ranks failed; first, {where}: {first}"
 

@@ -3,10 +3,11 @@
 
 ::
 
-    a rank's pipe or terminal -> flow -> speaker -> outlet -> sink
-                                 |       |          rank 0 and the folded lines of others share it
-                                 |       rank 0 as it is, others by lines that name them
-                                 log file and the last words
+    a rank's pipe or terminal -> Reader -> PassThrough, Prefixer -> Writer -> Sink
+                                 |         |                       rank 0 and the de-duplicated
+                                 |         |                       lines of others share it
+                                 |         rank 0 as it is, others by lines that name them
+                                 log file and the tail
 
 ``Streams`` has the streams of all ranks of one attempt, ``Console`` is where they end.
 """

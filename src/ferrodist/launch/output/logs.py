@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Log files: what each rank writes, also or only in files, in the folders torchrun's users know.
+"""What is kept of the output of ranks: log files, and the end of each stream with its traceback.
 
+Log files are in the folders that users of torchrun know:
 ``<log dir>/<name of the run>/attempt_<k>/<rank>/stdout.log`` and ``stderr.log``. Where rank 0 has a
 terminal for both streams, these are one, and it is in stdout.log.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,23 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ferrodist.errors import InvalidArgument
+
+MOST_NBYTES = 1 << 16  # of a stream that are remembered
+_CLOSE_BY = 30  # lines after an exception that may be part of its message
+
+# A progress bar or the name of a rank may stand before it in its line.
+_HEADER = re.compile(
+    r"(?P<prefix>.*?)"
+    r"(?P<header>(  \+ Exception Group )?Traceback \(most recent call last\):"
+    r"|Fatal Python error: .*)"
+)
+_NESTED = "  | "  # before a traceback that is part of a group's
+_SYNTAX_ERROR = re.compile(r'(?P<prefix>)(?P<header>  File ".*", line \d+)')  # in the script itself
+_TORCH_PREFIX = re.compile(r"\[rank\d+\]: ?")
+_CHAINS = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
 
 
 class Which(enum.IntFlag):
@@ -48,7 +67,7 @@ def parse_choice(text: str) -> Choice:
     """Read a choice as torchrun writes it: '3' for all ranks, or '0:1,1:3' for some.
 
     Raises:
-        InvalidArgument: if it is none.
+        InvalidArgument: if it cannot be read.
     """
     try:
         if ":" not in text:
@@ -61,20 +80,20 @@ def parse_choice(text: str) -> Choice:
             raise ValueError("a rank is named twice")
     except ValueError as error:
         raise InvalidArgument(
-            f"{text!r} does not say which streams ({error}). Give 0 for none, 1 for stdout, 2 for "
-            "stderr or 3 for both, or that for some ranks, as in 0:1,1:3"
+            f"{text!r} does not name streams ({error}). Give 0 for none, 1 for stdout, 2 for "
+            "stderr or 3 for both, or one of these for some ranks, as in 0:1,1:3"
         ) from error
     return Choice(Which.NONE, by_rank)
 
 
 def _parse_number(text: str, most: int | None = None) -> int:
     if not (text.isascii() and text.isdigit()) or (most is not None and int(text) > most):
-        raise ValueError(f"{text!r} is no number from 0 to {most or 'N - 1'}")
+        raise ValueError(f"{text!r} is not a number from 0 to {most or 'N - 1'}")
     return int(text)
 
 
 class RankLogs(NamedTuple):
-    """The files of one rank: streams that go there as well, and streams that go there only."""
+    """The files of one rank: for streams that go there too, and those that go there only."""
 
     folder: Path = Path()
     teed: Which = Which.NONE
@@ -85,7 +104,7 @@ class RankLogs(NamedTuple):
         return self.folder / f"{'stdout' if stream == Which.STDOUT else 'stderr'}.log"
 
     def open(self, stream: Which) -> int:
-        """Make the file of a stream; nothing that exists is overwritten."""
+        """Create the file of a stream; an existing one is not overwritten."""
         self.folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         return os.open(self.path(stream), flags, 0o666)
@@ -114,7 +133,7 @@ class LogFiles:
 
 
 def _make_new(directory: Path) -> Path:
-    """Make a folder named after the time and this process, though another host may do the same."""
+    """Create a folder named after the time and this process; another host may do the same."""
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     for more in itertools.count(1):
         path = directory / (name if more == 1 else f"{name}_{more}")
@@ -126,3 +145,114 @@ def _make_new(directory: Path) -> Path:
         else:
             return path
     raise AssertionError
+
+
+# -- the end of a stream, and the traceback in it -------------------------------------------------
+
+
+class Tail:
+    """The last bytes of a stream."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Append these, and forget what is too old."""
+        self._data += data
+        if len(self._data) > 2 * MOST_NBYTES:
+            del self._data[:-MOST_NBYTES]
+
+    def read(self) -> bytes:
+        """Return what is remembered."""
+        return bytes(self._data[-MOST_NBYTES:])
+
+
+class FileTail:
+    """The last bytes of a file that a rank writes to itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> bytes:
+        """Return what is there now; nothing if the file was removed."""
+        try:
+            with self._path.open("rb") as file:
+                nbytes = file.seek(0, os.SEEK_END)
+                file.seek(max(0, nbytes - MOST_NBYTES))
+                return file.read(MOST_NBYTES)
+        except OSError:
+            return b""
+
+
+class _Chain(NamedTuple):
+    """Tracebacks, one the cause of the next, and which line begins the last of them."""
+
+    lines: list[str]
+    last: int
+
+
+def traceback_in(text: str) -> str:
+    """Return the last Python traceback, with those it is chained to; '' if there is none."""
+    chain = _try_find(text.splitlines())
+    return "" if chain is None else "\n".join(chain.lines[: _end(chain)])
+
+
+def is_at_end(trace: str, text: str) -> bool:
+    """Tell whether a text ends with a traceback, or with the same one of several ranks."""
+    header, *others = trace.rstrip().splitlines()
+    lines = [_TORCH_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
+    known = {header, *others}
+    shown = itertools.takewhile(lambda line: line in known or line.endswith(header), lines[::-1])
+    return "\n".join([header, *others]) in "\n".join([*shown][::-1])
+
+
+def _try_find(lines: list[str]) -> _Chain | None:
+    headers = _headers(_HEADER, lines) or _headers(_SYNTAX_ERROR, lines)[-1:]
+    if not headers:
+        return None
+    first = last = headers.pop()
+    while headers and _is_chained(lines, first.number):
+        first = headers.pop()
+    rest = lines[first.number + 1 :]
+    prefix = _repeated(first.prefix, rest[0]) if rest else ""
+    rest = [line.removeprefix(prefix) for line in rest]
+    return _Chain([first.text, *rest], last.number - first.number)
+
+
+class _Header(NamedTuple):
+    number: int
+    prefix: str
+    text: str
+
+
+def _headers(pattern: re.Pattern[str], lines: list[str]) -> list[_Header]:
+    found = [(number, pattern.fullmatch(line)) for number, line in enumerate(lines)]
+    return [
+        _Header(number, match["prefix"], match["header"])
+        for number, match in found
+        if match and not match["prefix"].endswith(_NESTED)
+    ]
+
+
+def _repeated(prefix: str, line: str) -> str:
+    """Return the part of a prefix that the next line has too, such as the name of a rank."""
+    ends = (prefix[start:] for start in range(len(prefix)))
+    return next((end for end in ends if end.strip() and line.startswith(end)), "")
+
+
+def _is_chained(lines: list[str], header: int) -> bool:
+    return any(chain in line for chain in _CHAINS for line in lines[max(0, header - 3) : header])
+
+
+def _frames_end(chain: _Chain) -> int:
+    """Return the number of the first line after the frames, which are indented."""
+    numbers = range(chain.last + 1, len(chain.lines))
+    return next((at for at in numbers if chain.lines[at][:1] != " "), len(chain.lines))
+
+
+def _end(chain: _Chain) -> int:
+    """Return how many lines there are; a message may have several, and nothing marks its end."""
+    num_lines, end = len(chain.lines), _frames_end(chain) + 1
+    if chain.lines[chain.last].startswith("Fatal") or num_lines - end <= _CLOSE_BY:
+        return num_lines
+    return next((at for at in range(end, end + _CLOSE_BY) if not chain.lines[at]), end)

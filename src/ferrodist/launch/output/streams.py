@@ -1,31 +1,110 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Streams: the output of all ranks of one attempt, on its way to the console and to log files.
 
-Everything goes through the launcher, rank 0's too; otherwise lines would tear. Rank 0 gets a
+Everything goes through the launcher, rank 0's output too; otherwise lines would tear. Rank 0 gets a
 terminal of its own for those of its streams that end at one.
 """
 
 from __future__ import annotations
 
 import math
-from types import TracebackType
-from typing import Self
+import os
+import subprocess
+from contextlib import ExitStack
+from typing import Any, Self
 
-from ferrodist.launch.output.console import Console
-from ferrodist.launch.output.flow import Flow
-from ferrodist.launch.output.logs import LogFiles, RankLogs
-from ferrodist.launch.output.merging import Merging
-from ferrodist.launch.output.rank_streams import Files, RankStreams
-from ferrodist.launch.output.terminal import FOLLOW_SECONDS, Terminal
-from ferrodist.launch.processes import Crew
+from ferrodist.launch.output.console import FOLLOW_SECONDS, Console, Terminal
+from ferrodist.launch.output.logs import FileTail, LogFiles, RankLogs, Tail, Which
+from ferrodist.launch.output.reader import PassThrough, Prefixer, Stream
+from ferrodist.launch.output.writer import FileSink, Writer
+from ferrodist.launch.processes import ProcessSet, StandardFiles
 
 
-class Streams(Merging):
+class ProcessStreams:
+    """The streams of one process: files that it is started with, and what reads them here."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self._lent = ExitStack()  # files of the process, closed here once it has them
+        self._kept = ExitStack()
+
+    def attach(self, processes: ProcessSet[Any]) -> None:
+        """Close the files that the process has now, and read while the processes are waited for."""
+        self._lent.close()
+        for stream in self.streams:
+            stream.watch(processes)
+
+    def retire(self) -> None:
+        """Read all that has been written; the process has ended."""
+        for stream in self.streams:
+            stream.retire()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._lent.close()
+        self._kept.close()
+
+    def _lend(self, file: int) -> int:
+        self._lent.callback(os.close, file)
+        return file
+
+    def _add(self, stream: Stream) -> None:
+        self._kept.callback(stream.close)
+        self.streams.append(stream)
+
+
+class StreamSet:
+    """The streams of several processes that end at one console.
+
+    Around every wait, wait no longer than ``wait_seconds``, then ``write_due``. After all have
+    ended, ``finish``.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.members: list[ProcessStreams] = []
+
+    @property
+    def _streams(self) -> list[Stream]:
+        return [stream for member in self.members for stream in member.streams]
+
+    def wait_seconds(self) -> float:
+        """Return how long ``write_due`` will have nothing to do, unless something is read."""
+        held = [writer.wait_seconds() for writer in self._console.writers]
+        return min([*held, *(stream.wait_seconds() for stream in self._streams)])
+
+    def write_due(self) -> None:
+        """Write what has been held long enough."""
+        for writer in self._console.writers:
+            writer.write_due()
+        for stream in self._streams:
+            stream.write_due()
+
+    def finish(self) -> None:
+        """Read all that has been written, and wait for nobody; the console is finished later."""
+        for stream in self._streams:
+            stream.end()
+        for writer in self._console.writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """Finish, and close all files."""
+        self.finish()
+        for member in self.members:
+            member.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Streams(StreamSet):
     """The streams of all ranks. Leaving the context leaves the terminal as it was.
 
-    Make one, start a crew with its ``files``, ``attach`` it; then, around every wait for the crew,
-    wait no longer than ``wait_seconds``, ``write_due`` and tell which rank has ended. At the end
-    of all, ``finish``. ``first_rank`` is the first of this host.
+    Make one, start the ranks with their ``files``, ``attach`` it; then, after every wait, retire
+    those that have ended. ``first_rank`` is the first of this host.
     """
 
     def __init__(
@@ -38,31 +117,24 @@ class Streams(Merging):
         first_rank: int = 0,
     ) -> None:
         super().__init__(console)
-        self._ranks: dict[int, RankStreams] = {}
+        self.ranks: dict[int, RankStreams] = {}
         try:
             for rank in range(first_rank, first_rank + num_ranks):
                 own = RankLogs() if logs is None else logs.of_rank(rank, attempt)
-                self._ranks[rank] = RankStreams(rank, console, own)
+                self.ranks[rank] = RankStreams(rank, console, own)
+                self.members.append(self.ranks[rank])
         except BaseException:
             self.close()
             raise
 
     @property
-    def _flows(self) -> list[Flow]:
-        return [flow for rank in self._ranks.values() for flow in rank.flows]
-
-    @property
     def _terminal(self) -> Terminal | None:
-        return self._ranks[0].terminal if 0 in self._ranks else None
+        return self.ranks[0].terminal if 0 in self.ranks else None
 
-    def files(self, rank: int) -> Files:
-        """Return the files to start a rank with; they are closed here by ``attach``."""
-        return self._ranks[rank].files
-
-    def attach(self, crew: Crew) -> None:
-        """Leave their files to the ranks, and read while the crew is waited for."""
-        for rank in self._ranks.values():
-            rank.attach(crew)
+    def attach(self, processes: ProcessSet[Any]) -> None:
+        """Close the files that the ranks have now, and read while the processes are waited for."""
+        for member in self.members:
+            member.attach(processes)
 
     def wait_seconds(self) -> float:
         """Return how long ``write_due`` will have nothing to do, unless something is read."""
@@ -70,43 +142,106 @@ class Streams(Merging):
         return min(longest, super().wait_seconds())
 
     def write_due(self) -> None:
-        """Write what has been held long enough, and look after the terminal."""
+        """Write what has been held long enough, and follow the terminal."""
         super().write_due()
         if self._terminal is not None:
             self._terminal.follow()
 
-    def rank_ended(self, rank: int) -> None:
-        """Take all that a rank has written whose process has ended."""
-        for flow in self._ranks[rank].flows:
-            flow.retire()
-
-    def last_words(self, rank: int) -> str:
-        """Return the end of what a rank has written to stderr; also after all is closed."""
-        return self._ranks[rank].last_words()
-
     def log_error(self) -> Exception | None:
         """Return why some log file is not complete, such as a full disk; None if all are."""
-        logs = (flow.log for flow in self._flows)
+        logs = (stream.log for stream in self._streams)
         return next((log.error for log in logs if log is not None and log.error), None)
 
-    def let_terminal_go(self) -> None:
-        """Leave the terminal as it was, before this process is stopped; ``write_due`` takes it."""
+    def restore_terminal(self) -> None:
+        """Leave the terminal as it was before this process is stopped, until ``write_due``."""
         if self._terminal is not None:
-            self._terminal.let_go()
+            self._terminal.restore()
 
-    def close(self) -> None:
-        """Finish, and close all files."""
-        self.finish()
-        for rank in self._ranks.values():
-            rank.close()
 
-    def __enter__(self) -> Self:
-        return self
+class RankStreams(ProcessStreams):
+    """What a rank reads from and writes to.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    ``files`` are for its process, and closed here by ``attach``. ``terminal`` is rank 0's, if it
+    has one: for those of its streams that end at a terminal, which are then one.
+    """
+
+    def __init__(self, rank: int, console: Console, logs: RankLogs) -> None:
+        super().__init__()
+        self.terminal: Terminal | None = None
+        self._rank = rank
+        self._console = console
+        self._logs = logs
+        self._tail: Tail | FileTail | None = None  # of the stream that tracebacks go to
+        try:
+            stdout = self._open(Which.STDOUT, console.stdout)
+            stderr = self._open(Which.STDERR, console.stderr)
+            self.files = StandardFiles(self._stdin(), stdout, stderr, self.terminal is not None)
+        except BaseException:
+            self.close()
+            raise
+
+    def attach(self, processes: ProcessSet[Any]) -> None:
+        """Close the files that the rank has now, and read while the processes are waited for."""
+        super().attach(processes)
+        if self.terminal is not None:
+            self.terminal.attach(processes)
+
+    def last_output(self) -> str:
+        """Return the end of what it has written to stderr; also after all is closed."""
+        return "" if self._tail is None else self._tail.read().decode(errors="replace")
+
+    def _stdin(self) -> int:
+        stdin = self._console.stdin
+        if self._rank > 0 or stdin == subprocess.DEVNULL:
+            return subprocess.DEVNULL
+        if not os.isatty(stdin):
+            return stdin
+        if self.terminal is not None and self.terminal.keyboard is not None:
+            return self.terminal.inside
+        return subprocess.DEVNULL  # to read from a terminal in the background would stop it
+
+    def _open(self, stream: Which, writer: Writer) -> int:
+        """Return what the rank is to write to, and open what reads it."""
+        if stream in self._logs.redirected:
+            return self._open_redirected(stream)
+        if self._rank == 0 and writer.terminal is not None:
+            return self._open_terminal(stream, writer, writer.terminal)
+        return self._open_pipe(stream, writer)
+
+    def _open_redirected(self, stream: Which) -> int:
+        if stream == Which.STDERR:
+            self._tail = FileTail(self._logs.path(stream))
+        return self._lend(self._logs.open(stream))
+
+    def _open_terminal(self, stream: Which, writer: Writer, real: int) -> int:
+        if self.terminal is None:
+            self.terminal = Terminal(real, self._console.stdin)
+            self._kept.callback(self.terminal.close)
+            is_teed = bool(self._streams_on_terminal() & self._logs.teed)
+            log = self._open_log(stream) if is_teed else None
+            prefixer = PassThrough(writer, is_terminal=True)
+            self._add(Stream(self.terminal.outside, prefixer, log))
+        self._tail = self.streams[-1].tail
+        return self.terminal.inside
+
+    def _streams_on_terminal(self) -> Which:
+        ends = {Which.STDOUT: self._console.stdout, Which.STDERR: self._console.stderr}
+        on_it = Which.NONE
+        for stream, writer in ends.items():
+            if writer.terminal is not None and stream not in self._logs.redirected:
+                on_it |= stream
+        return on_it
+
+    def _open_pipe(self, stream: Which, writer: Writer) -> int:
+        read, write = os.pipe()
+        self._lend(write)
+        log = self._open_log(stream) if stream in self._logs.teed else None
+        prefixer = PassThrough(writer) if self._rank == 0 else Prefixer(self._rank, writer)
+        self._add(Stream(read, prefixer, log))
+        self._tail = self.streams[-1].tail
+        return write
+
+    def _open_log(self, stream: Which) -> FileSink:
+        file = self._logs.open(stream)
+        self._kept.callback(os.close, file)
+        return FileSink(file)

@@ -5,15 +5,14 @@ A ``Case`` is plain data. ``contract_cases`` lists what a world of some size mus
 ``run_contract`` runs the list on one rank of a group, however the group was started, and returns a
 ``Report``. Expected values come from NumPy alone.
 
-The rule of this room: a check knows the public functions and the Backend, nothing below them. One
-file per check; ``cases`` and ``dense_cases`` say what is checked, ``values`` and ``expected`` with
-what and against what.
+The rule of this package: a check knows the public functions and the Backend, nothing below them.
+One file per check; ``cases`` says what is checked, ``values`` and ``expected``
+with what and against what.
 """
 
 from ferrodist.testing.contract.case import Case
 from ferrodist.testing.contract.cases import contract_cases
-from ferrodist.testing.contract.report import Failure, Report
-from ferrodist.testing.contract.runner import run_contract
+from ferrodist.testing.contract.runner import Failure, Report, run_contract
 from ferrodist.testing.contract.values import distinct_values
 
 __all__ = ["Case", "Failure", "Report", "contract_cases", "distinct_values", "run_contract"]

@@ -28,7 +28,7 @@ class Case:
         style: How the call is made: ``plain``, ``out``, ``in_place``, ``part``, ``async`` ...
         library: Whose arrays; ``numpy+torch`` gives rank 0 the first, rank 1 the second, and so on.
         algorithm: The algorithm asked for by name; empty for the backend's own choice.
-        in_order: Whether the fold is promised to be in rank order, and so to the bit.
+        in_order: Whether the reduction is promised to be in rank order, and so to the bit.
         seed: The seed of the list this case is from.
         number: Its place in that list.
     """

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ferrodist import CollectiveTimeout, SizeMismatch, Work, barrier, recv, send, sendrecv
-from ferrodist.testing.contract.dtypes import Array
 from ferrodist.testing.contract.inputs import make_input, values_of
 from ferrodist.testing.contract.trial import Trial
+from ferrodist.testing.contract.values import Array
 
 LARGE = 40_000  # elements of float32: beyond the 64 KB that a send may leave to the receiver
 _SHORT = 0.1  # seconds; for calls that must run out of time

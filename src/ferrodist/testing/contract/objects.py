@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 import ferrodist
-from ferrodist.testing.contract.compare import find_difference
-from ferrodist.testing.contract.dtypes import available_dtypes
-from ferrodist.testing.contract.libraries import available_libraries, to_library
-from ferrodist.testing.contract.trial import Trial
-from ferrodist.testing.contract.values import distinct_values
+from ferrodist.testing.contract.trial import Trial, find_difference
+from ferrodist.testing.contract.values import (
+    available_dtypes,
+    available_libraries,
+    distinct_values,
+    to_library,
+)
 
 OBJECT_FUNCTIONS = ("broadcast_object", "all_gather_object", "gather_object", "scatter_object")
 

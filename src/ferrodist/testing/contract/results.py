@@ -13,21 +13,19 @@ import numpy as np
 import ferrodist
 from ferrodist import Backend, ReduceOp, Work
 from ferrodist.testing.contract.case import Case
-from ferrodist.testing.contract.compare import digest
-from ferrodist.testing.contract.dtypes import Array, numpy_dtype
-from ferrodist.testing.contract.expected import exchange_uneven
 from ferrodist.testing.contract.inputs import (
     ROOTED,
     SAME_EVERYWHERE,
     all_values,
     counts_of,
+    exchange_uneven,
     expected_result,
     make_input,
     result_library,
     values_of,
 )
-from ferrodist.testing.contract.libraries import to_library, to_numpy
-from ferrodist.testing.contract.trial import Trial
+from ferrodist.testing.contract.trial import Trial, digest
+from ferrodist.testing.contract.values import Array, numpy_dtype, to_library, to_numpy
 
 _ASIDE = 500_000  # added to a case's number for further inputs that must not be its own
 

@@ -9,7 +9,9 @@ on.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,11 +23,57 @@ from ferrodist.testing.contract.messages import check_message
 from ferrodist.testing.contract.mismatches import check_mismatch
 from ferrodist.testing.contract.objects import check_object
 from ferrodist.testing.contract.refusals import check_refused
-from ferrodist.testing.contract.report import Failure, Report
 from ferrodist.testing.contract.results import Check, check_result
 from ferrodist.testing.contract.synchronised import check_synchronised
 from ferrodist.testing.contract.trees import check_empty_tree, check_tree
 from ferrodist.testing.contract.trial import Trial, describe_error
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A case that failed, and in which way; ``run_contract(backend, [case])`` runs it alone."""
+
+    case: Case
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.case}\n{textwrap.indent(self.text, '    ')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank found; printing it tells how to run what failed again."""
+
+    world: int
+    rank: int
+    seed: int
+    num_cases: int
+    libraries: tuple[str, ...] = ()
+    failures: list[Failure] = field(default_factory=list)
+    stopped: str | None = None  # why the run came to an early end
+
+    @property
+    def is_clean(self) -> bool:
+        """True if every case was run and none failed."""
+        return not self.failures and self.stopped is None
+
+    def __str__(self) -> str:
+        failed = f"{len(self.failures)} failed" if self.failures else "none failed"
+        lines = [
+            f"contract on rank {self.rank} of {self.world}: {self.num_cases} cases, {failed}; "
+            f"seed {self.seed}, arrays of {', '.join(self.libraries)}"
+        ]
+        if self.stopped is not None:
+            lines.append(f"stopped early: {self.stopped}")
+        lines += [str(failure) for failure in self.failures[:_SHOWN]]
+        if len(self.failures) > _SHOWN:
+            lines.append(f"... and {len(self.failures) - _SHOWN} more")
+        if self.failures:
+            lines.append("run one alone, on every rank: run_contract(backend, [Case(...)])")
+        return "\n".join(lines)
+
 
 _RESUME_SHAPE = (1, 1, 1, 1, 1, 1, 1)
 _RESUME_NAME = "int64[1,1,1,1,1,1,1]"  # how a mismatch shows a call of this shape

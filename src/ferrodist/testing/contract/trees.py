@@ -11,11 +11,10 @@ import numpy as np
 
 import ferrodist
 from ferrodist.testing.contract.case import Case
-from ferrodist.testing.contract.dtypes import COMPLEX, FLOATS, numpy_dtype
 from ferrodist.testing.contract.inputs import expected_result, make_input, result_library
-from ferrodist.testing.contract.libraries import to_library
 from ferrodist.testing.contract.results import call, expect_result_of
 from ferrodist.testing.contract.trial import Trial
+from ferrodist.testing.contract.values import COMPLEX, FLOATS, numpy_dtype, to_library
 
 TREE_FUNCTIONS = ("allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _ASIDE = 100_000

@@ -3,25 +3,159 @@
 
 A value can only come from its own place: it differs from those of the same place on other ranks
 and, where the dtype has enough of them, from all others. Floats use all their digits, so that
-another order of folding, or one more rounding, shows.
+another order of reducing, or one more rounding, shows.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from ferrodist.testing.contract.dtypes import (
-    COMPLEX,
-    HALVES,
-    INTEGERS,
-    MANTISSA_BITS,
-    Array,
-    numpy_dtype,
-)
+# -- dtypes ----------------------------------------------------------------------------------------
+
+
+Array = np.ndarray[Any, Any]
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+HALVES = ("float16", "bfloat16")
+FLOATS = (*HALVES, "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
+
+OPS = ("SUM", "MEAN", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_ORDER = ("MIN", "MAX")
+BITS = ("BAND", "BOR", "BXOR")
+
+MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
+
+
+def legal_ops(dtype: str) -> tuple[str, ...]:
+    """Name the operations that are defined for a dtype."""
+    if dtype in COMPLEX:
+        return ("SUM", "MEAN", "PROD")
+    if dtype in FLOATS:
+        return ("SUM", "MEAN", "PROD", *_ORDER)
+    return ("SUM", "PROD", *_ORDER, *BITS)
+
+
+@functools.cache
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the NumPy dtype; bfloat16 is not NumPy's own."""
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    found: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    return found
+
+
+@functools.cache  # NumPy takes its time over the name of a dtype
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Tell whether it is one of the 16-bit floats."""
+    return dtype.name in HALVES
+
+
+def available_dtypes() -> tuple[str, ...]:
+    """Name the dtypes NumPy can hold here: bfloat16 needs ml_dtypes."""
+    if importlib.util.find_spec("ml_dtypes") is not None:
+        return DTYPES
+    return tuple(dtype for dtype in DTYPES if dtype != "bfloat16")
+
+
+def real_view(array: Array) -> Array:
+    """Show a complex array as its real and imaginary parts, any other as it is."""
+    if array.dtype.kind != "c":
+        return array
+    return np.ascontiguousarray(array).reshape(-1).view(array.real.dtype)
+
+
+# -- array libraries -------------------------------------------------------------------------------
+
+
+NUMBERS = ("python", "scalar")
+_PYTHON_TYPES = {"bool": bool, "int64": int, "float64": float, "complex128": complex}
+
+
+@functools.cache
+def available_libraries() -> tuple[str, ...]:
+    """Name the array libraries that are installed, NumPy first."""
+    optional = [name for name in ("torch", "jax") if importlib.util.find_spec(name) is not None]
+    return ("numpy", *optional)
+
+
+def can_hold(library: str, dtype: str) -> bool:
+    """Tell whether every library named in ``numpy+torch+...`` has a dtype."""
+    return all(_can_hold(name, dtype) for name in library.split("+"))
+
+
+def _can_hold(library: str, dtype: str) -> bool:
+    if library == "python":
+        return dtype in _PYTHON_TYPES
+    if library == "jax":  # without its x64 switch it has nothing wider
+        return dtype not in ("int64", "uint64", "float64", "complex128")
+    return True
+
+
+def to_library(array: Array, library: str) -> Any:
+    """Make an array, or a number, of a library; NumPy's is the array itself."""
+    if library == "torch":
+        return _to_torch(array)
+    if library == "jax":
+        return importlib.import_module("jax").device_put(array)
+    if library == "python":
+        return array.item()
+    return array[()] if library == "scalar" else array
+
+
+def _to_torch(array: Array) -> Any:
+    torch = importlib.import_module("torch")
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(x: Any, dtype: str) -> Array:
+    """Read an array of any library; a torch tensor is seen in place."""
+    if isinstance(x, np.ndarray):
+        return x
+    if type(x).__module__.partition(".")[0] != "torch":
+        return np.asarray(x, numpy_dtype(dtype) if type(x) in _PYTHON_TYPES.values() else None)
+    if dtype == "bfloat16":
+        torch = importlib.import_module("torch")
+        seen: Array = x.view(torch.int16).numpy().view(numpy_dtype(dtype))
+        return seen
+    array: Array = x.numpy()
+    return array
+
+
+def find_wrong_kind(x: Any, library: str, dtype: str) -> str | None:
+    """Say what ``x`` is instead of an array of this library and dtype; None if it is one."""
+    if library == "python":
+        is_right = type(x) is _PYTHON_TYPES[dtype]
+    elif library == "torch":
+        is_right = isinstance(x, _array_type(library)) and str(x.dtype) == f"torch.{dtype}"
+    else:
+        is_right = isinstance(x, _array_type(library)) and x.dtype == numpy_dtype(dtype)
+    if is_right:
+        return None
+    found = f"{type(x).__module__}.{type(x).__qualname__} {getattr(x, 'dtype', '')}"
+    return f"a {found.rstrip()}, expected {library} {dtype}"
+
+
+def _array_type(library: str) -> Any:
+    """Return the class of a library's arrays."""
+    if library in ("numpy", "scalar"):
+        return np.ndarray if library == "numpy" else np.generic
+    name = {"torch": "Tensor", "jax": "Array"}[library]
+    return getattr(importlib.import_module(library), name)
+
+
+# -- values ----------------------------------------------------------------------------------------
+
 
 # Odd, so that multiplying by it modulo a power of two loses nothing.
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -104,7 +238,7 @@ def _put_special(numbers: Array, mixed: Array) -> None:
     is_special = (mixed >> np.uint64(16)) % np.uint64(10) == 0
     which = (mixed >> np.uint64(32)) % np.uint64(len(_SPECIAL))
     numbers[is_special] = _SPECIAL[which[is_special].astype(np.int64)]
-    # On every rank: a fold that starts from zero makes a positive zero of these.
+    # On every rank: a reduction that starts from zero makes a positive zero of these.
     numbers[:1] = -0.0
 
 

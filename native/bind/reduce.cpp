@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "reduce/reduce.hpp"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "bind/buffers.hpp"
+#include "bind/items.hpp"
+#include "bind/module.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ferrodist::bind {
+namespace {
+
+// Below this a reduction takes about a microsecond, and a thread that lets go of the GIL may have to
+// wait for another one's whole time slice (5 ms) to get it back.
+constexpr std::size_t smallest_without_gil = 32 * 1024;
+
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+DType parse_dtype(std::size_t code) {
+    if (code >= num_dtypes) {
+        refuse("dtype code " + std::to_string(code) + " is unknown");
+    }
+    return static_cast<DType>(code);
+}
+
+DType parse_half(std::size_t code) {
+    const DType dtype = parse_dtype(code);
+    if (!is_half(dtype)) {
+        throw nb::type_error("only float16 and bfloat16 can be widened and narrowed");
+    }
+    return dtype;
+}
+
+Op parse_op(std::size_t code, DType dtype) {
+    if (code >= num_ops) {
+        refuse("op code " + std::to_string(code) + " is unknown");
+    }
+    const Op op = static_cast<Op>(code);
+    if (!can_reduce(dtype, op)) {
+        throw nb::type_error("this op makes no sense for this dtype");
+    }
+    return op;
+}
+
+// The number of elements in so many bytes.
+std::size_t count_items(std::size_t nbytes, std::size_t item) {
+    if (nbytes % item != 0) {
+        refuse(std::to_string(nbytes) + " bytes are no multiple of the itemsize " +
+               std::to_string(item));
+    }
+    return nbytes / item;
+}
+
+// The operands of a reduction, all as long as its result.
+class Operands {
+public:
+    Operands(const nb::sequence& buffers, std::size_t nbytes) {
+        const Items items(buffers);
+        views_.reserve(items.size());
+        addresses_.reserve(items.size());
+        for (PyObject* buffer : items) {
+            views_.push_back(readable(buffer));
+            addresses_.push_back(views_.back().data());
+            require_length(nbytes);
+        }
+        if (views_.empty()) {
+            refuse("local_reduce needs at least one operand");
+        }
+    }
+
+    const void* const* addresses() const { return addresses_.data(); }
+    std::size_t size() const { return addresses_.size(); }
+
+private:
+    void require_length(std::size_t nbytes) const {
+        if (views_.back().nbytes() != nbytes) {
+            refuse("operand " + std::to_string(views_.size() - 1) + " has " +
+                   std::to_string(views_.back().nbytes()) + " bytes, into has " +
+                   std::to_string(nbytes));
+        }
+    }
+
+    std::vector<View> views_;
+    std::vector<const void*> addresses_;
+};
+
+template <class Work>
+void run(std::size_t nbytes, const Work& work) {
+    if (nbytes < smallest_without_gil) {
+        work();
+        return;
+    }
+    nb::gil_scoped_release unlocked;
+    work();
+}
+
+void reduce_buffers(std::size_t dtype_code, std::size_t op_code, nb::handle into,
+                  const nb::sequence& operands, std::uint64_t divisor) {
+    const DType dtype = parse_dtype(dtype_code);
+    const Op op = parse_op(op_code, dtype);
+    if (divisor == 0) {
+        refuse("divisor must be at least 1, got 0");
+    }
+    const View result = writable(into);
+    const Operands inputs(operands, result.nbytes());
+    const std::size_t count = count_items(result.nbytes(), item_size(dtype));
+    run(result.nbytes() * inputs.size(), [&] {
+        local_reduce(dtype, op, result.data(), inputs.addresses(), inputs.size(), count, divisor);
+    });
+}
+
+void require_same_count(std::size_t num_halves, std::size_t num_floats) {
+    if (num_halves != num_floats) {
+        refuse(std::to_string(num_halves) + " 16-bit floats do not go with " +
+               std::to_string(num_floats) + " float32");
+    }
+}
+
+void widen_buffer(std::size_t dtype_code, nb::handle into, nb::handle source) {
+    const DType dtype = parse_half(dtype_code);
+    const View floats = writable(into), halves = readable(source);
+    const std::size_t count = count_items(halves.nbytes(), 2);
+    require_same_count(count, count_items(floats.nbytes(), 4));
+    run(floats.nbytes(), [&] { widen(dtype, floats.data(), halves.data(), count); });
+}
+
+void narrow_buffer(std::size_t dtype_code, nb::handle into, nb::handle source) {
+    const DType dtype = parse_half(dtype_code);
+    const View halves = writable(into), floats = readable(source);
+    const std::size_t count = count_items(halves.nbytes(), 2);
+    require_same_count(count, count_items(floats.nbytes(), 4));
+    run(floats.nbytes(), [&] { narrow(dtype, halves.data(), floats.data(), count); });
+}
+
+void use_cpu_level(std::string_view name) {
+    if (try_use_cpu_level(name)) {
+        return;
+    }
+    std::string known;
+    for (std::string_view level : cpu_levels()) {
+        known += known.empty() ? "" : ", ";
+        known += level;
+    }
+    refuse("this machine cannot run cpu level '" + std::string(name) + "'; it can run: " + known);
+}
+
+}  // namespace
+
+void add_reduce(nb::module_& module) {
+    module.def("local_reduce", &reduce_buffers, "dtype"_a, "op"_a, "into"_a, "operands"_a, "divisor"_a = 1,
+               "Reduce the operands from left to right into one buffer; MEAN divides by divisor.");
+    module.def("widen", &widen_buffer, "dtype"_a, "into"_a, "source"_a,
+               "Convert 16-bit floats to float32.");
+    module.def("narrow", &narrow_buffer, "dtype"_a, "into"_a, "source"_a,
+               "Round float32 to 16-bit floats, to nearest even.");
+    module.def("cpu_levels", &cpu_levels,
+               "Name the variants of the kernels this machine can run, best first.");
+    module.def("cpu_level", &cpu_level, "Name the variant of the kernels in use.");
+    module.def("use_cpu_level", &use_cpu_level, "name"_a,
+               "Use another variant of the kernels; all give the same bits.");
+}
+
+}  // namespace ferrodist::bind

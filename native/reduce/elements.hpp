@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// How elements in memory (`Stored`) become accumulators (`Reduced`) and go back.
+//
+// A machine is a type with `vector_bytes`, with widen_float16 and narrow_float16, and with
+// to_32_bits and to_16_bits, which change the size of unsigned integers that fit both.
+#pragma once
+
+#include <cstdint>
+
+#include "reduce/vectors.hpp"
+
+namespace ferrodist::reduce_levels {
+
+// Reduced as they are stored.
+template <class Machine, class Scalar>
+struct Plain {
+    using Stored = Vector<Scalar, Machine::vector_bytes>;
+    using Accumulated = Stored;
+    FERRODIST_INLINE static Accumulated widen(Stored stored) { return stored; }
+    FERRODIST_INLINE static Stored narrow(Accumulated accumulated) { return accumulated; }
+};
+
+// Any byte but zero is true, as in NumPy; with 0 and 1 alone the logical ops are the bitwise ones.
+template <class Machine>
+struct Boolean {
+    using Stored = Vector<std::uint8_t, Machine::vector_bytes>;
+    using Accumulated = Stored;
+    FERRODIST_INLINE static Accumulated widen(Stored stored) {
+        const Stored one = Stored{} + std::uint8_t{1};
+        return stored < one ? stored : one;
+    }
+    FERRODIST_INLINE static Stored narrow(Accumulated accumulated) { return accumulated; }
+};
+
+template <class Machine>
+struct Float16 {
+    using Stored = Vector<std::uint16_t, Machine::vector_bytes / 2>;
+    using Accumulated = Vector<float, Machine::vector_bytes>;
+    FERRODIST_INLINE static Accumulated widen(Stored stored) { return Machine::widen_float16(stored); }
+    FERRODIST_INLINE static Stored narrow(Accumulated accumulated) { return Machine::narrow_float16(accumulated); }
+};
+
+// The upper half of a float32.
+template <class Machine>
+struct Bfloat16 {
+    using Stored = Vector<std::uint16_t, Machine::vector_bytes / 2>;
+    using Accumulated = Vector<float, Machine::vector_bytes>;
+    using Bits = Vector<std::uint32_t, Machine::vector_bytes>;
+
+    FERRODIST_INLINE static Accumulated widen(Stored stored) {
+        return reinterpret_cast<Accumulated>(Machine::to_32_bits(stored) << 16);
+    }
+
+    FERRODIST_INLINE static Stored narrow(Accumulated accumulated) {
+        const Bits bits = reinterpret_cast<Bits>(accumulated);
+        // Adds just under half of the last place kept, or exactly half where that place is odd.
+        const Bits rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+        // Rounding could carry a NaN into infinity or beyond: cut it, and keep a bit set.
+        const Bits result = accumulated == accumulated ? rounded : bits | 0x400000;
+        return Machine::to_16_bits(result >> 16);
+    }
+};
+
+}  // namespace ferrodist::reduce_levels

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""How a collective runs that is made of messages: which schedule, over which memory, step by step.
+
+The Planner picks and checks a schedule and keeps plans; ``execute_plan`` does what a plan says in
+Python, over any way of exchanging messages. Native code executes the same plans over TCP.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from ferrodist import _native
+from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Counts
+from ferrodist.buffer import Buffer, DType
+from ferrodist.call import Kind
+from ferrodist.config import Config
+from ferrodist.errors import InvalidArgument, ProtocolError, UnsupportedOp
+from ferrodist.reduce_op import ReduceOp
+from ferrodist.schedules import (
+    NOBODY,
+    Layout,
+    Lengths,
+    LinkModel,
+    Row,
+    Schedule,
+    Space,
+    Table,
+    Traits,
+    Work,
+    choose,
+    compile_table,
+    find,
+    layouts,
+    traits,
+)
+
+_SCHEDULED_AS = {Kind.ALL_GATHER_UNEVEN: Kind.ALL_GATHER, Kind.ALL_TO_ALL_UNEVEN: Kind.ALL_TO_ALL}
+MOST_PLANS = 256
+
+
+class Planner:
+    """Plans the executions of one rank.
+
+    ``reduces_in_order`` says whether reductions reduce in rank order unless the caller names an
+    algorithm that does not. ``peers`` are the ranks of the group that take part, unless all do.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        config: Config,
+        model: LinkModel,
+        *,
+        reduces_in_order: bool = True,
+        peers: Sequence[int] = (),
+    ) -> None:
+        self._reduces_in_order = reduces_in_order
+        self._rank = rank
+        self._world = world
+        self._config = config
+        self._model = model
+        self._peers = peers
+        self._plans: dict[tuple[Any, ...], ExecutionPlan] = {}
+
+    def check(self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool) -> str | None:
+        """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
+        if algorithm is None:
+            return None
+        schedule = find(_SCHEDULED_AS.get(kind, kind), algorithm)
+        found = traits(schedule, self._world, root)
+        if reproducible and kind.is_reduction and not found.in_order:
+            raise UnsupportedOp(
+                f"{kind.label}: algorithm {schedule.name!r} does not reduce in rank order, which "
+                "reproducible=True asks for; leave one of the two out",
+                op=kind.label,
+                this_rank=self._rank,
+            )
+        if kind is Kind.ALL_TO_ALL_UNEVEN and found.relays:
+            raise InvalidArgument(
+                f"{kind.label}: algorithm {schedule.name!r} relays blocks through ranks that do "
+                "not know how large they are; name another",
+                this_rank=self._rank,
+            )
+        if isinstance(algorithm, str):
+            return schedule.name
+        return _signed_name(schedule, self._world, root)
+
+    def _pick(
+        self, kind: Kind, nbytes: int, dtype: DType, algorithm: Algorithm, in_order: bool
+    ) -> Schedule:
+        """Take the algorithm asked for, or the cheapest that is allowed."""
+        if algorithm is not None:
+            return find(kind, algorithm)
+        in_order = in_order or self._reduces_in_order
+        return choose(
+            kind, self._world, nbytes, half=dtype.is_half, in_order=in_order, model=self._model
+        )
+
+    def plan(
+        self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
+    ) -> ExecutionPlan:
+        """Work out what a collective needs besides its buffers; kept, for it will come again."""
+        lengths = lengths_of(kind, self._rank, self._world, input, output, args.counts)
+        sample = input or output
+        return self.plan_lengths(kind, sample.dtype if sample else DType.UINT8, lengths, args)
+
+    def plan_lengths(
+        self, kind: Kind, dtype: DType, lengths: Lengths, args: CollectiveArgs
+    ) -> ExecutionPlan:
+        """Do as ``plan`` does where only the lengths of the arrays are known."""
+        op, root, _, algorithm, in_order, _ = args
+        key = (kind, op, root, dtype, lengths, algorithm, in_order)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            schedule = self._pick(kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order)
+            table = compile_table(schedule, self._world, self._rank, root)
+            found = traits(schedule, self._world, root)
+            chunk_nbytes = self._config.chunk_nbytes
+            plan = make_plan(table, found, op, dtype, lengths, chunk_nbytes, self._peers)
+            self._plans[key] = plan
+        return plan
+
+
+def execute_plan(
+    plan: ExecutionPlan,
+    input: Buffer | None,
+    output: Buffer | None,
+    in_place: bool,
+    config: Config,
+    exchange: Move,
+) -> None:
+    """Do one whole collective: execute its table over every segment."""
+    if in_place and not plan.alias_safe and input is not None:
+        in_place, input = False, input.copy()
+    task = Task(
+        plan.table,
+        input,
+        output,
+        plan.dtype,
+        plan.op,
+        plan.divisor,
+        plan.is_float32,
+        in_place,
+        config.message_nbytes,
+    )
+    for layout in plan.layouts:
+        execute(task, layout, exchange)
+    if plan.divides_at_end and output is not None:
+        _native.local_reduce(
+            plan.dtype, ReduceOp.MEAN, output.memory, [output.memory], plan.divisor
+        )
+
+
+@lru_cache(maxsize=256)
+def _signed_name(schedule: Schedule, world: int, root: int) -> str:
+    """Name a user's own schedule so that two different ones of one name do not match."""
+    tables = [compile_table(schedule, world, rank, root) for rank in range(world)]
+    steps = [number for table in tables for number in table.to_ints()]
+    return f"{schedule.name}@{_native.fingerprint(steps) & 0xFFFFFFFF:08x}"
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutionPlan:
+    """The steps of one rank, where its cells lie, and how to reduce.
+
+    ``peers`` are the ranks of the group behind those of the table, unless they are the same.
+    """
+
+    table: Table
+    dtype: DType
+    layouts: tuple[Layout, ...]
+    op: ReduceOp
+    divisor: int
+    is_float32: bool
+    divides_at_end: bool
+    alias_safe: bool
+    peers: Sequence[int]
+
+    @cached_property
+    def native(self) -> _native.Plan:
+        """The same as native code takes it."""
+        ranges = array("Q")
+        for layout in self.layouts:
+            for span in layout.ranges:
+                ranges.extend(span)
+        return _native.Plan(
+            self.table.to_ints(),
+            ranges,
+            array("Q", [layout.scratch_nbytes for layout in self.layouts]),
+            self.dtype,
+            self.op,
+            self.divisor,
+            self.is_float32,
+            self.divides_at_end,
+            list(self.peers),
+        )
+
+
+def make_plan(
+    table: Table,
+    traits: Traits,
+    op: ReduceOp | None,
+    dtype: DType,
+    lengths: Lengths,
+    chunk_nbytes: int,
+    peers: Sequence[int] = (),
+) -> ExecutionPlan:
+    """Decide how a table is executed over arrays of these lengths."""
+    is_mean, is_float32 = op is ReduceOp.MEAN, dtype.is_half and traits.partials
+    itemsize = 4 if is_float32 else dtype.itemsize
+    return ExecutionPlan(
+        table=table,
+        dtype=dtype,
+        layouts=tuple(layouts(table, lengths, itemsize, chunk_nbytes=chunk_nbytes)),
+        # Unfinished sums that travel are plain sums; the division comes at the end.
+        op=ReduceOp.SUM if op is None or (is_mean and traits.partials) else op,
+        divisor=table.world if is_mean else 1,
+        is_float32=is_float32,
+        divides_at_end=is_mean and traits.partials and not is_float32,
+        alias_safe=traits.alias_safe,
+        peers=peers,
+    )
+
+
+def lengths_of(
+    kind: Kind,
+    rank: int,
+    world: int,
+    input: Buffer | None,
+    output: Buffer | None,
+    counts: Counts | None,
+) -> Lengths:
+    """Say how long the arrays of a call are; the same on every rank but for its own blocks."""
+    if kind is Kind.BARRIER:
+        return Lengths(0)
+    if counts is not None:
+        return _uneven_lengths(kind, rank, counts)
+    if kind in (Kind.ALL_GATHER, Kind.GATHER):
+        assert input is not None
+        return Lengths(input.count * world)
+    if kind is Kind.SCATTER:
+        assert output is not None
+        return Lengths(output.count * world)
+    array = input if input is not None else output
+    assert array is not None
+    return Lengths(array.count)
+
+
+def _uneven_lengths(kind: Kind, rank: int, counts: Counts) -> Lengths:
+    if kind is not Kind.ALL_TO_ALL:
+        blocks = tuple(int(count) for count in counts)  # type: ignore[arg-type]  # one row
+        return Lengths(sum(blocks), blocks)
+    rows = [tuple(row) for row in counts]  # type: ignore[arg-type]  # one row per sender
+    total = sum(map(sum, rows)) // len(rows)
+    return Lengths(total, rows[rank], tuple(row[rank] for row in rows))
+
+
+# -- executing a table -----------------------------------------------------------------------------
+
+
+Move = Callable[[int, memoryview | None, int, int | None], memoryview | None]
+"""``(to, payload, peer, expected_nbytes)``: send and receive one message at once; either may be
+None."""
+
+
+class Task(NamedTuple):
+    """What one execution works on, the same for all its segments."""
+
+    table: Table
+    source: Buffer | None
+    target: Buffer | None
+    dtype: DType
+    op: ReduceOp
+    divisor: int
+    is_float32: bool
+    is_in_place: bool
+    message_nbytes: int
+
+
+def execute(task: Task, layout: Layout, exchange: Move) -> None:
+    """Execute the table over one segment of the array."""
+    segment = _Segment(task, layout)
+    for row in task.table.rows:
+        _execute_instruction(segment, row, exchange)
+    segment.narrow_results()
+
+
+def _execute_instruction(segment: _Segment, row: Row, exchange: Move) -> None:
+    """Send and receive piece by piece; reduce each piece at once where that is safe."""
+    outgoing = list(segment.pieces(row.sent)) if row.send_to != NOBODY else []
+    if row.is_entangled:
+        outgoing = [[memoryview(b"".join(piece))] for piece in outgoing]
+    incoming = list(segment.pieces(row.received)) if row.recv_from != NOBODY else []
+    for index in range(max(len(outgoing), len(incoming))):
+        payload = _join(outgoing[index]) if index < len(outgoing) else None
+        expected = sum(map(len, incoming[index])) if index < len(incoming) else None
+        arrived = exchange(row.send_to, payload, row.recv_from, expected)
+        if arrived is not None:
+            _spread(arrived, incoming[index], row.recv_from)
+            if row.is_piecewise:
+                begin = index * segment.task.message_nbytes
+                segment.work(row.works, slice(begin, begin + len(arrived)))
+    if not row.is_piecewise:
+        segment.work(row.works, slice(None))
+
+
+def _join(parts: list[memoryview]) -> memoryview:
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+def _spread(arrived: memoryview, parts: list[memoryview], peer: int) -> None:
+    expected = sum(map(len, parts))
+    if len(arrived) != expected:
+        raise ProtocolError(
+            f"rank {peer} sent {len(arrived)} bytes where {expected} were expected",
+            rank=peer,
+            expected=expected,
+            got=len(arrived),
+        )
+    place = 0
+    for part in parts:
+        part[:] = arrived[place : place + len(part)]
+        place += len(part)
+
+
+class _Segment:
+    """The memory of the cells of one segment."""
+
+    def __init__(self, task: Task, layout: Layout) -> None:
+        self.task = task
+        self._layout = layout
+        self._scratch = memoryview(bytearray(layout.scratch_nbytes))
+        self._views: dict[int, memoryview] = {}
+
+    def view(self, cell: int) -> memoryview:
+        """Show the memory of a cell."""
+        found = self._views.get(cell)
+        if found is None:
+            found = self._views[cell] = self._open(cell)
+        return found
+
+    def pieces(self, cells: tuple[int, ...]) -> Iterator[list[memoryview]]:
+        """Cut a message into pieces, each a list of memory to join; at least one, maybe empty."""
+        size, piece, room = self.task.message_nbytes, [], self.task.message_nbytes
+        for cell in cells:
+            view = self.view(cell)
+            while len(view) > room:
+                piece.append(view[:room])
+                yield piece
+                view, piece, room = view[room:], [], size
+            piece.append(view)
+            room -= len(view)
+        yield piece
+
+    def work(self, works: tuple[Work, ...], part: slice) -> None:
+        """Reduce and copy, on a part of each cell."""
+        for into, operands in works:
+            if self._is_there_already(into, operands):
+                continue
+            target = self.view(into)[part]
+            sources = [self.view(operand)[part] for operand in operands]
+            if len(sources) == 1:
+                target[:] = sources[0]
+            else:
+                self._reduce(target, sources)
+
+    def _is_there_already(self, into: int, operands: tuple[int, ...]) -> bool:
+        """Tell whether a copy goes from an input to the result that is the same memory."""
+        cells = self.task.table.cells
+        return (
+            self.task.is_in_place
+            and len(operands) == 1
+            and cells[into].chunk == cells[operands[0]].chunk
+            and (cells[operands[0]].space, cells[into].space) == (Space.MINE, Space.OUT)
+            and not self.task.is_float32
+        )
+
+    def narrow_results(self) -> None:
+        """Round float32 results to the caller's 16-bit floats, once."""
+        if not self.task.is_float32 or self.task.target is None:
+            return
+        for cell, view in self._views.items():
+            if self.task.table.cells[cell].space is Space.OUT:
+                begin, end = self._layout.ranges[cell]
+                if self.task.divisor > 1:
+                    _native.local_reduce(
+                        DType.FLOAT32, ReduceOp.MEAN, view, [view], self.task.divisor
+                    )
+                _native.narrow(
+                    self.task.dtype, self.task.target.memory[begin // 2 : end // 2], view
+                )
+
+    def _reduce(self, into: memoryview, operands: list[memoryview]) -> None:
+        task = self.task
+        dtype = DType.FLOAT32 if task.is_float32 else task.dtype
+        _native.local_reduce(
+            dtype, task.op, into, operands, task.divisor if task.op is ReduceOp.MEAN else 1
+        )
+
+    def _open(self, cell: int) -> memoryview:
+        begin, end = self._layout.ranges[cell]
+        space = self.task.table.cells[cell].space
+        if space is Space.SCRATCH:
+            return self._scratch[begin:end]
+        buffer = self.task.source if space is Space.MINE else self.task.target
+        assert buffer is not None, f"rank {self.task.table.rank} has no memory for {space.name}"
+        if not self.task.is_float32:
+            return buffer.memory[begin:end]
+        wide = memoryview(bytearray(end - begin))
+        if space is Space.MINE:
+            _native.widen(self.task.dtype, wide, buffer.memory[begin // 2 : end // 2])
+        return wide

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Point-to-point calls of backends: send, recv and sendrecv, blocking or in flight."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+
+from ferrodist import _native
+from ferrodist.backends import failures
+from ferrodist.backends.base import Backend
+from ferrodist.backends.failures import LeaveReason, StatusCode
+from ferrodist.backends.framing import FrameError, pack_array_header, unpack_shape
+from ferrodist.backends.progress import ProgressThread
+from ferrodist.backends.request_work import name_of_message
+from ferrodist.buffer import Buffer
+from ferrodist.call import Leaf, Site, caller_site
+from ferrodist.config import Config
+from ferrodist.deadline import Deadline
+from ferrodist.errors import BackendClosed, DistributedError, ProtocolError, SizeMismatch
+from ferrodist.work import Work
+
+if TYPE_CHECKING:
+    from ferrodist.backends.process_backend import ProcessBackend
+
+T = TypeVar("T")
+
+
+class Sender(Protocol):
+    """What moves the messages of one rank."""
+
+    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Send a message and wait until ``source`` may change."""
+
+    def sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Send and receive at once."""
+
+
+class ThreadSender(Sender, Protocol):
+    """One whose calls in flight need threads."""
+
+    def post(
+        self, source: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], None] | None]:
+        """Send a message; return what to call it, and how to wait until ``source`` may change."""
+
+    def line_up(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], None]]:
+        """Take a place among the receivers; return what to call it, and how to receive."""
+
+
+class Lanes:
+    """Receivers from one peer with one tag stand in line; a lane nobody uses is not kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._lanes: dict[tuple[int, int], _native.Tickets] = {}
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def draw(self, peer: int, tag: int) -> tuple[_native.Tickets, int]:
+        """Take a place in line."""
+        with self._lock:
+            lane = self._lanes.setdefault((peer, tag), _native.Tickets())
+            return lane, lane.take()
+
+    def leave(self, lane: _native.Tickets, number: int, peer: int, tag: int) -> None:
+        """Give a place up, when its turn is over or never came."""
+        with self._lock:
+            lane.end(number)
+            if lane.is_idle:
+                self._lanes.pop((peer, tag), None)
+
+
+class MessagingBackend(Backend):
+    """A backend whose point-to-point calls go through a messenger."""
+
+    _messenger: Sender
+
+    def _send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Send a message; beyond 64 KB wait until the receiver has it."""
+        self._check_usable()
+        with self._aborting_on_interrupt("send"):
+            self._messenger.send(source, peer, tag, deadline)
+
+    def _sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Post the outgoing message, receive, and only then wait for the receiver."""
+        self._check_usable()
+        with self._aborting_on_interrupt("sendrecv"):
+            self._messenger.sendrecv(source, to, target, peer, tag, deadline)
+
+    @contextmanager
+    def _aborting_on_interrupt(self, what: str) -> Iterator[None]:
+        """Tell the others of Ctrl-C and the like inside a call; ferrodist's errors are its own."""
+        try:
+            yield
+        except BaseException as error:
+            self._abort_if_foreign(error, what)
+            raise
+
+    def _abort_if_foreign(self, error: BaseException, what: str) -> None:
+        if not isinstance(error, DistributedError):
+            self.abort(f"{failures.describe(error)} (in {what})")
+
+
+class ThreadMessagingBackend(MessagingBackend):
+    """One whose messages in flight are finished by a thread each."""
+
+    _messenger: ThreadSender
+
+    def __init__(self, rank: int, world_size: int, config: Config) -> None:
+        super().__init__(rank, world_size, config)
+        self._messages: list[threading.Thread] = []  # those in flight
+
+    def _start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+        """Send now, wait for the receiver in the background."""
+        self._check_usable()
+        what, settle = self._messenger.post(source, peer, tag, deadline)
+        return self._in_background(what, settle)
+
+    def _recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Receive the next message with this tag into ``target``."""
+        self._check_usable()
+        with self._aborting_on_interrupt("recv"):
+            self._messenger.line_up(target, peer, tag, deadline)[1]()
+
+    def _start_recv(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
+    ) -> Work[T]:
+        """Take a place in the line of receivers now, receive in the background."""
+        self._check_usable()
+        what, receive = self._messenger.line_up(target, peer, tag, deadline)
+
+        def receive_and_finish() -> T:
+            receive()
+            return finish()
+
+        return self._in_background(what, receive_and_finish)
+
+    def _in_background(self, what: str, run: Callable[[], T] | None) -> Work[T]:
+        """Finish a message on a thread of its own: it never queues behind a collective."""
+        work: Work[T] = Work(what)
+        if run is None:
+            work.set_result(cast(T, None))
+            return work
+        thread = ProgressThread(
+            target=self._finish, args=(work, run), name=f"ferrodist {what}", daemon=True
+        )
+        with self._lock:
+            thread.start()
+            self._messages = [other for other in self._messages if other.is_alive()] + [thread]
+        return work
+
+    def _await_works(self) -> None:
+        super()._await_works()
+        for thread in self._messages:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+# -- between processes: requests of the native matching engine -------------------------------------
+
+
+class MessageCall:
+    """One call: what errors name it, its deadline, and what becomes of a native code."""
+
+    __slots__ = ("_expected", "_site", "backend", "deadline", "dst", "src", "tag")
+
+    def __init__(
+        self,
+        backend: ProcessBackend,
+        dst: int,
+        src: int,
+        tag: int,
+        deadline: Deadline,
+        expected: Leaf | None = None,
+        site: Site | None = None,
+    ) -> None:
+        self.backend = backend
+        self.dst, self.src, self.tag = dst, src, tag  # -1: it does not send, or not receive
+        self.deadline = deadline
+        self._expected = expected  # what is to be received
+        self._site = site or caller_site()
+
+    @property
+    def what(self) -> str:
+        """The call as errors show it; made only for them."""
+        name = name_of_message(self.dst, self.src, self.tag)
+        return f"{name} at {self._site}{self.backend.group_name}"
+
+    def failure(
+        self,
+        code: int,
+        rank: int,
+        error: BaseException | None,
+        found: bytes = b"",
+        cycle: list[int] | None = None,
+    ) -> BaseException:
+        """Make the error that a native code means."""
+        backend, peer = self.backend, rank
+        if rank < 0:
+            peer = self.src if self.src >= 0 else self.dst
+        if code == StatusCode.INTERRUPTED and error is not None:
+            return error
+        if cycle:
+            return failures.send_cycle(self.what, peer, backend.rank, cycle)
+        if code == StatusCode.UNEXPECTED:
+            return self._misfit(found, peer)
+        if code == StatusCode.GROUP_ERROR:
+            given = backend.error_of(None)
+            assert given is not None
+            return given.later(backend.rank)
+        if code == StatusCode.GIVEN_UP:
+            return BackendClosed(f"rank {backend.rank} has left this group", this_rank=backend.rank)
+        if code == StatusCode.NO_MEMORY:
+            return failures.no_memory(self.what, peer, backend.rank)
+        if code == StatusCode.CORRUPT:
+            reason = backend.damage_of(peer, "its queue")
+            return failures.damaged(self.what, peer, backend.rank, reason)
+        tags = backend.group.unexpected_tags(peer)
+        if code == StatusCode.LATE:
+            return failures.timed_out(self.what, peer, backend.rank, self.deadline, tags)
+        how = failures.died(backend.no_heartbeat)
+        if code == StatusCode.LOST:
+            how = self._leave_reason_of(peer)
+        return failures.lost(self.what, peer, backend.rank, how, tags)
+
+    def _misfit(self, found: bytes, peer: int) -> BaseException:
+        assert self._expected is not None  # else nothing could differ from it
+        try:
+            leaf = Leaf("", *unpack_shape(found))
+        except FrameError as flaw:
+            return failures.damaged(self.what, peer, self.backend.rank, str(flaw))
+        return failures.unexpected(self.what, peer, self.backend.rank, leaf, self._expected)
+
+    def _leave_reason_of(self, peer: int) -> LeaveReason:
+        is_gone = self.backend.group.is_gone(peer)
+        return self.backend.leave_reason_of(peer) if is_gone else failures.closing()
+
+
+class ProcessMessenger:
+    """Sends and receives arrays; receives from one peer with one tag keep program order."""
+
+    def __init__(self, backend: ProcessBackend) -> None:
+        self.backend = weakref.proxy(backend)  # which holds on to this
+        self._group = backend.group
+
+    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Send a message and wait until ``source`` may change."""
+        call = MessageCall(self.backend, peer, -1, tag, deadline)
+        self._wait(call, self._isend(call, source, peer, tag), holds_caller=True)
+
+    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+        """Receive the next message with this tag into ``target``."""
+        call = MessageCall(self.backend, -1, peer, tag, deadline, _leaf(target))
+        self._wait(call, self._irecv(target, peer, tag), holds_caller=False)
+
+    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+        """Post a send; the Work is done when ``source`` may change."""
+        self._refuse_if_gone(MessageCall(self.backend, peer, -1, tag, deadline), peer)
+        header = pack_array_header(source.dtype, source.shape)
+        work: Work[None] = self._group.start_send(
+            self.backend, peer, tag, header, source.memory, deadline.end, deadline.seconds
+        )
+        return work
+
+    def start_recv(
+        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
+    ) -> Work[T]:
+        """Post a receive; ``finish`` makes the result of the Work."""
+        header = pack_array_header(target.dtype, target.shape)
+        work: Work[T] = self._group.start_recv(
+            self.backend, peer, tag, header, target.memory, deadline.end, deadline.seconds, finish
+        )
+        return work
+
+    def sendrecv(
+        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
+    ) -> None:
+        """Send and receive at once; if nothing is received the message is withdrawn.
+
+        A message that came but does not fit is this rank's own affair: its own goes out.
+        """
+        call = MessageCall(self.backend, to, peer, tag, deadline, _leaf(target))
+        sending = self._isend(call, source, to, tag)
+        try:
+            self._wait(call, self._irecv(target, peer, tag), holds_caller=False)
+        except (SizeMismatch, ProtocolError):
+            self._wait(call, sending, holds_caller=True)
+            raise
+        except BaseException:
+            sending.abandon(StatusCode.LATE)
+            raise
+        self._wait(call, sending, holds_caller=False)
+
+    def _isend(self, call: MessageCall, source: Buffer, peer: int, tag: int) -> _native.Request:
+        self._refuse_if_gone(call, peer)
+        header = pack_array_header(source.dtype, source.shape)
+        return self._group.isend(peer, tag, header, source.memory)
+
+    def _refuse_if_gone(self, call: MessageCall, peer: int) -> None:
+        self.backend.refuse_if_aborted()
+        if self._group.is_gone(peer):
+            raise call.failure(self.backend.loss_of(peer), peer, None)
+
+    def _irecv(self, target: Buffer, peer: int, tag: int) -> _native.Request:
+        header = pack_array_header(target.dtype, target.shape)
+        return self._group.irecv(peer, tag, header, target.memory)
+
+    def _wait(self, call: MessageCall, request: _native.Request, *, holds_caller: bool) -> None:
+        """Wait for a request, which is over in any case; raise what became of it."""
+        status = request.wait(call.deadline.end, holds_caller, None)
+        if status.code == StatusCode.DONE:
+            return
+        cycle = []
+        if holds_caller and status.code in _OF_CYCLES:
+            cycle = self._group.find_send_cycle(call.dst)
+        request.abandon(status.code)
+        rank = status.failed_rank
+        if rank < 0:
+            rank = call.dst if holds_caller else call.src
+        raise call.failure(status.code, rank, status.error, request.found, cycle)
+
+
+_OF_CYCLES = (StatusCode.LATE, StatusCode.LOST)
+
+
+def _leaf(target: Buffer) -> Leaf:
+    return Leaf("", target.dtype, target.shape)
+
+
+def _message_error(
+    backend: ProcessBackend,
+    status: int,
+    failed_rank: int,
+    error: BaseException | None,
+    found: bytes,
+    cycle: list[int],
+    expected: bytes,
+    dst: int,
+    src: int,
+    tag: int,
+    timeout: float | None,
+    site: Site | None,
+    waits_in: str | None,
+) -> BaseException:
+    """Make the error of a call that native code did; tell the others of Ctrl-C in its wait."""
+    leaf = Leaf("", *unpack_shape(expected)) if expected else None
+    call = MessageCall(backend, dst, src, tag, Deadline(timeout), leaf, site)
+    made = call.failure(status, failed_rank, error, found, cycle)
+    if waits_in is not None:
+        backend._abort_if_foreign(made, waits_in)
+    return made
+
+
+_native.set_message_hooks(
+    message_error=_message_error,
+    on_message_interrupt=lambda backend, name, error: backend._abort_if_foreign(error, name),
+)

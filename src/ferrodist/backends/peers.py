@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a rank knows of those it is connected to: where they are, how they died, their settings.
+
+Settings that decide what is sent have to be the same on all ranks; they are compared when ranks
+have met, because a difference would look like damage later.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.backends.failures import LeaveReason, describe, died
+from ferrodist.buffer import Buffer, DType
+from ferrodist.call import MAX_TAG
+from ferrodist.config import Config, variable
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    DistributedError,
+    InvalidArgument,
+    ProtocolError,
+    RendezvousError,
+    is_consequence,
+)
+from ferrodist.rendezvous import Job, Member
+from ferrodist.rendezvous.mesh import MeshPeer
+from ferrodist.rendezvous.watch import describe_exit, try_exit_code
+
+if TYPE_CHECKING:
+    from ferrodist.backends.tcp import TcpBackend
+
+_PATIENCE = 0.3  # until a launcher has noted a death that we see at the same moment
+_PAUSE = 0.005
+
+
+class ExitStatuses:
+    """Asks the kernel, and the launcher's notes, how the processes of a job have ended."""
+
+    def __init__(self, job: Job, members: Sequence[Member]) -> None:
+        self._job = job
+        self._members = members
+
+    def leave_reason_of(self, rank: int) -> LeaveReason:
+        """Tell how a rank of the world left whose process is gone."""
+        how = self._await_how(rank, _PATIENCE if self._job.status_board is not None else 0.0)
+        return died(how or "died (its process is gone)")
+
+    def _await_how(self, rank: int, patience: float = _PATIENCE) -> str | None:
+        """Return how a process ended, once that can be known; None if it cannot."""
+        end = time.monotonic() + patience
+        while (how := self._try_how(rank)) is None and time.monotonic() < end:
+            time.sleep(_PAUSE)
+        return how
+
+    def _try_how(self, rank: int) -> str | None:
+        member = self._members[rank]
+        code = try_exit_code(member.pid, member.watch)
+        if code is not None:
+            return describe_exit(code)
+        board = self._job.status_board
+        return None if board is None else board.describe(rank)
+
+    def say(self, error: BaseException) -> None:
+        """Tell the launcher that this rank's program has raised."""
+        rank, board = self._job.rank, self._job.status_board
+        if board is not None:
+            is_second = is_consequence(error, rank)
+            board.set_final_error(rank, describe(error), is_consequence=is_second)
+
+
+_SHARED_SETTINGS = ("message_nbytes", "chunk_nbytes", "tcp_link", "unexpected_nbytes")
+_SETTINGS_NBYTES = 1024
+_SETTINGS_TAG = MAX_TAG + 2  # no user's
+
+
+class PeerExitStatuses(ExitStatuses):
+    """As ExitStatuses; of processes on other hosts nothing is known but that they are gone."""
+
+    def __init__(self, job: Job, mesh_peers: Sequence[MeshPeer]) -> None:
+        super().__init__(job, ())
+        self._mesh_peers = mesh_peers
+
+    def leave_reason_of_silent(self, rank: int, flaw: str) -> LeaveReason:
+        """Tell how a rank of the world left that said nothing; ``flaw`` is its connection's."""
+        mesh_peer, me = self._mesh_peers[rank], self._job.rank
+        if mesh_peer.host != self._mesh_peers[me].host:
+            place = f"{mesh_peer.host_name or mesh_peer.address}, pid {mesh_peer.pid}"
+            return died(f"died, or its host or the way to it did: {flaw} ({place})")
+        how = self._await_how(rank)
+        if how is None and mesh_peer.watch >= 0 and not _is_readable(mesh_peer.watch):
+            return LeaveReason(
+                f"is alive (pid {mesh_peer.pid}), but not connected to rank {me} any more: {flaw}",
+                "look at the network between the two",
+            )
+        return died(how or "died (its process is gone)")
+
+    def _try_how(self, rank: int) -> str | None:
+        mesh_peer = self._mesh_peers[rank]
+        code = None if mesh_peer.watch < 0 else try_exit_code(mesh_peer.pid, mesh_peer.watch)
+        if code is not None:
+            return describe_exit(code)
+        board = self._job.status_board
+        return None if board is None else board.describe(rank)
+
+
+def _is_readable(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def check_settings(backend: TcpBackend) -> None:
+    """Compare the settings that ranks must share with those of rank 0; all ranks raise, or none."""
+    deadline = Deadline(backend.config.join_timeout)
+    try:
+        if backend.rank == 0:
+            difference = _hear_differences(backend, deadline)
+        else:
+            difference = _tell_difference(backend, deadline)
+    except ProtocolError:
+        raise
+    except (DistributedError, ValueError) as error:
+        raise RendezvousError(
+            f"rank {backend.rank} is connected to the others, but they did not get to compare "
+            f"their settings: {error}",
+            this_rank=backend.rank,
+        ) from error
+    if difference:
+        raise InvalidArgument(
+            f"{difference}: it decides what is sent, so it has to be the same on all ranks",
+            this_rank=backend.rank,
+        )
+
+
+def _hear_differences(backend: TcpBackend, deadline: Deadline) -> str:
+    """On rank 0: tell all its settings, hear who has others, and tell that to all."""
+    peers = range(1, backend.world_size)
+    for peer in peers:
+        backend._messenger.send(_pack(_settings(backend.config)), peer, _SETTINGS_TAG, deadline)
+    answers = [_receive_difference(backend, peer, deadline) for peer in peers]
+    difference = next(filter(None, answers), "")
+    for peer in peers:
+        backend._messenger.send(_pack({"difference": difference}), peer, _SETTINGS_TAG, deadline)
+    return difference
+
+
+def _tell_difference(backend: TcpBackend, deadline: Deadline) -> str:
+    """On the others: compare, say what differs, and hear whether anything does anywhere."""
+    theirs, difference = _receive(backend, 0, deadline), ""
+    for name, value in _settings(backend.config).items():
+        if theirs.get(name) != value:
+            difference = (
+                f"{variable(name)} is {_shown(value)} on rank {backend.rank} and "
+                f"{_shown(theirs.get(name))} on rank 0"
+            )
+    backend._messenger.send(_pack({"difference": difference}), 0, _SETTINGS_TAG, deadline)
+    return _receive_difference(backend, 0, deadline)
+
+
+def _receive_difference(backend: TcpBackend, peer: int, deadline: Deadline) -> str:
+    found = _receive(backend, peer, deadline)
+    if "difference" not in found:
+        raise ValueError(f"rank {peer} does not say whether its settings differ")
+    return str(found["difference"])
+
+
+def _receive(backend: TcpBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
+    message = _pack({})
+    backend._messenger.recv(message, peer, _SETTINGS_TAG, deadline)
+    try:
+        found = json.loads(bytes(message.memory).rstrip(b"\0").decode())
+    except RecursionError as error:
+        raise ValueError("settings that are nested too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError("settings that cannot be decoded")
+    return found
+
+
+def _shown(value: Any) -> str:
+    """Write a setting as it is set."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    settings = {name: getattr(config, name) for name in _SHARED_SETTINGS}
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    return found
+
+
+def _pack(settings: dict[str, Any]) -> Buffer:
+    data = bytearray(json.dumps(settings).encode().ljust(_SETTINGS_NBYTES, b"\0"))
+    return Buffer(memoryview(data), DType.UINT8, (_SETTINGS_NBYTES,), data)

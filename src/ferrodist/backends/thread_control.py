@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The control plane of a group of threads: who is in which call, who is gone, and the group errors.
+
+On threads the control plane is a shared object, so a rank reports its call by writing it down when
+it enters. Every method that writes holds the lock of the world's Switch, or says "lock held" and
+expects its caller to.
+
+Why nobody is failed wrongly: no rank finishes call #s before all have entered #s with one
+fingerprint. So a difference at #s is seen while every rank is still inside #s, and a loss or a
+timeout at #s is of no concern to a rank still inside #s-1: a final group error counts from its own
+sequence number on, and a rank further behind may still get one of its own.
+
+A deadline ends a call in which a rank is missing: both its entering and the group error that bars
+it happen under the lock. If all have entered, it goes on as long as anything moves.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from ferrodist.backends import failures
+from ferrodist.backends.failures import GroupError, LeaveReason
+from ferrodist.backends.thread_links import Switch
+from ferrodist.call import Call, Kind, caller_site
+from ferrodist.deadline import Deadline
+from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
+
+_NOTHING = Call(Kind.BARRIER)
+STALL = 0.2  # seconds for which nothing may move in a call that all have entered and that is late
+
+
+class RankStatus:
+    """What is known of one rank: its last call, whether it is inside, whom it waits for."""
+
+    __slots__ = (
+        "call",
+        "fingerprint",
+        "is_closing",
+        "is_inside",
+        "lateness",
+        "leave_reason",
+        "receives",
+        "sequence",
+        "since",
+        "waiting_for",
+    )
+
+    def __init__(self) -> None:
+        self.sequence = 0
+        self.call = _NOTHING
+        self.fingerprint = 0
+        self.is_inside = False
+        self.waiting_for: int | None = None
+        self.since = 0.0
+        self.leave_reason: LeaveReason | None = None
+        self.is_closing = False  # makes no new calls, but waits for those in flight
+        self.receives = 0  # point-to-point receives in flight
+        self.lateness = 0.0
+
+    def sends_no_more(self) -> LeaveReason | None:
+        """Tell how a rank left, or is leaving, that sends nothing it has not sent by now."""
+        return self.leave_reason or (failures.closing() if self.is_closing else None)
+
+    def takes_no_more(self) -> LeaveReason | None:
+        """Tell how a rank left, or is leaving, that takes no message any more."""
+        return self.leave_reason if self.receives else self.sends_no_more()
+
+    def last_seen(self) -> str:
+        """Say what the rank was last doing, as a clause."""
+        if self.sequence == 0:
+            return "has made no call yet"
+        where = f"{self.call.kind.label} #{self.sequence} at {self.call.site}"
+        return f"is in {where}" if self.is_inside else f"last call was {where}"
+
+
+class Stall:
+    """Sees whether anything moves in a group, for one whose deadline is over."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._num_moves = -1
+        self._since = 0.0
+
+    def is_over(self) -> bool:
+        """Tell whether nothing has moved for a while. Lock held."""
+        now = time.monotonic()
+        if self._control.num_moves != self._num_moves:
+            self._num_moves, self._since = self._control.num_moves, now
+        return now - self._since >= STALL
+
+
+class Control:
+    """Shared by the ranks of a group.
+
+    ``members`` are the world ranks behind the group's ranks, ``groups`` all groups of the world by
+    their number.
+    """
+
+    def __init__(
+        self,
+        switch: Switch,
+        members: tuple[int, ...],
+        group: int,
+        log_wait_after: float,
+        groups: dict[int, Control],
+    ) -> None:
+        self.switch = switch
+        self.groups = groups
+        self.members = members
+        self.group = group
+        self.log_wait_after = log_wait_after
+        self.statuses = [RankStatus() for _ in members]
+        self.children: list[Control] = []
+        self.sends: list[SendHook] = []  # large sends that wait, each holding its caller
+        self.joined: set[int] = set()
+        self.is_complete = False  # whether all members have joined before anybody gave up
+        self._rank_of = {world_rank: rank for rank, world_rank in enumerate(members)}
+        self._finals: list[GroupError] = []
+        self._mismatch: GroupError | None = None
+        self._report: tuple[type[CollectiveMismatch], str] | None = None
+        self._arrivals: list[float] = []
+        self.num_moves = 0  # changes as long as calls of this group get on
+        groups[group] = self  # last: a finalizer may look at it from now on
+
+    def join(self, rank: int) -> None:
+        """Write down that a member of a group being split off has come. Lock held."""
+        self.joined.add(rank)
+        self.is_complete = len(self.joined) == len(self.members) and self.final is None
+        self.switch.wake_all()
+
+    # -- a rank's way through a call ------------------------------------------------------------
+
+    def enter(self, rank: int, sequence: int, call: Call, fingerprint: int) -> None:
+        """Write down that a rank has entered a call; raises if the group is at its end."""
+        with self.switch.lock:
+            status = self.statuses[rank]
+            if status.leave_reason is not None:
+                raise BackendClosed(f"rank {rank} has left this group", this_rank=rank)
+            self.refuse_if_final(rank)
+            status.sequence, status.call, status.fingerprint = sequence, call, fingerprint
+            status.is_inside, status.since = True, time.monotonic()
+            self.num_moves += 1
+            self._note_arrival(status)
+            self._judge(sequence)
+
+    def finish(self, rank: int) -> None:
+        """Write down that a rank is out of its call, well or not."""
+        with self.switch.lock:
+            self.statuses[rank].is_inside = False
+            self.statuses[rank].waiting_for = None
+
+    def report_mismatch(self, sequence: int, error: type[CollectiveMismatch], text: str) -> None:
+        """Report a difference that fingerprints do not show; it fails the call on all ranks."""
+        with self.switch.lock:
+            if self._mismatch is None or self._mismatch.sequence < sequence:  # the first one stands
+                self._report = self._report or (error, text)
+                self._judge(sequence)
+
+    # -- group errors ------------------------------------------------------------------------------
+
+    @property
+    def final(self) -> GroupError | None:
+        """The group error that ended the group: it answers every later call."""
+        return self._finals[0] if self._finals else None
+
+    def refuse_if_final(self, rank: int) -> None:
+        """Raise the final group error if there is one."""
+        if self._finals:
+            raise self._finals[0].later(rank)
+
+    def refuse_if_aborted(self, rank: int) -> None:
+        """Raise the final group error unless it is a loss: those left may go on."""
+        aborted = next((final for final in self._finals if final.error is not RankLost), None)
+        if aborted is not None:
+            raise aborted.later(rank)
+
+    def error_of(self, sequence: int) -> GroupError | None:
+        """Return what a rank inside ``sequence`` has to raise, if anything."""
+        if self._mismatch is not None and self._mismatch.sequence == sequence:
+            return self._mismatch
+        return next((final for final in self._finals if final.sequence <= sequence), None)
+
+    def set_error(self, new: GroupError) -> None:
+        """Announce a group error, unless one was given that concerns the same ranks. Lock held."""
+        new = new._replace(text=new.text + self.group_name)
+        if not new.is_final:
+            self._mismatch = new
+        elif all(final.sequence > new.sequence for final in self._finals):
+            self._finals.append(new)
+        self.switch.wake_all()
+
+    def leave(self, rank: int, leave_reason: LeaveReason) -> None:
+        """Write down that a rank is gone; who still needs it will find out. Lock held."""
+        if self.statuses[rank].leave_reason is None:
+            self.statuses[rank].leave_reason = leave_reason
+            self.switch.wake_all()
+
+    def abort(self, rank: int | None, reason: str) -> None:
+        """Give the group up, and every group split off it. Lock held."""
+        self.set_error(failures.abort(rank, reason))
+        for child in self.children:
+            child_rank = None if rank is None else child._rank_of.get(self.members[rank])
+            is_outsider = rank is not None and child_rank is None
+            outside = f"rank {rank} of the parent group aborted it: {reason}"
+            child.abort(child_rank, outside if is_outsider else reason)
+
+    def expire(self, sequence: int, call: Call, deadline: Deadline, stall: Stall) -> None:
+        """Set the group error of a deadline that ran out, if it is due. Lock held."""
+        if not self._absent(sequence) and not stall.is_over():
+            return
+        missing = self.missing(sequence)
+        last = [f"rank {rank} {self._excuse(rank, sequence)}" for rank in missing]
+        self.set_error(failures.timeout(call, sequence, missing, deadline, last))
+
+    def lose(self, sequence: int, call: Call, rank: int) -> None:
+        """Set the group error of a rank that is gone and that ``sequence`` needs. Lock held."""
+        leave_reason = self.statuses[rank].leave_reason
+        assert leave_reason is not None
+        self.set_error(failures.loss(call, sequence, rank, leave_reason))
+
+    def _judge(self, sequence: int) -> None:
+        """Set the group error of a difference once every rank has entered the call."""
+        if any(status.sequence < sequence for status in self.statuses):
+            return
+        report, self._report = self._report, None
+        fingerprint = self.statuses[0].fingerprint
+        if report is not None:
+            self.set_error(
+                failures.reported_mismatch(
+                    sequence, [status.call for status in self.statuses], *report
+                )
+            )
+        elif any(status.fingerprint != fingerprint for status in self.statuses):
+            self.set_error(failures.mismatch(sequence, [status.call for status in self.statuses]))
+
+    @property
+    def group_name(self) -> str:
+        """Whose ranks an error speaks of, where they are not those of the world."""
+        if self.members == tuple(range(self.switch.size)):
+            return ""
+        return f" (in the group of world ranks {list(self.members)})"
+
+    def _excuse(self, rank: int, sequence: int) -> str:
+        """Say what a rank that did not get through is doing."""
+        status, world_rank = self.statuses[rank], self.members[rank]
+        if status.sequence > sequence or (status.sequence == sequence and not status.is_inside):
+            return "has sent its messages, but not all of them arrived"
+        if not status.is_inside:
+            for other in list(self.groups.values()):
+                if world_rank in other.members and other is not self:
+                    elsewhere = other.statuses[other.rank_of(world_rank)]
+                    if elsewhere.is_inside:
+                        return elsewhere.last_seen() + (other.group_name or " (in the world)")
+        return status.last_seen()
+
+    def waiting_tags(self, source: int, target: int) -> list[int]:
+        """List the tags of messages between two ranks that nobody has received. Lock held."""
+        return self.switch.waiting_tags(self.members[source], self.members[target], self.group)
+
+    # -- who is to blame ------------------------------------------------------------------------
+
+    def missing(self, sequence: int) -> list[int]:
+        """Name the ranks that hold ``sequence`` up: not arrived, not heard, or stuck inside."""
+        ranks, absent = range(len(self.statuses)), self._absent(sequence)
+        waits = {
+            rank: self.statuses[rank].waiting_for for rank in ranks if self.statuses[rank].is_inside
+        }
+        unheard = {
+            peer for rank, peer in waits.items() if peer is not None and self._is_cut(peer, rank)
+        }
+        stuck = [rank for rank, peer in waits.items() if peer is None or peer == rank]
+        waited_for = {peer for peer in waits.values() if peer is not None}
+        return absent or sorted(unheard) or stuck or sorted(waited_for)
+
+    def _absent(self, sequence: int) -> list[int]:
+        """List the ranks that have not entered a call; once it is given up they never can."""
+        return [rank for rank, status in enumerate(self.statuses) if status.sequence < sequence]
+
+    def lost_rank(self, sequence: int, peer: int, rank: int) -> int | None:
+        """Find a rank that is gone and that ``rank``, waiting for ``peer``, still needs."""
+        for other, status in enumerate(self.statuses):
+            if status.leave_reason is not None and status.sequence < sequence:
+                return other
+        if self.statuses[peer].leave_reason is not None:
+            source, target = self.members[peer], self.members[rank]
+            return None if self.switch.is_pending(source, target) else peer
+        return None
+
+    def rank_of(self, world_rank: int) -> int:
+        """Translate a world rank to a rank of this group."""
+        return self._rank_of[world_rank]
+
+    def _is_cut(self, source: int, target: int) -> bool:
+        return self.switch.undelivered(self.members[source], self.members[target]) > 0
+
+    def _note_arrival(self, status: RankStatus) -> None:
+        """Charge the last rank to arrive with the time that the median rank waited for it."""
+        self._arrivals.append(status.since)
+        if len(self._arrivals) == len(self.statuses):
+            median = sorted(self._arrivals)[(len(self._arrivals) - 1) // 2]
+            status.lateness += self._arrivals[-1] - median
+            self._arrivals.clear()
+
+
+# -- waits -----------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("ferrodist")
+
+
+class CallHook:
+    """The waits of one rank in one collective."""
+
+    def __init__(
+        self, control: Control, rank: int, sequence: int, call: Call, deadline: Deadline
+    ) -> None:
+        self.control = control
+        self.rank = rank
+        self.sequence = sequence
+        self.call = call
+        self.deadline = deadline
+        self._stall = Stall(control)
+        self._status = control.statuses[rank]
+        self._log_wait_after = control.log_wait_after
+        self._next_log = time.monotonic() + control.log_wait_after
+
+    def poll(self, peer: int) -> float:
+        """Raise the group error of the call, set one if it is due, or say how long to sleep."""
+        control = self.control
+        self._raise_group_error()
+        if self._status.leave_reason is not None:
+            text = f"{self.call.kind.label} #{self.sequence}: rank {self.rank} left while it ran"
+            raise BackendClosed(text, this_rank=self.rank)
+        group_peer = self._status.waiting_for = control.rank_of(peer)
+        if group_peer == self.rank:  # waits for a group error, not for anybody
+            self._next_log = math.inf
+        lost = control.lost_rank(self.sequence, group_peer, self.rank)
+        if lost is not None:
+            control.lose(self.sequence, self.call, lost)
+        elif self.deadline.remaining() <= 0:
+            control.expire(self.sequence, self.call, self.deadline, self._stall)
+        self._raise_group_error()
+        remaining = self.deadline.remaining()
+        return min(remaining if remaining > 0 else STALL / 4, self._seconds_to_log())
+
+    def arrived(self) -> None:
+        """Hear that the wait is over."""
+        self._status.waiting_for = None
+
+    def damaged(self, peer: int, reason: str) -> None:
+        """Give the call up because bytes from ``peer`` cannot be right."""
+        rank = self.control.rank_of(peer)
+        self.control.set_error(failures.corruption(self.call, self.sequence, rank, reason))
+        self._raise_group_error()
+
+    def _raise_group_error(self) -> None:
+        found = self.control.error_of(self.sequence)
+        if found is not None:
+            raise found.now(self.rank)
+
+    def _seconds_to_log(self) -> float:
+        seconds = self._next_log - time.monotonic()
+        if seconds > 0:
+            return seconds
+        missing = failures.names_of_ranks(self.control.missing(self.sequence))
+        where = f"{self.call.kind.label} #{self.sequence} at {self.call.site}"
+        self._log_wait_after *= 2
+        self._next_log = time.monotonic() + self._log_wait_after
+        # A log handler is somebody else's code: it must not run under the lock of the world.
+        self.control.switch.lock.release()
+        try:
+            logger.warning("rank %d: still waiting for %s in %s", self.rank, missing, where)
+        finally:
+            self.control.switch.lock.acquire()
+        return 0.0  # something may have come meanwhile
+
+
+class MessageHook:
+    """The waits of one rank in a point-to-point call: its errors are its own, the group goes on."""
+
+    def __init__(self, control: Control, rank: int, call: str, deadline: Deadline) -> None:
+        self.control = control
+        self.rank = rank
+        self.call = call
+        self.deadline = deadline
+        self.is_receiving = False
+        self._site = caller_site()
+
+    @property
+    def what(self) -> str:
+        """The call as errors show it; made only for them."""
+        return f"{self.call} at {self._site}{self.control.group_name}"
+
+    def poll(self, peer: int) -> float:
+        """Raise if the group was given up, the peer is gone or the time is over."""
+        control, group_peer = self.control, self.control.rank_of(peer)
+        control.refuse_if_aborted(self.rank)
+        if self.deadline.remaining() <= 0:
+            raise self.timed_out(group_peer)
+        source, target = peer, control.members[self.rank]
+        status = control.statuses[group_peer]
+        leave_reason = status.sends_no_more() if self.is_receiving else status.takes_no_more()
+        if leave_reason is not None and not control.switch.is_pending(source, target):
+            tags = control.waiting_tags(group_peer, self.rank)
+            raise failures.lost(self.what, group_peer, self.rank, leave_reason, tags)
+        return self.deadline.remaining()
+
+    def arrived(self) -> None:
+        """Hear that the wait is over."""
+
+    def damaged(self, peer: int, reason: str) -> None:
+        """Refuse bytes that cannot be right."""
+        rank = self.control.rank_of(peer)
+        raise failures.damaged(self.what, rank, self.rank, reason)
+
+    def timed_out(self, peer: int) -> CollectiveTimeout:
+        """Make the error of a wait that took too long."""
+        tags = self.control.waiting_tags(peer, self.rank)
+        return failures.timed_out(self.what, peer, self.rank, self.deadline, tags)
+
+
+class SendHook(MessageHook):
+    """The wait of a large send that holds its caller: a ring of these is called by its name."""
+
+    def __init__(
+        self, control: Control, rank: int, peer: int, call: str, deadline: Deadline
+    ) -> None:
+        super().__init__(control, rank, call, deadline)
+        self.peer = peer
+        self.ring: list[int] = []
+
+    def poll(self, peer: int) -> float:
+        """Raise as a message does; whoever finds a ring first tells the others in it."""
+        if not self.ring and self.deadline.remaining() <= 0:
+            self._find_ring()
+        leave_reason = self.control.statuses[self.peer].takes_no_more()
+        if self.ring and (leave_reason is not None or self.deadline.remaining() <= 0):
+            raise failures.send_cycle(self.what, self.peer, self.rank, self.ring)
+        return super().poll(peer)
+
+    def _find_ring(self) -> None:
+        """Follow the sends that wait; a way back to this one is a ring."""
+        sends = {hook.rank: hook for hook in self.control.sends}
+        ring = [self]
+        while (after := sends.get(ring[-1].peer)) is not None and after not in ring:
+            ring.append(after)
+        if after is self:
+            ranks = [hook.rank for hook in ring]
+            start = ranks.index(min(ranks))
+            for hook in ring:
+                hook.ring = ranks[start:] + ranks[:start]
+
+
+class SplitHook:
+    """The wait of a member for the other members; speaks in ranks of the parent group."""
+
+    def __init__(
+        self,
+        parent: Control,
+        control: Control,
+        members: tuple[int, ...],
+        rank: int,
+        deadline: Deadline,
+    ) -> None:
+        self.parent = parent
+        self.control = control
+        self.members = members
+        self.rank = rank
+        self.deadline = deadline
+        self.what = f"split({list(members)})"
+
+    def absent(self) -> list[int]:
+        """List the members, as ranks of the parent, that have not called split."""
+        joined = {self.members[rank] for rank in self.control.joined}
+        return [rank for rank in self.members if rank not in joined]
+
+    def poll(self, peer: int) -> float:
+        """Raise the group error on the new group, bring one about if it is due."""
+        due = None if self.control.final is not None else self._due()
+        if due is not None:
+            self.control.set_error(due)
+        if self.control.final is not None:
+            raise self.control.final.now(self.rank)
+        return self.deadline.remaining()
+
+    def arrived(self) -> None:
+        """Hear that the wait is over."""
+
+    def damaged(self, peer: int, reason: str) -> None:
+        """Say nothing: no bytes are awaited here."""
+
+    def _due(self) -> GroupError | None:
+        self.parent.refuse_if_aborted(self.rank)
+        absent = self.absent()
+        gone = next((rank for rank in absent if self.parent.statuses[rank].sends_no_more()), None)
+        if gone is not None:
+            leave_reason = self.parent.statuses[gone].sends_no_more()
+            assert leave_reason is not None
+            text = f"{self.what}: rank {gone} {leave_reason.how}"
+            return GroupError(RankLost, 0, text, {"rank": gone, "how": leave_reason.how})
+        if self.deadline.remaining() <= 0:
+            others = self._other_splits(absent)
+            text = (
+                f"{self.what}: {failures.names_of_ranks(absent)} did not call it within "
+                f"{self.deadline}{others}; every member must, with the same list. the limit is "
+                "timeout=, backend.timeout or FERRODIST_TIMEOUT"
+            )
+            return GroupError(CollectiveTimeout, 0, text, {"missing": absent, "rank": absent[0]})
+        return None
+
+    def _other_splits(self, absent: list[int]) -> str:
+        """Say which of the absent wait in a split of their own, with another list."""
+        found = []
+        for child in self.parent.children:
+            ranks = [self.parent.rank_of(member) for member in child.members]
+            waiting = [ranks[rank] for rank in child.joined if ranks[rank] in absent]
+            if waiting and not child.is_complete and child.final is None:
+                found.append(f"{failures.names_of_ranks(waiting)} in split({ranks})")
+        return f" (waiting elsewhere: {', '.join(found)})" if found else ""

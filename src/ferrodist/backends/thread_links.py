@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Links between ranks that are threads of one process: frames in mailboxes, guarded by one lock.
+
+Payloads of collectives are copied when sent, so a sender never waits. Point-to-point messages above
+EAGER_NBYTES wait for their receiver on purpose: a program that would deadlock over a network must
+not pass its tests on threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from ferrodist.backends.framing import POINT_TO_POINT, Frame
+from ferrodist.backends.thread_faults import Faults, FaultyLinks
+
+
+class ProgressHook(Protocol):
+    """The side of a wait that knows about deadlines, losses and group errors.
+
+    Called by the transport while it holds its lock, each time a wait is about to sleep.
+    """
+
+    def poll(self, peer: int) -> float:
+        """Raise if waiting for ``peer`` is over, else give the seconds until the next look."""
+
+    def arrived(self) -> None:
+        """Hear that what was waited for is here."""
+
+    def damaged(self, peer: int, reason: str) -> None:
+        """Hear that bytes from ``peer`` cannot be right; raises."""
+
+
+class Expected(NamedTuple):
+    """Which frame a collective waits for; older ones are dropped, newer ones left alone."""
+
+    group: int
+    sequence: int
+    fingerprint: int
+
+
+# -- mailboxes -------------------------------------------------------------------------------------
+
+
+EAGER_NBYTES = 64 * 1024
+
+# A signal that comes just before a thread blocks is noticed only when the thread wakes: Ctrl-C must
+# not have to wait for a message.
+_LONGEST_SLEEP = 0.2
+
+
+class SendRequest:
+    """A point-to-point message on its way; ``is_taken`` when the receiver has copied it."""
+
+    __slots__ = ("frame", "is_taken", "is_withdrawn", "peer")
+
+    def __init__(self, peer: int, frame: Frame, is_taken: bool) -> None:
+        self.peer = peer
+        self.frame = frame
+        self.is_taken = is_taken
+        self.is_withdrawn = False
+
+
+class _Mailbox:
+    """What has arrived for one rank."""
+
+    def __init__(self, lock: Any) -> None:  # RLock is a function, not a type
+        self.changed = threading.Condition(lock)
+        self.frames: defaultdict[tuple[int, int], deque[Frame]] = defaultdict(deque)
+        self.requests: defaultdict[tuple[int, int, int], deque[SendRequest]] = defaultdict(deque)
+        self.damage: dict[int, str] = {}
+        self.awaited: list[int] = []  # the peers that threads of this rank sleep for
+
+
+class Switch:
+    """What the ranks of one world share: the lock, the mailboxes, the counters of every link."""
+
+    def __init__(self, size: int, faults: Faults | None = None) -> None:
+        self.size = size
+        # Reentrant: a finalizer or a signal handler may close or abort a backend at any point.
+        self.lock = threading.RLock()
+        self.mailboxes = [_Mailbox(self.lock) for _ in range(size)]
+        self.sent = [[0] * size for _ in range(size)]
+        self.received = [[0] * size for _ in range(size)]
+        self.sent_nbytes = [0] * size
+        self.received_nbytes = [0] * size
+        self.on_kill: Callable[[int, str], NoReturn] = _no_kill
+        self.links = FaultyLinks(faults, self) if faults is not None else None
+
+    def is_locked_here(self) -> bool:
+        """Tell whether this very thread holds the lock."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # Condition uses it too
+
+    def wake_all(self) -> None:
+        """Make every wait look again. The lock is held by the caller."""
+        for mailbox in self.mailboxes:
+            mailbox.changed.notify_all()
+
+    def carry(
+        self, source: int, target: int, item: Frame | SendRequest, hook: ProgressHook
+    ) -> None:
+        """Take an item to its mailbox, through the injected faults if there are any."""
+        if self.links is not None:
+            self.links.carry(source, target, item, hook)
+            return
+        with self.lock:
+            self.sent[source][target] += 1
+            self.deliver(source, target, item)
+
+    def deliver(self, source: int, target: int, item: Frame | SendRequest) -> None:
+        """Put an item into a mailbox. The lock is held by the caller."""
+        mailbox = self.mailboxes[target]
+        frame = item if isinstance(item, Frame) else item.frame
+        self.received[source][target] += 1
+        self.sent_nbytes[source] += len(frame.payload)
+        self.received_nbytes[target] += len(frame.payload)
+        if isinstance(item, SendRequest) and item.is_withdrawn:
+            return
+        if isinstance(item, SendRequest):
+            mailbox.requests[source, frame.group, frame.tag].append(item)
+        else:
+            mailbox.frames[source, frame.group].append(item)
+        if source in mailbox.awaited:  # waking a thread costs more than anything else here
+            mailbox.changed.notify_all()
+
+    def damage(self, source: int, target: int, reason: str) -> None:
+        """Mark a link as broken by bytes that cannot be right. The lock is held by the caller."""
+        mailbox = self.mailboxes[target]
+        mailbox.damage[source] = reason
+        mailbox.changed.notify_all()
+
+    def undelivered(self, source: int, target: int) -> int:
+        """Count the messages that were sent on a link and have not arrived."""
+        return self.sent[source][target] - self.received[source][target]
+
+    def forget(self, group: int) -> None:
+        """Throw away what is left of a group that all have left. The lock is held by the caller."""
+        for mailbox in self.mailboxes:
+            for frame_key in [key for key in mailbox.frames if key[1] == group]:
+                del mailbox.frames[frame_key]
+            for request_key in [key for key in mailbox.requests if key[1] == group]:
+                del mailbox.requests[request_key]
+
+    def close(self) -> None:
+        """End the thread that carries delayed messages, if there is one."""
+        if self.links is not None:
+            self.links.close()
+
+    def waiting_tags(self, source: int, target: int, group: int) -> list[int]:
+        """List the tags of messages that nobody has received. The lock is held by the caller."""
+        requests = self.mailboxes[target].requests
+        found = [key[2] for key, queue in requests.items() if key[:2] == (source, group) and queue]
+        return sorted(found)
+
+    def is_pending(self, source: int, target: int) -> bool:
+        """Tell whether something sent on a link will still arrive."""
+        return self.links is not None and self.links.is_pending(source, target)
+
+
+class ThreadTransport:
+    """One rank's end of a Switch."""
+
+    def __init__(self, switch: Switch, rank: int) -> None:
+        self.switch = switch
+        self.rank = rank
+        self.size = switch.size
+        self._mailbox = switch.mailboxes[rank]
+
+    def send(self, peer: int, frame: Frame, hook: ProgressHook) -> None:
+        """Copy the payload and hand it over; never waits for the receiver."""
+        copied = Frame(frame.group, frame.sequence, frame.fingerprint, bytes(frame.payload))
+        self.switch.carry(self.rank, peer, copied, hook)
+
+    def recv(self, peer: int, expected: Expected, hook: ProgressHook) -> memoryview:
+        """Wait for the next frame of the call and return its payload."""
+        with self.switch.lock:
+            frames = self._mailbox.frames[peer, expected.group]
+            while True:
+                frame = _next_of_call(frames, expected)
+                if frame is not None and frame.fingerprint == expected.fingerprint:
+                    hook.arrived()
+                    frames.popleft()
+                    return memoryview(frame.payload)
+                self.sleep(
+                    peer, hook
+                )  # on a foreign fingerprint too: the group error is on its way
+
+    def exchange(
+        self, to: int, frame: Frame, peer: int, expected: Expected, hook: ProgressHook
+    ) -> memoryview:
+        """Send, which never waits here, then receive."""
+        self.send(to, frame, hook)
+        return self.recv(peer, expected, hook)
+
+    def post(
+        self,
+        peer: int,
+        group: int,
+        tag: int,
+        header: bytes,
+        content: memoryview,
+        hook: ProgressHook,
+    ) -> SendRequest:
+        """Send a point-to-point message; ``settle`` waits until its memory may change."""
+        with self.switch.lock:
+            hook.poll(peer)
+        frame = Frame(group, POINT_TO_POINT, 0, b"".join((header, content)), tag)
+        request = SendRequest(peer, frame, is_taken=len(content) <= EAGER_NBYTES)
+        self.switch.carry(self.rank, peer, request, hook)
+        return request
+
+    def settle(self, request: SendRequest, hook: ProgressHook) -> None:
+        """Wait until the receiver has the message; if that fails take the message back."""
+        with self.switch.lock:
+            try:
+                while not request.is_taken:
+                    self.sleep(request.peer, hook)
+            except BaseException:
+                self.take_back(request)
+                raise
+
+    def collect(self, peer: int, group: int, tag: int, hook: ProgressHook) -> bytes | memoryview:
+        """Wait for the next point-to-point message with this tag and return its payload."""
+        with self.switch.lock:
+            while not (requests := self._mailbox.requests.get((peer, group, tag))):
+                self.sleep(peer, hook)
+            request = requests.popleft()
+            if not requests:  # tags may be many: an empty queue is not kept
+                del self._mailbox.requests[peer, group, tag]
+            request.is_taken = True
+            self.switch.mailboxes[peer].changed.notify_all()
+            return request.frame.payload
+
+    def sleep(self, peer: int, hook: ProgressHook) -> None:
+        """Sleep until something changes or it is time to look. The lock is held by the caller."""
+        if peer in self._mailbox.damage:
+            hook.damaged(peer, self._mailbox.damage[peer])
+        seconds = hook.poll(peer)
+        self._mailbox.awaited.append(peer)
+        try:
+            self._mailbox.changed.wait(min(seconds, _LONGEST_SLEEP))
+        finally:
+            self._mailbox.awaited.remove(peer)
+
+    def take_back(self, request: SendRequest) -> None:
+        """Remove a message that its receiver has not looked at yet."""
+        key = self.rank, request.frame.group, request.frame.tag
+        with self.switch.lock:
+            request.is_withdrawn = not request.is_taken  # it may still be on its way
+            requests = self.switch.mailboxes[request.peer].requests
+            queue = requests.get(key)
+            if request.is_withdrawn and queue is not None and request in queue:
+                queue.remove(request)
+            if queue is not None and not queue:
+                del requests[key]
+
+
+def _no_kill(rank: int, how: str) -> NoReturn:
+    raise AssertionError(f"rank {rank} {how}, but the world does not know how to bury it")
+
+
+def _next_of_call(frames: deque[Frame], expected: Expected) -> Frame | None:
+    """Drop frames of ended calls; return the head if it belongs to this call."""
+    while frames and frames[0].sequence < expected.sequence:
+        frames.popleft()
+    if frames and frames[0].sequence == expected.sequence:
+        return frames[0]
+    return None

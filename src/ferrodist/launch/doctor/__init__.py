@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""``ferrodist doctor``: look at this machine, and at the way to another, before ranks do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+
+from ferrodist.config import Config, environment, variable
+from ferrodist.errors import (
+    AuthenticationError,
+    DistributedError,
+    InvalidArgument,
+    ProtocolError,
+    RendezvousError,
+)
+from ferrodist.launch.cores import usable_cores
+from ferrodist.launch.doctor.engines import check_engines, check_environment
+from ferrodist.launch.doctor.host import (
+    check_clock,
+    check_cores,
+    check_kernel,
+    check_limits,
+    check_memory,
+)
+from ferrodist.launch.doctor.network import check_interfaces, check_names, check_ports
+from ferrodist.launch.doctor.peer import (
+    BETWEEN,
+    Listener,
+    Measured,
+    call,
+    listener_diagnostics,
+    peer_diagnostics,
+)
+from ferrodist.launch.doctor.report import (
+    Check,
+    CheckContext,
+    Diagnostic,
+    Level,
+    run_checks,
+    show_diagnostics,
+    to_json,
+    worst,
+)
+from ferrodist.rendezvous.interfaces import choose_address, is_loopback, list_interfaces
+from ferrodist.rendezvous.variables import Endpoint, number, try_endpoint
+
+DEFAULT_PORT = 29500  # what most launchers make MASTER_PORT
+CHECKS: Mapping[str, Check] = {
+    "environment": check_environment,
+    "interfaces": check_interfaces,
+    "names": check_names,
+    "ports": check_ports,
+    "cores": check_cores,
+    "memory": check_memory,
+    "files and processes": check_limits,
+    "kernel": check_kernel,
+    "clock": check_clock,
+    "engines": check_engines,
+}
+_ADVICE = {
+    errno.ETIMEDOUT: "a firewall drops it, there or on the way: open the port; or the host is down",
+    errno.ECONNREFUSED: "no doctor listens there (any more): start it with --listen PORT",
+    None: "check name, address and port; 'ip route' shows which ways this host knows",
+}
+
+Callback = Callable[[click.Context, click.Parameter, str | None], Endpoint | None]
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Read a host and a port."""
+    found = try_endpoint(text)
+    if found is None:
+        raise InvalidArgument(
+            f"{text!r} is no endpoint: expected HOST:PORT, or [ADDRESS]:PORT for IPv6", got=text
+        )
+    return found
+
+
+def parse_peer(text: str) -> Endpoint:
+    """Read a host, with a port or without."""
+    is_bare_address = text.count(":") > 1 and not text.startswith("[")
+    host = f"[{text}]" if is_bare_address else text
+    has_port = ":" in host.rpartition("]")[2]
+    return parse_endpoint(host if has_port else f"{host}:{DEFAULT_PORT}")
+
+
+def parse_listen(text: str) -> Endpoint:
+    """Read a port, or a host and a port; port 0 is any."""
+    host, _, port = text.rpartition(":")
+    found = try_endpoint(f"{host or 'localhost'}:1")
+    if found is None or not 0 <= number(port) <= 65535 or text.startswith(":"):
+        raise InvalidArgument(f"{text!r} is neither PORT nor HOST:PORT", got=text)
+    return Endpoint(found.host if host else "", number(port))
+
+
+def endpoint_of(environ: Mapping[str, str]) -> Endpoint | None:
+    """Return where variables say that rank 0 listens; None if they do not, or not rightly.
+
+    What is wrong with them is said by the check of the environment.
+    """
+    given = environ.get(variable("endpoint"), "")
+    if given:
+        return try_endpoint(given)
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    is_bare_address = ":" in host and not host.startswith("[")
+    return try_endpoint(f"[{host}]:{port}" if is_bare_address else f"{host}:{port}")
+
+
+def _parsed(parse: Callable[[str], Endpoint]) -> Callback:
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Endpoint | None:
+        try:
+            return None if value is None else parse(value)
+        except InvalidArgument as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
+
+
+@click.command()
+@click.option(
+    "-n", "--ranks", type=click.IntRange(1, 4096), metavar="RANKS",
+    help="How many ranks are to run here.  [default: one per core]",
+)  # fmt: skip
+@click.option(
+    "--endpoint", metavar="HOST:PORT", callback=_parsed(parse_endpoint),
+    help="Where rank 0 of the job listens.  [default: MASTER_ADDR:MASTER_PORT, if set]",
+)  # fmt: skip
+@click.option(
+    "--listen", metavar="[[HOST:]PORT]", is_flag=False, flag_value=str(DEFAULT_PORT),
+    callback=_parsed(parse_listen),
+    help="Wait here for the doctor of another host; it has to be told the code that is shown. HOST "
+    "is an address of this host; without it, that of FERRODIST_SOCKET_IFNAME; if that is not set, "
+    "the one that other hosts see if there is a FERRODIST_SECRET_FILE, else loopback. Port 0 is "
+    f"any free port.  [default: {DEFAULT_PORT}]",
+)  # fmt: skip
+@click.option(
+    "--peers", "num_peers", type=click.IntRange(min=1), metavar="N", default=1, show_default=True,
+    help="How many doctors to wait for with --listen.",
+)  # fmt: skip
+@click.option(
+    "--peer", metavar="HOST[:PORT]", callback=_parsed(parse_peer),
+    help=f"Check both ways to the host whose doctor listens.  [default port: {DEFAULT_PORT}]",
+)  # fmt: skip
+@click.option("--code", metavar="CODE", help="What the doctor shows that listens; with --peer.")
+@click.option(
+    "--wait", "patience", type=click.FloatRange(min=0.1, max=86400), metavar="SECONDS", default=120,
+    show_default=True, help="How long to wait with --listen.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    ranks: int | None,
+    endpoint: Endpoint | None,
+    listen: Endpoint | None,
+    num_peers: int,
+    peer: Endpoint | None,
+    code: str | None,
+    patience: float,
+    as_json: bool,
+) -> None:
+    """Check this machine as a place to run ranks, and say what to do.
+
+    Looks at network interfaces, names, ports, cores, memory, limits, clocks, variables, and at
+    which libraries work. Takes some seconds and changes nothing. Exit code 1 if there is an error;
+    warnings do not count.
+
+    To check the way between two hosts, start "ferrodist doctor --listen HOST:29500" on one of them,
+    with an address of that host, and on the other the command that it shows.
+    """
+    if listen is not None and peer is not None:
+        raise click.UsageError("--listen is for one host, --peer for the other: use one of them")
+    if (peer is None) != (code is None):
+        raise click.UsageError(
+            "--peer and --code belong together: the doctor that listens has both"
+        )
+    context = CheckContext(
+        ranks or usable_cores(), endpoint or endpoint_of(environment()), peer, environment()
+    )
+    if listen is not None:
+        diagnostics, peers = _check_and_listen(context, listen, num_peers, patience)
+    else:
+        diagnostics, peers = _check_and_call(context, code or "")
+    if as_json:
+        click.echo(to_json(diagnostics, [asdict(one) for one in peers]))
+    else:
+        show_diagnostics(Console(highlight=False), diagnostics)
+    ctx.exit(1 if worst(diagnostics) is Level.ERROR else 0)
+
+
+def _check_and_call(context: CheckContext, code: str) -> tuple[list[Diagnostic], list[Measured]]:
+    """Look at this machine first, so that nothing disturbs what is measured afterwards."""
+    diagnostics = run_checks(context, CHECKS)
+    if context.peer is None:
+        return diagnostics, []
+    between, measured = _call(context, context.peer, code)
+    return [*diagnostics, *between], [] if measured is None else [measured]
+
+
+def _check_and_listen(
+    context: CheckContext, where: Endpoint, num_peers: int, patience: float
+) -> tuple[list[Diagnostic], list[Measured]]:
+    """Look at this machine first; who comes meanwhile has to wait."""
+    with ExitStack() as stack:
+        try:
+            host = where.host or _own_address(context.config)
+            listener = stack.enter_context(Listener(host, where.port, context.config))
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise click.ClickException(f"cannot listen at port {where.port}: {why}") from error
+        click.echo(_invitation(listener, patience), err=True)
+        diagnostics = run_checks(context, CHECKS)
+        result = listener.wait(patience, num_peers)
+    port = listener.endpoint.port
+    return [*diagnostics, *listener_diagnostics(result, port, patience)], result.peers
+
+
+def _own_address(config: Config) -> str:
+    """Return where ranks listen: on loopback unless something says that there are other hosts."""
+    if config.socket_ifname or config.secret_file:
+        return choose_address(config.socket_ifname)[1]
+    return "127.0.0.1"
+
+
+def _invitation(listener: Listener, patience: float) -> str:
+    here = listener.endpoint
+    where, others = "the other host", ""
+    if is_loopback(here.host):
+        where = "this host"
+        known = [str(Endpoint(one, here.port)) for one in _addresses()]
+        others = f" and for this host alone (others need --listen {' or '.join(known)})"
+    return (
+        f"listening at {here} for {patience:g} s{others}; on {where}:\n\n"
+        f"    ferrodist doctor --peer {here} --code {listener.code}\n"
+    )
+
+
+def _addresses() -> list[str]:
+    """List where others may find this host."""
+    known = [one.address for one in list_interfaces() if not one.is_loopback]
+    return [one for one in known if "%" not in one] or ["HOST"]
+
+
+def _call(
+    context: CheckContext, peer: Endpoint, code: str
+) -> tuple[list[Diagnostic], Measured | None]:
+    try:
+        measured = call(peer, code, context.config)
+    except (RendezvousError, AuthenticationError, ProtocolError, InvalidArgument) as error:
+        return [_not_met(peer, error)], None
+    return list(peer_diagnostics(measured)), measured
+
+
+def _not_met(peer: Endpoint, error: DistributedError) -> Diagnostic:
+    if isinstance(error, InvalidArgument):
+        return BETWEEN.error(f"the settings of {peer} differ: {error}", "set it on both hosts")
+    if isinstance(error, AuthenticationError):
+        return BETWEEN.error(
+            f"{peer} has refused: {error}", "copy the whole command that the other doctor shows"
+        )
+    if hasattr(error, "address"):
+        return BETWEEN.error(
+            f"{peer} can be reached, but not its ranks: {error}",
+            f"a firewall there closes the way in: set {variable('ports')}=29600-29699 there, and "
+            "open these ports",
+        )
+    return BETWEEN.error(
+        f"{peer} cannot be reached: {error}",
+        _ADVICE.get(getattr(error, "errno", None), _ADVICE[None]),
+    )

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Software: which libraries and backends work, and what the environment says to them.
+
+Each library is tried in a process of its own, all side by side. Nothing is taken from a launcher:
+the pipe with a job's secret stays full for the rank it is for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ferrodist import _native
+from ferrodist.backends.registry import backend_names
+from ferrodist.config import Config, variable
+from ferrodist.errors import AuthenticationError, DistributedError
+from ferrodist.launch.doctor.report import CheckContext, Diagnostic, LogCollector, Subject, start
+from ferrodist.rendezvous.find_job import OUTER_JOBS, RUN_VARIABLES, find_job, try_run_job
+from ferrodist.rendezvous.interfaces import is_loopback
+from ferrodist.rendezvous.job import Job, no_secret, secret_from_file
+from ferrodist.rendezvous.variables import brief
+
+_ENGINES = Subject("engines")
+
+_SCRIPT = Path(__file__).with_name("probes.py")
+_LIMIT = 20.0  # seconds for the import of a large library from a slow disk
+_TRIED_BACKENDS = ("shared_memory", "tcp")
+_EXTRAS = {"torch": "torch", "mpi4py": "mpi", "jax": "jax", "cryptography": "tls"}
+# What would make a library believe that it is a rank of somebody's job.
+_OF_LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "SLURM_", "MPI_", "HYDRA_", "FERRODIST_BACKEND")
+_MPI_NAMES = {"open mpi": "Open MPI", "hydra": "MPICH", "mpich": "MPICH", "intel": "Intel MPI"}
+
+_ENVIRONMENT = Subject("environment")
+
+_PREFIX = variable("")
+_SETTINGS = {variable(one.name): one.name for one in fields(Config)}
+_NO_SETTINGS = {*RUN_VARIABLES} | {OUTER_JOBS, variable("ssh")}
+_SECRET_FILE = variable("secret_file")
+_FORMER_IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+class Outcome(NamedTuple):
+    """What a probe has printed, or why it has not."""
+
+    facts: Mapping[str, Any]
+    error: str = ""
+
+
+def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diagnostic]:
+    """Try everything at once, and tell it in order."""
+    yield _ENGINES.ok(_own_parts())
+    running = {name: _start(context, name, limit) for name in _EXTRAS if _is_installed(name)}
+    backends = [name for name in _TRIED_BACKENDS if name in backend_names()]
+    trials = {name: _start(context, "ranks", limit, backend=name) for name in backends}
+    launcher = start(_mpiexec, context.environ, limit)
+    for name, trial in trials.items():
+        yield _judge_ranks(name, trial.result())
+    for name, probe in running.items():
+        yield _judge(name, probe.result())
+        if name == "mpi4py":
+            yield from _judge_launcher(probe.result(), launcher.result())
+    yield from _missing(context, [name for name in _EXTRAS if name not in running])
+
+
+def _own_parts() -> str:
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "msgpack")]
+    return f"{', '.join(versions)}; native code for {_native.cpu_level()}"
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _start(context: CheckContext, name: str, limit: float, backend: str = "") -> Future[Outcome]:
+    environ = {
+        key: value for key, value in context.environ.items() if not key.startswith(_OF_LAUNCHERS)
+    }
+    if backend:
+        environ[variable("backend")] = backend
+    return start(run_probe, [sys.executable, "-P", str(_SCRIPT), name], environ, limit)
+
+
+def run_probe(command: list[str], environ: Mapping[str, str], limit: float) -> Outcome:
+    """Run a probe; whatever it does, it has ended when this returns."""
+    ending = run_child(command, environ, limit)
+    if ending.code is None:
+        return Outcome({}, f"it hangs: no end after {limit:g} s")
+    if ending.code < 0:
+        return Outcome({}, f"it ended by {signal.Signals(-ending.code).name}")
+    if ending.code > 0:
+        return Outcome({}, _last_line(ending.stderr) or f"it ended with code {ending.code}")
+    facts: Mapping[str, Any] = json.loads(_last_line(ending.stdout) or "{}")
+    if "error" in facts:
+        return Outcome({}, facts["error"])
+    return Outcome(facts) if facts else Outcome({}, "it ended without any output")
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _judge_ranks(name: str, outcome: Outcome) -> Diagnostic:
+    if outcome.facts.get("is_right"):
+        return _ENGINES.ok(f"{name}: two ranks add up their numbers")
+    error = outcome.error or f"two ranks got {outcome.facts['totals']}, expected 3.0 twice"
+    return _ENGINES.error(
+        f"{name} does not work: {error}",
+        f"look at the diagnostics above; '{variable('backend')}={name} ferrodist run -n 2 "
+        "script.py' shows all of it",
+    )
+
+
+def _judge(name: str, outcome: Outcome) -> Diagnostic:
+    if outcome.error:
+        return _ENGINES.warning(
+            f"{name} is installed but does not work: {outcome.error}",
+            f"'python -c \"import {name}\"' shows all of it; reinstall or remove it",
+        )
+    facts = outcome.facts
+    return _ENGINES.ok(f"{name} {facts['version']}{_DETAILS.get(name, _no_details)(facts)}")
+
+
+def _no_details(facts: Mapping[str, Any]) -> str:
+    return ""
+
+
+def _torch_details(facts: Mapping[str, Any]) -> str:
+    parts = [f"{engine} {'yes' if facts[engine] else 'no'}" for engine in ("gloo", "nccl")]
+    return f": {', '.join(parts)}, CUDA devices {facts['devices']}"
+
+
+def _mpi_details(facts: Mapping[str, Any]) -> str:
+    return f" with {facts['library']}"
+
+
+_DETAILS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "torch": _torch_details,
+    "mpi4py": _mpi_details,
+    "cryptography": lambda facts: " for TLS",
+}
+
+
+def _mpiexec(environ: Mapping[str, str], limit: float) -> str:
+    """Ask the mpiexec of this user's path whose it is; nothing if there is none."""
+    path = shutil.which("mpiexec", path=environ.get("PATH"))
+    return "" if path is None else _mpi_name(run_child([path, "--version"], environ, limit).stdout)
+
+
+def _mpi_name(text: str) -> str:
+    """Find the name of an MPI in what it says of itself; nothing if it is another."""
+    return next((name for word, name in _MPI_NAMES.items() if word in text.lower()), "")
+
+
+def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
+    library = _mpi_name(outcome.facts.get("library", ""))
+    if library and launcher and library != launcher:
+        yield _ENGINES.error(
+            f"mpiexec is that of {launcher}, mpi4py uses {library}",
+            "each process would be a world of its own: start ranks with the mpiexec of "
+            f"{library}, or install mpi4py for {launcher}",
+        )
+
+
+def _missing(context: CheckContext, names: list[str]) -> Iterator[Diagnostic]:
+    if "cryptography" in names and context.config.tls:
+        yield _ENGINES.error(
+            f"{variable('tls')} is set, and cryptography is not installed",
+            "pip install 'ferrodist[tls]'",
+        )
+    if names:
+        extras = ",".join(_EXTRAS[name] for name in names)
+        yield _ENGINES.note(
+            f"not installed: {', '.join(names)}",
+            f"only if you want them: pip install 'ferrodist[{extras}]'",
+        )
+
+
+class Ending(NamedTuple):
+    """How a child ended: its exit code, minus a signal, or None if its time was up."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+
+
+def run_child(command: list[str], environ: Mapping[str, str], limit: float) -> Ending:
+    """Run a program for at most ``limit`` seconds; what it leaves behind is killed."""
+    ours, lifeline = os.pipe()
+    try:
+        child = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=ours,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        return _await(child, limit)
+    finally:
+        os.close(ours)
+        os.close(lifeline)
+
+
+def _await(child: subprocess.Popen[str], limit: float) -> Ending:
+    with child:
+        try:
+            stdout, stderr = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            _end_group(child)
+            return Ending(None, "", "")
+        _end_group(child)  # what it may have left behind
+    return Ending(child.returncode, stdout, stderr)
+
+
+def _end_group(child: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def check_environment(context: CheckContext) -> Iterator[Diagnostic]:
+    """Look at launchers' variables, then at ferrodist's own."""
+    environ = dict(context.environ)
+    yield from _launchers(environ)
+    yield from _misspelt(environ)
+    good = {}
+    for name in sorted(environ.keys() & _SETTINGS.keys()):
+        try:
+            good[name] = getattr(Config.from_environment({name: environ[name]}), _SETTINGS[name])
+        except DistributedError as error:
+            yield _wrong(str(error))
+    yield from _changed(environ, good)
+    yield from _odd(good)
+    yield from _other_names(environ)
+
+
+def _wrong(text: str) -> Diagnostic:
+    """Make a diagnostic of an error whose first half says what, and the second what to do."""
+    what, _, advice = text.partition("; ")
+    return _ENVIRONMENT.error(what, advice or "correct it, or unset it")
+
+
+def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
+    """Say what init() would find here."""
+    try:
+        started = try_run_job(environ)
+        if started is not None:
+            yield _ENVIRONMENT.ok(
+                f"'ferrodist run' has set its variables: rank {started.rank} of "
+                f"{started.world_size} in job {brief(started.name)!r}"
+            )
+            return
+        with _heard() as records:
+            job = find_job(_without_pipe(environ))
+    except AuthenticationError as error:
+        if not environ.get(_SECRET_FILE):  # if there is one, it is looked at by itself
+            yield _wrong(str(error))
+        return
+    except DistributedError as error:
+        yield _wrong(str(error))
+        return
+    for record in records:
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            yield _ENVIRONMENT.warning(text, "each process would compute alone: is that meant?")
+        else:
+            yield _ENVIRONMENT.ok(text)
+    if _lacks_secret(job) and not environ.get(_SECRET_FILE):
+        yield _wrong(str(no_secret(job)))
+
+
+def _lacks_secret(job: Job) -> bool:
+    is_here = job.endpoint is not None and is_loopback(job.endpoint.host)
+    return job.several_hosts and not job.has_secret and not is_here
+
+
+def _without_pipe(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Leave out a secret that could be read only once."""
+    is_pipe = _is_pipe(environ.get(_SECRET_FILE, ""))
+    return {name: value for name, value in environ.items() if not is_pipe or name != _SECRET_FILE}
+
+
+@contextmanager
+def _heard() -> Iterator[list[logging.LogRecord]]:
+    """Collect what the library logs, instead of showing it."""
+    logger = logging.getLogger("ferrodist")
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        with LogCollector() as collector:
+            yield collector.records
+    finally:
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _misspelt(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
+    known = _SETTINGS.keys() | _NO_SETTINGS
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name not in known:
+            near = map(variable, difflib.get_close_matches(_word(name), _SETTINGS.values(), n=2))
+            words = " or ".join(near)
+            yield _ENVIRONMENT.warning(
+                f"{name} is no setting of this version, and nobody reads it",
+                f"did you mean {words}?" if words else f"unset {name}",
+            )
+
+
+def _word(name: str) -> str:
+    """Return the name of the setting that a variable would have."""
+    return name.removeprefix(_PREFIX).lower()
+
+
+def _changed(environ: Mapping[str, str], values: Mapping[str, object]) -> Iterator[Diagnostic]:
+    """List the settings that are not the default."""
+    usual = Config()
+    changed = [n for n, value in values.items() if value != getattr(usual, _SETTINGS[n])]
+    if changed:
+        yield _ENVIRONMENT.ok(
+            "set: " + ", ".join(f"{name}={brief(environ[name])}" for name in changed)
+        )
+    else:
+        yield _ENVIRONMENT.ok("all settings have their defaults")
+
+
+def _odd(values: Mapping[str, object]) -> Iterator[Diagnostic]:
+    """Find settings that are right by themselves and make no sense here."""
+    config = Config(**{_SETTINGS[name]: value for name, value in values.items()})  # type: ignore[arg-type] # checked one by one
+    if config.heartbeat_timeout <= config.heartbeat:
+        yield _ENVIRONMENT.error(
+            f"{variable('heartbeat_timeout')}={config.heartbeat_timeout:g} is not above "
+            f"{variable('heartbeat')}={config.heartbeat:g}: every rank would count as "
+            "lost between two heartbeats",
+            f"make {variable('heartbeat_timeout')} some ten times {variable('heartbeat')}",
+        )
+    names = backend_names()
+    if config.backend not in ("auto", *names):
+        yield _ENVIRONMENT.error(
+            f"{variable('backend')}={brief(config.backend)}: no such backend",
+            f"known: auto, {', '.join(names)}",
+        )
+    if config.secret_file:
+        yield from _secret(config.secret_file)
+
+
+def _is_pipe(path: str) -> bool:
+    try:
+        return stat.S_ISFIFO(Path(path).expanduser().stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _secret(path: str) -> Iterator[Diagnostic]:
+    """Judge the file with the job's secret as a rank would."""
+    if _is_pipe(path):  # what is read from it would be missing for the rank
+        yield _ENVIRONMENT.note(f"{_SECRET_FILE}={brief(path)} is a pipe, and was not read")
+        return
+    try:
+        secret_from_file(path)
+    except DistributedError as error:
+        yield _wrong(str(error))
+
+
+def _other_names(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
+    own = variable("socket_ifname")
+    found = [name for name in _FORMER_IFNAMES if environ.get(name)]
+    if found and own not in environ:
+        shown = ", ".join(f"{name}={brief(environ[name])}" for name in found)
+        yield _ENVIRONMENT.note(
+            f"{shown} is for other libraries; ferrodist does not follow it",
+            f"set {own} too if its ranks are to use the same interface",
+        )

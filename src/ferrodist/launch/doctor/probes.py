@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Probes: a script that imports one library, tries it, and prints what it has found as JSON.
+
+Run in a process of its own: a broken library may hang or end whoever imports it. Started as a
+script, so that a probe costs no more than the library it is for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+Facts = dict[str, Any]
+
+
+def probe_torch() -> Facts:
+    """Try torch: which of its engines it was built with, and which devices it sees."""
+    torch = importlib.import_module("torch")
+    engines = importlib.import_module("torch.distributed")
+    has_engines = engines.is_available()
+    return {
+        "version": torch.__version__,
+        "gloo": has_engines and engines.is_gloo_available(),
+        "nccl": has_engines and engines.is_nccl_available(),
+        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    }
+
+
+def probe_mpi4py() -> Facts:
+    """Start MPI in a world of one."""
+    package = importlib.import_module("mpi4py")
+    mpi = importlib.import_module("mpi4py.MPI")
+    return {
+        "version": package.__version__,
+        "library": _short(mpi.Get_library_version()),
+        "world_size": mpi.COMM_WORLD.Get_size(),
+    }
+
+
+def _short(text: str) -> str:
+    """Return the name and version with which an MPI library begins to speak of itself."""
+    return " ".join(text.strip("\0 \n").splitlines()[0].partition(",")[0].split())
+
+
+def probe_jax() -> Facts:
+    """Import jax; its devices are left alone, for it takes all their memory."""
+    return {"version": importlib.import_module("jax").__version__}
+
+
+def probe_cryptography() -> Facts:
+    """Import what makes certificates."""
+    importlib.import_module("cryptography.x509")
+    return {"version": importlib.import_module("cryptography").__version__}
+
+
+def probe_ranks() -> Facts:
+    """Let two ranks add up their numbers, by the backend that the environment names."""
+    ferrodist = importlib.import_module("ferrodist")
+    totals = ferrodist.run(lambda backend: ferrodist.allreduce(backend.rank + 1.0), 2)
+    return {"is_right": totals == [3.0, 3.0], "totals": totals}
+
+
+PROBES = {
+    "torch": probe_torch,
+    "mpi4py": probe_mpi4py,
+    "jax": probe_jax,
+    "cryptography": probe_cryptography,
+    "ranks": probe_ranks,
+}
+
+
+def try_probe(name: str) -> Facts:
+    """Return what a probe finds; of an error only what it says."""
+    try:
+        return PROBES[name]()
+    except Exception as error:  # noqa: BLE001 - whatever a broken library raises is the diagnostic
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def end_with_starter() -> None:
+    """End, with all that was started, when whoever holds the other end of stdin is gone."""
+
+    def watch() -> None:
+        if not os.read(0, 1):
+            os.killpg(0, signal.SIGKILL)
+
+    if os.getpgrp() == os.getpid():  # if not, the group is somebody else's
+        threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    end_with_starter()
+    print(json.dumps(try_probe(sys.argv[1])))

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Diagnostics: what all checks are given, what they return, how they are run and shown.
+
+A check takes a ``CheckContext`` and yields diagnostics. It changes nothing on the machine, waits
+for nothing without a limit, and says of everything that is wrong what to do. Files under /proc and
+/sys are read below ``context.root`` and variables from ``context.environ``, so that a test can make
+any machine up.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import itertools
+import json
+import logging
+import platform
+import socket
+import textwrap
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+
+from ferrodist.config import Config, environment, variable
+from ferrodist.deadline import Deadline
+from ferrodist.errors import InvalidArgument
+from ferrodist.launch.machine import describe_machine
+from ferrodist.rendezvous.variables import Endpoint
+from ferrodist.version import __version__
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LIMIT = 40.0  # more than the slowest check allows itself
+_PACKAGES = ("numpy", "msgpack", "cloudpickle", "torch", "jax", "mpi4py", "cryptography")
+_INDENT = "    "
+
+
+class Level(enum.StrEnum):
+    """How bad a diagnostic is: only an error keeps ranks from running."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Diagnostic(NamedTuple):
+    """What one check has found; ``advice`` is empty where nothing has to be done."""
+
+    check: str
+    level: Level
+    what: str
+    advice: str = ""
+
+
+class Subject(NamedTuple):
+    """What a check is about; makes its diagnostics."""
+
+    name: str
+
+    def ok(self, what: str) -> Diagnostic:
+        """Say that something is as it should be."""
+        return Diagnostic(self.name, Level.OK, what)
+
+    def note(self, what: str, advice: str = "") -> Diagnostic:
+        """Say something that is good to know."""
+        return Diagnostic(self.name, Level.NOTE, what, advice)
+
+    def warning(self, what: str, advice: str) -> Diagnostic:
+        """Say that ranks run, but slower or less safely than they could, or only some of them."""
+        return Diagnostic(self.name, Level.WARNING, what, advice)
+
+    def error(self, what: str, advice: str) -> Diagnostic:
+        """Say that ranks cannot run like this."""
+        return Diagnostic(self.name, Level.ERROR, what, advice)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckContext:
+    """A machine, and what is to run on it.
+
+    ``endpoint`` is where rank 0 listens, ``peer`` another host that is to be reached; ``root`` is
+    where /proc, /sys and the like are found.
+    """
+
+    num_ranks: int = 1
+    endpoint: Endpoint | None = None
+    peer: Endpoint | None = None
+    environ: Mapping[str, str] = field(default_factory=environment)
+    root: Path = Path("/")
+
+    @property
+    def towards(self) -> str | None:
+        """The host that the others are to be reached through; None if only this one counts."""
+        other = self.peer or self.endpoint
+        return None if other is None else other.host
+
+    @property
+    def config(self) -> Config:
+        """The settings; those that cannot be read have their defaults.
+
+        What is wrong with these is said by the check of the environment, once.
+        """
+        return Config(**{name: getattr(one, name) for name, one in self._settings()})
+
+    def _settings(self) -> Iterator[tuple[str, Config]]:
+        for one in fields(Config):
+            name = variable(one.name)
+            if name in self.environ:
+                with suppress(InvalidArgument):
+                    yield one.name, Config.from_environment({name: self.environ[name]})
+
+    def try_read(self, path: str) -> str | None:
+        """Read a file of the machine, such as "proc/meminfo"; None if it is not there."""
+        return try_read(self.root / path)
+
+
+def try_read(path: Path) -> str | None:
+    """Read a small file; None if it is not there or not for us."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def try_number(path: Path) -> int | None:
+    """Read the number in a small file; None if there is none, as in "max"."""
+    text = try_read(path) or ""
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+class LogCollector(logging.Handler):
+    """Collects what the library logs on one thread, this one by default, instead of showing it."""
+
+    def __init__(self, thread: threading.Thread | None = None) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self._thread = thread or threading.current_thread()
+
+    def __enter__(self) -> Self:
+        logging.getLogger("ferrodist").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("ferrodist").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        if record.thread == self._thread.ident:
+            self.records.append(record)
+
+    @property
+    def messages(self) -> list[str]:
+        """What was logged."""
+        return [record.getMessage() for record in self.records]
+
+
+Check = Callable[[CheckContext], Iterable[Diagnostic]]
+
+
+def run_checks(
+    context: CheckContext, checks: Mapping[str, Check], limit: float = _LIMIT
+) -> list[Diagnostic]:
+    """Run all checks side by side; whatever becomes of one, the others are done."""
+    deadline = Deadline(limit)
+    running = {name: _Running(name, check, context) for name, check in checks.items()}
+    return [diagnostic for one in running.values() for diagnostic in one.diagnostics(deadline)]
+
+
+class _Running:
+    """A check on its way, and what it has found so far."""
+
+    def __init__(self, name: str, check: Check, context: CheckContext) -> None:
+        self._about = Subject(name)
+        self._found: list[Diagnostic] = []
+        self._end: Future[None] = start(self._collect, check, context)
+
+    def _collect(self, check: Check, context: CheckContext) -> None:
+        for diagnostic in check(context):
+            self._found.append(diagnostic)  # one by one: what was found before a crash counts
+
+    def diagnostics(self, deadline: Deadline) -> list[Diagnostic]:
+        """Wait for the check; an end that was not foreseen is a diagnostic, too."""
+        limit = max(0.0, deadline.remaining())
+        try:
+            error = self._end.exception(limit)
+        except TimeoutError:
+            return [*self._found, self._late(deadline)]
+        return [*self._found, *([] if error is None else [self._crash(error)])]
+
+    def _late(self, deadline: Deadline) -> Diagnostic:
+        return self._about.error(
+            f"this check did not end within {deadline}",
+            "something that it reads hangs: look at network file systems and name servers",
+        )
+
+    def _crash(self, error: BaseException) -> Diagnostic:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        return self._about.error(
+            f"this check failed: {type(error).__name__}: {error} (at {where})",
+            "please report it; the other checks do not depend on it",
+        )
+
+
+def start(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> Future[T]:
+    """Call a function on a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args, **options))
+        except BaseException as error:  # noqa: BLE001 - the top of a thread; whoever waits gets it
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+_MARKS = {Level.OK: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.ERROR: "✗"}
+_ASCII_MARKS = {Level.OK: "+", Level.NOTE: "-", Level.WARNING: "!", Level.ERROR: "x"}
+_STYLES = {
+    Level.OK: "green",
+    Level.NOTE: "cyan",
+    Level.WARNING: "yellow",
+    Level.ERROR: "bold red",
+}
+
+
+def show_diagnostics(console: Console, diagnostics: Sequence[Diagnostic]) -> None:
+    """Print all diagnostics by check, and how many are bad."""
+    for name, group in itertools.groupby(diagnostics, key=lambda diagnostic: diagnostic.check):
+        console.print(f"[bold]{escape(name)}[/]")
+        for diagnostic in group:
+            _show(console, diagnostic)
+    console.print(f"doctor: {count(diagnostics)}", style=_STYLES[worst(diagnostics)])
+
+
+def _show(console: Console, diagnostic: Diagnostic) -> None:
+    marks = _ASCII_MARKS if console.options.ascii_only else _MARKS
+    style = _STYLES[diagnostic.level]
+    word = f"{diagnostic.level}: " if diagnostic.level in (Level.WARNING, Level.ERROR) else ""
+    first, *others = _wrapped(console, word + diagnostic.what)
+    console.print(f"  [{style}]{marks[diagnostic.level]}[/] {escape(first)}", soft_wrap=True)
+    for line in others:
+        console.print(f"{_INDENT}{escape(line)}", soft_wrap=True)
+    if diagnostic.advice:
+        for line in _wrapped(console, diagnostic.advice):
+            console.print(f"{_INDENT}[dim]{escape(line)}[/]", soft_wrap=True)
+
+
+def _wrapped(console: Console, text: str) -> list[str]:
+    """Break a text into lines on a terminal; a log keeps them whole, for those who search it."""
+    lines = text.splitlines() or [""]
+    if not console.is_terminal:
+        return lines
+    width = max(20, console.width - len(_INDENT))
+    breaking = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return [part for line in lines for part in breaking.wrap(line) or [""]]
+
+
+def worst(diagnostics: Sequence[Diagnostic]) -> Level:
+    """Return how bad the worst diagnostic is."""
+    return max(
+        (diagnostic.level for diagnostic in diagnostics), key=list(Level).index, default=Level.OK
+    )
+
+
+def count(diagnostics: Sequence[Diagnostic]) -> str:
+    """Say how many warnings and errors there are."""
+    numbers = Counter(diagnostic.level for diagnostic in diagnostics)
+    return ", ".join(_plural(numbers[level], level) for level in (Level.WARNING, Level.ERROR))
+
+
+def _plural(number: int, level: Level) -> str:
+    if number == 0:
+        return f"no {level}"
+    return f"1 {level}" if number == 1 else f"{number} {level}s"
+
+
+def to_json(diagnostics: Sequence[Diagnostic], peers: Sequence[Mapping[str, Any]]) -> str:
+    """Return everything as one JSON object."""
+    numbers = Counter(diagnostic.level for diagnostic in diagnostics)
+    document = {
+        "machine": {"host": socket.gethostname(), **describe_machine()},
+        "versions": dict(_versions()),
+        "findings": [one._asdict() for one in diagnostics],
+        "between_hosts": peers[0] if peers else None,
+        "peers": peers,
+        "warnings": numbers[Level.WARNING],
+        "errors": numbers[Level.ERROR],
+    }
+    return json.dumps(document, indent=1)
+
+
+def _versions() -> Iterator[tuple[str, str | None]]:
+    """Name what is installed; nothing of it is imported."""
+    yield "ferrodist", __version__
+    yield "python", platform.python_version()
+    for name in _PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, None

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The errors of ranks that do not meet: who is missing or too many, who said so, and what to do.
+
+``EarlyExits`` raises one of them as soon as a rank has ended that nobody needs to wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ferrodist.config import variable
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, RendezvousError
+from ferrodist.rendezvous.interfaces import is_loopback
+from ferrodist.rendezvous.job import Job
+from ferrodist.rendezvous.watch import describe_exit
+
+if TYPE_CHECKING:
+    from ferrodist.rendezvous.mesh import PeerAddress
+
+_MAX_RANKS_SHOWN = 16
+_MAX_PEERS_SHOWN = 8
+_LOOK_SECONDS = 0.1  # between two looks at the status board
+
+
+class EarlyExits:
+    """Looks for ranks that ended before they joined, on the status board if there is one."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._next_look = 0.0
+
+    def check(self, ranks: Iterable[int]) -> None:
+        """Raise RendezvousError if one of these ranks has ended, unless the last look was now."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            self.check_now(ranks)
+
+    def check_now(self, ranks: Iterable[int]) -> None:
+        """Raise RendezvousError if one of these ranks has ended; it names all that have."""
+        board = self._job.status_board
+        if board is None:
+            return
+        ended = {rank: how for rank in ranks if (how := board.describe(rank)) is not None}
+        if ended:
+            raise ended_early(self._job, ended)
+
+
+# -- ranks that do not come to rank 0 -------------------------------------------------------------
+
+
+def missing_ranks(
+    job: Job, present: Mapping[int, str], seconds: float, refusals: Sequence[str]
+) -> RendezvousError:
+    """Make rank 0's error: these processes came in time, by rank, and the others did not."""
+    launcher, size = job.launcher, job.world_size
+    missing = [rank for rank in range(size) if rank not in present]
+    here = _listed([f"rank {rank} ({who})" for rank, who in present.items()])
+    head = (
+        f"{_listed([f'rank {rank}' for rank in missing])} of {size} did not join job "
+        f"{job.name!r} within {seconds:.1f} s; here: {here}; {launcher.world_size}={size} is from "
+        f"{launcher.name}"
+    )
+    is_alone = len(present) == 1 and not refusals and job.status_board is None
+    advice = _if_alone(job) if is_alone else _if_some_are_missing(job)
+    text = "\n".join([head, *refusals, advice])
+    return RendezvousError(text, missing=missing, rank=missing[0])
+
+
+def without_secret(count: int) -> str:
+    """Say that connections had another secret: they may be the ranks that are missing."""
+    return (
+        f"refused: {count} connections without the job's secret; if they were ranks, compare the "
+        f"file of {variable('secret_file')} on all hosts (sha256sum)"
+    )
+
+
+def _if_alone(job: Job) -> str:
+    return (
+        "only this process was started, or the others do not call ferrodist.init(), as every rank "
+        f"has to: {job.launcher.how_to_start(job.world_size)}{_if_elsewhere(job)}"
+        f"{_if_between_hosts(job)}. "
+        f"{_if_inherited(job, 'this process')}"
+    )
+
+
+def _if_some_are_missing(job: Job) -> str:
+    return (
+        "look at the output of the missing ones: they were not started, ended or hang before "
+        f"ferrodist.init(), or have another {job.launcher.job}{_if_between_hosts(job)}"
+        f"{_if_elsewhere(job)}"
+    )
+
+
+def _if_elsewhere(job: Job) -> str:
+    """Say what is missing if ranks are on other hosts, where nobody could tell."""
+    is_open = job.endpoint is not None and not is_loopback(job.endpoint.host)
+    if job.several_hosts or job.has_secret or not is_open:
+        return ""
+    return f"; if they are on other hosts, all ranks need {variable('secret_file')}"
+
+
+def _if_between_hosts(job: Job) -> str:
+    if not job.several_hosts or job.endpoint is None:
+        return ""
+    return (
+        f"; or the command differs between hosts (endpoint, number of hosts, ranks per host); or a "
+        f"firewall keeps ranks from {job.endpoint}, which 'ferrodist doctor' can tell"
+    )
+
+
+def missing_server(job: Job, address: str, deadline: Deadline) -> RendezvousError:
+    """Make a client's error: rank 0 has not listened for it."""
+    launcher = job.launcher
+    return RendezvousError(
+        f"rank 0 of job {job.name!r} did not come within {deadline}: nobody listens at {address}; "
+        f"{this_process(job)}\n"
+        f"look at the output of rank 0: it ended or hangs before ferrodist.init(), or has another "
+        f"{launcher.job} or {launcher.world_size}=1{_if_between_hosts(job)}. If it was not "
+        f"started, {launcher.how_to_start(job.world_size)}. {_if_inherited(job, 'this process')}",
+        rank=0,
+        missing=[0],
+        this_rank=job.rank,
+    )
+
+
+def no_answer(job: Job, who: str, deadline: Deadline) -> RendezvousError:
+    """Make a client's error: rank 0 is there and does not answer."""
+    return RendezvousError(
+        f"rank 0 of job {job.name!r} ({who}) did not answer within {deadline}; {this_process(job)}",
+        rank=0,
+        this_rank=job.rank,
+    )
+
+
+def server_left(job: Job, who: str) -> RendezvousError:
+    """Make a client's error: rank 0 was there and is no longer."""
+    return RendezvousError(
+        f"rank 0 ({who}) of job {job.name!r} is gone: it ended before all ranks had joined, or "
+        f"they all had, without this one; look at its own output; {this_process(job)}",
+        rank=0,
+        this_rank=job.rank,
+    )
+
+
+def client_left(job: Job, rank: int, who: str) -> RendezvousError:
+    """Make the error for a rank that has joined and left again."""
+    return RendezvousError(
+        f"rank {rank} ({who}) {_how_it_left(job, rank)} before all ranks of job {job.name!r} had "
+        "joined; look at its own output",
+        rank=rank,
+    )
+
+
+def _how_it_left(job: Job, rank: int) -> str:
+    board = job.status_board
+    return (board and board.describe(rank)) or "ended or gave up"
+
+
+def ended_early(job: Job, ended: Mapping[int, str]) -> RendezvousError:
+    """Make the error for ranks that ended before they joined, each in its way."""
+    how_each = [_how_early(job, rank, how) for rank, how in ended.items()]
+    whose = "its" if len(ended) == 1 else "their"
+    ranks = list(ended)
+    return RendezvousError(
+        f"{_listed(how_each)}; look at {whose} own output", rank=ranks[0], missing=ranks
+    )
+
+
+def _how_early(job: Job, rank: int, how: str) -> str:
+    if how == describe_exit(0):
+        return (
+            f"rank {rank} ended (exit code 0) without calling ferrodist.init(), which all "
+            f"{job.world_size} ranks of job {job.name!r} have to do, or caught its error"
+        )
+    return f"rank {rank} {how} before it joined job {job.name!r}"
+
+
+def not_ready_in_time(
+    job: Job, slow: Sequence[int], who: Mapping[int, str], deadline: Deadline
+) -> RendezvousError:
+    """Make rank 0's error: all ranks came, and some did not finish what they came for."""
+    if not slow:
+        return RendezvousError(f"the ranks of job {job.name!r} did not get ready in time")
+    shown = ", ".join(f"rank {rank} ({who[rank]})" for rank in slow[:_MAX_RANKS_SHOWN])
+    return RendezvousError(
+        f"{shown} joined job {job.name!r} and then did not get ready within {deadline}",
+        rank=slow[0],
+        missing=list(slow),
+    )
+
+
+# -- ranks that do not fit the job ----------------------------------------------------------------
+
+
+def second_process(job: Job, rank: int, first: str, second: str) -> RendezvousError:
+    """Make the error for a process that comes for a rank which has already joined."""
+    return RendezvousError(
+        f"rank {rank} of job {job.name!r} exists twice: {first} has joined, {second} "
+        f"came second and was refused; {_what_to_change(job, rank, second)}",
+        rank=rank,
+    )
+
+
+def second_server(job: Job, address: str, first_pid: int | None) -> RendezvousError:
+    """Make the error for a rank 0 at whose address another one listens."""
+    first = "another process" if first_pid is None else f"pid {first_pid}"
+    return RendezvousError(
+        f"rank 0 of job {job.name!r} exists twice: {first} listens at {address}, perhaps for "
+        f"another job of this name, and this is pid {os.getpid()}; "
+        f"{_what_to_change(job, 0, 'this process')}",
+        rank=0,
+        this_rank=0,
+    )
+
+
+def server_of_another_user(job: Job, address: str, pid: int, uid: int) -> RendezvousError:
+    """Make the error for a rank 0 at whose address a process of another user listens."""
+    return RendezvousError(
+        f"rank 0 of job {job.name!r} cannot listen at {address}: pid {pid} of user {uid} does, and "
+        f"this is pid {os.getpid()} of user {os.geteuid()}. Give the job another "
+        f"{job.launcher.job}, or have that process ended",
+        rank=0,
+        this_rank=0,
+    )
+
+
+def wrong_world_size(job: Job, rank: int, size: int, who: str, server: str) -> RendezvousError:
+    """Make the error for a client with another world size than rank 0's."""
+    launcher = job.launcher
+    return RendezvousError(
+        f"rank {rank} ({who}) was started for a world of {size}, rank 0 ({server}) "
+        f"for a world of {job.world_size}: {launcher.world_size}, from {launcher.name}, must be "
+        f"the same on every rank of job {job.name!r}, and another job needs another {launcher.job}",
+        rank=rank,
+        got=size,
+        expected=job.world_size,
+    )
+
+
+def different_backends(job: Job, rank: int, who: str) -> RendezvousError:
+    """Make the error for a client that has come for another backend than rank 0's."""
+    return RendezvousError(
+        f"rank {rank} ({who}) and rank 0 of job {job.name!r} do not make the same backend: one "
+        "shares memory and one does not; give all ranks the same name in init() and "
+        f"{variable('backend')}",
+        rank=rank,
+    )
+
+
+def several_hosts(job: Job) -> RendezvousError:
+    """Make the error for ranks that want to share memory and are not on one host."""
+    return RendezvousError(
+        f"the {job.world_size} ranks of job {job.name!r} are on several hosts "
+        f"({job.launcher.name}: {job.hosts}), and shared memory is limited to one host: use the "
+        "backend 'hybrid', which shares memory within each host, or 'tcp', or start all ranks on "
+        "one host",
+        this_rank=job.rank,
+        world_size=job.world_size,
+    )
+
+
+def no_file_limit_left(what: str) -> RendezvousError:
+    """Make the error for a process that may not open any more files."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return RendezvousError(
+        f"{what}: a process may open {limit} files here, and needs two per rank; raise the limit "
+        "with ulimit -n"
+    )
+
+
+def could_not_join(job: Job, error: OSError) -> RendezvousError:
+    """Make the error for anything else that the system refuses."""
+    return RendezvousError(
+        f"rank {job.rank} could not join job {job.name!r}: {error}", this_rank=job.rank
+    )
+
+
+def this_process(job: Job) -> str:
+    """Say which rank this is, and who says so."""
+    launcher = job.launcher
+    return (
+        f"this is rank {job.rank} of {job.world_size}, pid {os.getpid()} ({launcher.name}: "
+        f"{launcher.rank}={job.rank}, {launcher.world_size}={job.world_size})"
+    )
+
+
+def _what_to_change(job: Job, rank: int, second: str) -> str:
+    launcher = job.launcher
+    return (
+        f"both have {launcher.rank}={rank}, from {launcher.name}. Give every process its own "
+        f"{launcher.rank}, and every job its own {launcher.job}. {_if_inherited(job, second)}"
+    )
+
+
+def _if_inherited(job: Job, process: str) -> str:
+    return (
+        f"If a rank has started {process}, {job.launcher.rank} is that rank's: start it with "
+        "'ferrodist run -n 1 script.py' to make it a world of its own"
+    )
+
+
+# -- ranks that know of each other and cannot connect ---------------------------------------------
+
+
+def unreachable(job: Job, peer: PeerAddress, why: str) -> RendezvousError:
+    """Make the error for a rank that listens at an address which this one cannot reach."""
+    return RendezvousError(
+        f"{peer} of job {job.name!r} could not be reached from rank {job.rank} at {peer.endpoint}: "
+        f"{why}; {_what_to_do()}",
+        rank=peer.rank,
+        this_rank=job.rank,
+        address=str(peer.endpoint),
+    )
+
+
+def not_connected(
+    job: Job, own: PeerAddress, peers: Sequence[PeerAddress], deadline: Deadline
+) -> RendezvousError:
+    """Make the error for ranks that have not connected to this one."""
+    return RendezvousError(
+        f"{_listed(peers, _MAX_PEERS_SHOWN)} of job {job.name!r} did not connect to {own} at "
+        f"{own.endpoint} within {deadline}: look at the output of those; {_what_to_do()}",
+        rank=peers[0].rank,
+        this_rank=job.rank,
+        missing=[peer.rank for peer in peers],
+        address=str(own.endpoint),
+    )
+
+
+def not_ready(job: Job, peers: Sequence[PeerAddress], deadline: Deadline) -> RendezvousError:
+    """Make the error for ranks that are connected to this one, but not to all."""
+    return RendezvousError(
+        f"{_listed(peers, _MAX_PEERS_SHOWN)} of job {job.name!r} did not say within {deadline} "
+        f"that all ranks are connected: look at the output of those; {_what_to_do()}",
+        rank=peers[0].rank,
+        this_rank=job.rank,
+        missing=[peer.rank for peer in peers],
+    )
+
+
+def peer_left(job: Job, peer: PeerAddress) -> RendezvousError:
+    """Make the error for a rank that closed its connection before all were connected."""
+    return RendezvousError(
+        f"{peer} {_how_it_left(job, peer.rank)} before all ranks of job {job.name!r} were "
+        "connected; look at its own output",
+        rank=peer.rank,
+        this_rank=job.rank,
+    )
+
+
+def no_file_limit_left_for(job: Job, peer: PeerAddress) -> RendezvousError:
+    """Make the error for a process that may not open any more files to connect to a peer."""
+    error = no_file_limit_left(f"rank {job.rank} cannot connect to {peer}")
+    return RendezvousError(str(error), rank=job.rank, this_rank=job.rank)
+
+
+def wrong_answer(job: Job, peer: PeerAddress, error: DistributedError) -> DistributedError:
+    """Make the error for an address where somebody else answers, or in another protocol."""
+    return type(error)(
+        f"rank {job.rank} looked for {peer} at {peer.endpoint}: {error}",
+        rank=peer.rank,
+        this_rank=job.rank,
+        got=error.got,
+        expected=error.expected,
+    )
+
+
+def _what_to_do() -> str:
+    return (
+        "let the hosts connect to each other at all ports, or set "
+        f"{variable('ports')} to those that a firewall lets through; set "
+        f"{variable('socket_ifname')} if this is the wrong network; 'ferrodist doctor' tries both"
+    )
+
+
+def _listed(items: Sequence[object], max_shown: int = _MAX_RANKS_SHOWN) -> str:
+    more = len(items) - max_shown
+    shown = ", ".join(map(str, items[:max_shown]))
+    return f"{shown} and {more} more" if more > 0 else shown
