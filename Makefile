@@ -51,7 +51,7 @@ lint: $(STAMPS)/lint
 bench: $(STAMPS)/bench peers
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/latency.py
-	$(BIN)/ferrodist bench --json bench.json --chart bench.svg
+	$(BIN)/python -m benchmarks.compare --json bench.json --chart bench.svg
 
 docs: $(STAMPS)/docs
 	$(BIN)/sphinx-build -W -q docs docs/_build

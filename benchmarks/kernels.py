@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Speed of the native fold kernels against NumPy on cached data, for every dtype and op.
+"""Speed of the native reduce kernels against NumPy on cached data, for every dtype and op.
 
 Run ``python benchmarks/kernels.py``; a ratio of 2 means that ferrodist is twice as quick.
 """
@@ -75,11 +75,11 @@ def make_operands(dtype: DType, nbytes: int, *, number: int) -> list[Array]:
 def native_fold(dtype: DType, op: ReduceOp, into: Array, operands: list[Array]) -> Call:
     target = into.view(np.uint8).data
     sources = [operand.view(np.uint8).data for operand in operands]
-    return lambda: _native.fold(dtype, op, target, sources, len(sources))
+    return lambda: _native.local_reduce(dtype, op, target, sources, len(sources))
 
 
 def binary_folds(dtype: DType, op: ReduceOp, into: Array, operands: list[Array]) -> Call:
-    """Fold many operands two at a time, as a caller without a fold of many would."""
+    """Reduce many operands two at a time, as a caller without a reduction of many would."""
     first, *rest = operands
     pairs = [[first, rest[0]]] + [[into, operand] for operand in rest[1:]]
     steps = [native_fold(dtype, op, into, pair) for pair in pairs]
@@ -136,7 +136,9 @@ def run_all(nbytes: int, samples: int) -> list[Result]:
 
 
 def make_table(results: list[Result], nbytes: int) -> Table:
-    table = Table(title=f"fold of {nbytes // 1024} KiB, times NumPy's speed, {_native.cpu_level()}")
+    table = Table(
+        title=f"reduce of {nbytes // 1024} KiB, times NumPy's speed, {_native.cpu_level()}"
+    )
     table.add_column("dtype")
     for op in ReduceOp:
         table.add_column(op.name, justify="right")
