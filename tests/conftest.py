@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from jobs import Job
+    from jobs import Job, Nursery
 
 # Ranks that are threads would each start threads of their own for every core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,11 +27,66 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over all libraries and tests: some tests call it often."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
-def start_job() -> Iterator[Callable[..., Job]]:
-    """Give what starts jobs of processes: ``start_job(world, fn, **environment)``."""
-    from jobs import Job, Nursery
+def nursery() -> Iterator[Nursery]:
+    """Give the process that forks the ranks of jobs."""
+    from jobs import Nursery
 
     nursery = Nursery()
-    yield functools.partial(Job, nursery)
+    yield nursery
     nursery.close()
+
+
+@pytest.fixture(scope="session")
+def start_job(nursery: Nursery) -> Callable[..., Job]:
+    """Give what starts jobs on shared memory: ``start_job(world, fn, **environment)``."""
+    return job_starter(nursery, "shared_memory")
+
+
+@pytest.fixture(scope="session")
+def start_tcp_job(nursery: Nursery) -> Callable[..., Job]:
+    """Give what starts jobs on TCP: ``start_tcp_job(world, fn, **environment)``."""
+    return job_starter(nursery, "tcp")
+
+
+@pytest.fixture(scope="session")
+def start_hybrid_job(nursery: Nursery) -> Callable[..., Job]:
+    """Give what starts jobs on both: ``start_hybrid_job(hosts, fn, **environment)``."""
+    return job_starter(nursery, "hybrid")
+
+
+@pytest.fixture(params=["shared_memory", "tcp", "hybrid"])
+def backend_name(request: pytest.FixtureRequest) -> str:
+    """Name each backend whose ranks are processes in turn."""
+    return str(request.param)
+
+
+@pytest.fixture
+def start(nursery: Nursery, backend_name: str) -> Callable[..., Job]:
+    """Give what starts jobs on each backend in turn; hybrid has half of the ranks on each host."""
+    start = job_starter(nursery, backend_name)
+    if backend_name != "hybrid":
+        return start
+    return lambda world, *args, **environment: start(two_hosts(world), *args, **environment)
+
+
+@pytest.fixture
+def soon(backend_name: str) -> float:
+    """Seconds within which a fault is known to all; across hosts it may take a little longer."""
+    return 1.0 if backend_name == "shared_memory" else 2.0
+
+
+def job_starter(nursery: Nursery, backend: str) -> Callable[..., Job]:
+    from jobs import Job
+
+    return functools.partial(Job, nursery, backend)
+
+
+def two_hosts(world: int) -> str:
+    return "0" * ((world + 1) // 2) + "1" * (world // 2)

@@ -12,15 +12,15 @@ GOOD = {
     "backend": ("shm", "shm"),
     "timeout": ("2.5", 2.5),
     "reproducible": ("1", True),
-    "notice": ("0.5", 0.5),
-    "piece_nbytes": ("8192", 8192),
-    "segment_nbytes": ("65536", 65536),
+    "log_wait_after": ("0.5", 0.5),
+    "message_nbytes": ("8192", 8192),
+    "chunk_nbytes": ("65536", 65536),
     "unexpected_nbytes": ("1048576", 1 << 20),
     "fuse_nbytes": ("4096", 4096),
     "threads_link": ("1e-6, 1e-9, 1e-10, 1e-6", (1e-6, 1e-9, 1e-10, 1e-6)),
     "join_timeout": ("5", 5.0),
     "heartbeat": ("0.2", 0.2),
-    "silence": ("1", 1.0),
+    "heartbeat_timeout": ("1", 1.0),
     "tcp_link": ("1e-5, 1e-9, 1e-10, 1e-6", (1e-5, 1e-9, 1e-10, 1e-6)),
     "secret_file": ("/run/secret", "/run/secret"),
     "socket_ifname": ("^lo,docker", "^lo,docker"),
@@ -28,7 +28,7 @@ GOOD = {
     "advertise": ("10.0.0.2:29600", "10.0.0.2:29600"),
     "host_id": ("left", "left"),
     "tls": ("1", True),
-    "walker": ("python", "python"),
+    "executor": ("python", "python"),
 }
 
 
@@ -52,15 +52,15 @@ def test_a_setting_is_read_from_its_variable(name):
         ("timeout", "-1"),
         ("timeout", "nan"),
         ("reproducible", "maybe"),
-        ("piece_nbytes", "1e6"),
-        ("piece_nbytes", "1"),
-        ("piece_nbytes", "5000"),
+        ("message_nbytes", "1e6"),
+        ("message_nbytes", "1"),
+        ("message_nbytes", "5000"),
         ("threads_link", "1,2,3"),
         ("threads_link", "1,2,3,-4"),
         ("ports", "70000"),
         ("ports", "29699-29600"),
         ("ports", "free"),
-        ("walker", "rust"),
+        ("executor", "rust"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_what_it_takes(name, text):
@@ -91,7 +91,8 @@ def test_a_group_split_off_inherits_timeout_and_reproducible():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"timeout": -1}, {"piece_nbytes": 0}, {"reproducible": "yes"}, {"notice": None}]
+    "settings",
+    [{"timeout": -1}, {"message_nbytes": 0}, {"reproducible": "yes"}, {"log_wait_after": None}],
 )
 def test_settings_from_a_program_are_checked_too(settings):
     with pytest.raises(InvalidArgument, match="expected"):

@@ -105,7 +105,6 @@ MODULES = [
     m.name
     for m in pkgutil.walk_packages(ferrodist.__path__, "ferrodist.")
     if m.name not in ("ferrodist._native", "ferrodist.__main__", "ferrodist.arrays.cupy_arrays")
-    and not m.name.startswith("ferrodist.launch.bench.worker")  # run by the peers' own Pythons
 ]
 
 

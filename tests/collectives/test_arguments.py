@@ -1,0 +1,394 @@
+"""What the public functions refuse, and that they refuse it before anything is sent."""
+
+import datetime
+
+import numpy as np
+import pytest
+import torch
+
+import ferrodist
+from ferrodist import (
+    DEFAULT_COLLECTIVE_TIMEOUT,
+    InvalidArgument,
+    InvalidRank,
+    InvalidShape,
+    InvalidWorldSize,
+    NotInitialized,
+    SimulatedBackend,
+    SizeMismatch,
+    UnsupportedArray,
+    UnsupportedOp,
+)
+from ferrodist.testing import run_ranks
+
+ROOTED = [ferrodist.broadcast, ferrodist.reduce, ferrodist.gather, ferrodist.scatter]
+REDUCING = [ferrodist.allreduce, ferrodist.reduce, ferrodist.reduce_scatter]
+
+
+@pytest.fixture
+def alone():
+    with SimulatedBackend.create_group(1)[0] as backend:
+        yield backend
+
+
+def refused(world, error, call, match=None):
+    """Check that a call is refused on rank 0 alone and that the group is still in step."""
+
+    def body(backend):
+        if backend.rank == 0:
+            with pytest.raises(error, match=match):
+                call(backend)
+        return ferrodist.allreduce(1, backend)
+
+    assert run_ranks(world, body) == [world] * world
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, None])
+def test_a_world_needs_at_least_one_rank(size):
+    with pytest.raises(InvalidWorldSize):
+        SimulatedBackend.create_group(size)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("call", ROOTED)
+@pytest.mark.parametrize("root", [-1, 3, 99, 1.0, None, True, "0"])
+def test_a_root_outside_the_world_is_refused_before_the_array_is_looked_at(world, call, root):
+    refused(world, InvalidRank, lambda b: call(object(), b, root))
+
+
+def test_the_error_of_a_bad_root_has_its_facts(alone):
+    with pytest.raises(InvalidRank) as caught:
+        ferrodist.broadcast(1, alone, root=5)
+    assert (caught.value.rank, caught.value.world_size) == (5, 1)
+
+
+def test_without_a_backend_the_error_says_what_to_pass():
+    with pytest.raises(NotInitialized, match="pass a backend"):
+        ferrodist.allreduce(1)
+
+
+def test_a_backend_of_the_wrong_type_is_refused():
+    with pytest.raises(InvalidArgument, match="backend must be a Backend, got str"):
+        ferrodist.allreduce(1, "sum")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, -0.5, float("nan"), "1", True, datetime.timedelta(0)])
+def test_a_timeout_must_be_above_zero(timeout, alone):
+    with pytest.raises(InvalidArgument, match="timeout must be"):
+        ferrodist.allreduce(1, alone, timeout=timeout)
+    with pytest.raises(InvalidArgument, match="timeout must be"):
+        alone.timeout = timeout
+
+
+def test_timeouts_are_seconds_timedeltas_or_none(alone):
+    assert alone.timeout == DEFAULT_COLLECTIVE_TIMEOUT == 60.0
+    alone.timeout = datetime.timedelta(seconds=3)
+    assert alone.timeout == 3.0
+    for timeout in (1, 0.5, datetime.timedelta(minutes=1), None, float("inf")):
+        assert ferrodist.allreduce(1, alone, timeout=timeout) == 1
+
+
+@pytest.mark.parametrize("call", REDUCING)
+def test_an_unknown_op_lists_the_known_ones(call, alone):
+    with pytest.raises(InvalidArgument, match="known: sum, mean, prod, min, max, band, bor, bxor"):
+        call(np.ones(2), alone, op="median")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("call", REDUCING)
+@pytest.mark.parametrize(
+    ("x", "op"),
+    [
+        (np.ones(6, int), "mean"),
+        (np.ones(6, bool), "mean"),
+        (np.ones(6, complex), "min"),
+        (np.ones(6, np.complex64), "max"),
+        (np.ones(6), "band"),
+        (np.ones(6, np.float16), "bxor"),
+        (torch.ones(6, dtype=torch.bfloat16), "bor"),
+    ],
+    ids=str,
+)
+def test_operations_without_meaning_are_refused(world, call, x, op):
+    refused(world, UnsupportedOp, lambda b: call(x, b, op=op))
+
+
+def test_the_mean_of_ints_says_how_to_get_one(alone):
+    with pytest.raises(UnsupportedOp, match=r"pass float\(x\)"):
+        ferrodist.allreduce(3, alone, "mean")
+
+
+def test_ints_that_could_wrap_are_refused():
+    refused(3, UnsupportedArray, lambda b: ferrodist.allreduce(2**62, b))
+    refused(3, UnsupportedArray, lambda b: ferrodist.allreduce(2**40, b, "prod"))
+    assert run_ranks(3, lambda b: ferrodist.allreduce(2**61, b)) == [3 * 2**61] * 3
+
+
+@pytest.mark.parametrize(
+    "call", [ferrodist.reduce_scatter, ferrodist.all_to_all, ferrodist.scatter]
+)
+def test_shapes_that_cannot_be_cut_are_refused(call):
+    refused(2, SizeMismatch, lambda b: call(np.ones(3), b), match="3 elements, which 2 ranks")
+    refused(2, SizeMismatch, lambda b: call(np.ones(()), b))
+    refused(2, InvalidShape, lambda b: call(np.ones((3, 4)), b), match="axis 0 of x has length 3")
+    refused(2, InvalidShape, lambda b: call(np.ones((3, 0)), b))
+
+
+def test_anything_goes_in_a_world_of_one(alone):
+    for call in (ferrodist.reduce_scatter, ferrodist.all_to_all, ferrodist.scatter):
+        np.testing.assert_array_equal(call(np.arange(3.0), alone), np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (np.empty(4), "shape"),
+        (np.empty(3, np.float32), "float32"),
+        (np.empty((3, 2))[:, 0], "contiguous"),
+        (np.broadcast_to(np.zeros(1), 3), "out"),
+        (np.frombuffer(bytes(24)), "read-only"),
+        ("text", "out"),
+        (3.0, "out"),
+    ],
+    ids=["shape", "dtype", "strided", "broadcast", "read-only", "text", "number"],
+)
+def test_an_out_that_does_not_fit_is_refused(out, words):
+    refused(2, InvalidArgument, lambda b: ferrodist.allreduce(np.ones(3), b, out=out), match=words)
+
+
+def test_out_may_be_x_itself_or_an_allowed_part_and_nothing_else():
+    def body(backend):
+        world, rank = backend.world_size, backend.rank
+        x = np.full(4, float(rank))
+        assert ferrodist.allreduce(x, backend, out=x) is x
+        assert x.tolist() == [3.0] * 4
+        whole = np.full((world, 2), -1.0)
+        whole[rank] = rank
+        ferrodist.all_gather(whole[rank], backend, out=whole.reshape(-1))
+        assert whole.tolist() == [[r, r] for r in range(world)]
+        parts = np.arange(6.0).reshape(world, 2)
+        ferrodist.reduce_scatter(parts.reshape(-1), backend, out=parts[rank])
+        assert parts[rank].tolist() == [6.0 * rank, 6.0 * rank + 3]
+        swapped = np.arange(3.0) + 10 * rank
+        ferrodist.all_to_all(swapped, backend, out=swapped)
+        assert swapped.tolist() == [rank, 10 + rank, 20 + rank]
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda b, a: ferrodist.allreduce(a[:3], b, out=a[1:4]),
+        lambda b, a: ferrodist.all_gather(a[1:2], b, out=a[:2]),
+        lambda b, a: ferrodist.reduce_scatter(a[:4], b, out=a[1:3]),
+        lambda b, a: ferrodist.gather(a[:1], b, out=a[:2]),
+        lambda b, a: ferrodist.allreduce(a[:6:2], b, out=a[:3]),
+        lambda b, a: ferrodist.allreduce(
+            {"p": a[:2], "q": a[2:4]}, b, out={"p": a[2:4], "q": a[:2]}
+        ),
+        lambda b, a: ferrodist.allreduce([a[:2], a[2:4]], b, out=[a[4:6], a[5:7]]),
+        lambda b, a: ferrodist.all_gather_uneven(a[:2], b, out=a[1:5]),
+    ],
+)
+def test_any_other_overlap_is_refused(call):
+    error = InvalidArgument
+    if "uneven" in call.__code__.co_names[1]:
+        error = ferrodist.CollectiveMismatch  # sizes are known only after they were exchanged
+
+    def body(backend):
+        with pytest.raises(error, match="overlaps"):
+            call(backend, np.arange(8.0))
+        return ferrodist.allreduce(1, backend)
+
+    def rank_0_alone(backend):
+        if backend.rank == 0:
+            with pytest.raises(error, match="overlaps"):
+                call(backend, np.arange(8.0))
+        return ferrodist.allreduce(1, backend)
+
+    run_ranks(2, body if error is ferrodist.CollectiveMismatch else rank_0_alone)
+
+
+def test_interleaved_views_that_share_nothing_are_fine():
+    def body(backend):
+        a = np.arange(12.0).reshape(4, 3)
+        ferrodist.allreduce(a[::2][0], backend, out=a[1])
+        return a[1].tolist()
+
+    assert run_ranks(2, body) == [[0.0, 2.0, 4.0]] * 2
+
+
+def test_out_is_ignored_where_there_is_no_result():
+    def body(backend):
+        return ferrodist.reduce(np.ones(2), backend, out=np.empty(2) if backend.rank == 0 else "x")
+
+    results = run_ranks(2, body)
+    assert results[0].tolist() == [2, 2]
+    assert results[1] is None
+
+
+def test_an_unsupported_leaf_says_where_it_is():
+    tree = {"layers": [np.ones(2), {"name": "conv"}]}
+    refused(
+        2,
+        UnsupportedArray,
+        lambda b: ferrodist.allreduce(tree, b),
+        match=r"\['layers'\]\[1\]\['name'\]",
+    )
+
+
+def test_an_out_tree_must_have_the_structure_of_x():
+    refused(
+        2,
+        InvalidArgument,
+        lambda b: ferrodist.allreduce([np.ones(2)] * 2, b, out=[np.empty(2)]),
+        match="structure",
+    )
+
+
+def test_calls_of_one_array_refuse_trees():
+    for call in (ferrodist.gather, ferrodist.all_to_all):
+        refused(
+            2, UnsupportedArray, lambda b, call=call: call([np.ones(2)], b), match="single array"
+        )
+
+
+def test_an_unknown_algorithm_lists_the_known_ones():
+    refused(
+        2,
+        InvalidArgument,
+        lambda b: ferrodist.allreduce(1, b, algorithm="magic"),
+        match="known: .*ring.*star",
+    )
+
+
+def test_reproducible_refuses_an_algorithm_that_folds_in_another_order():
+    refused(
+        3,
+        UnsupportedOp,
+        lambda b: ferrodist.allreduce(1.0, b, algorithm="ring", reproducible=True),
+        match="does not reduce in rank order",
+    )
+
+
+@pytest.mark.parametrize(
+    ("send", "recv", "words"),
+    [
+        ([1, 1], None, "add up to 2, but x has 3 rows"),
+        ([3], None, "must be 2 numbers >= 0"),
+        ([4, -1], None, "must be 2 numbers >= 0"),
+        ([1.5, 1.5], None, "must be integers"),
+        ([1, 2], [1], "recv_counts must be 2 numbers"),
+    ],
+)
+def test_bad_counts_are_refused(send, recv, words):
+    refused(
+        2,
+        InvalidArgument,
+        lambda b: ferrodist.all_to_all_uneven(np.ones(3), send, b, recv_counts=recv),
+        match=words,
+    )
+
+
+def test_counts_that_contradict_each_other_are_a_size_mismatch_on_every_rank():
+    def body(backend):
+        sends, expects = ([0, 2], None) if backend.rank == 0 else ([2, 0], [5, 0])
+        words = "rank 1 expects 5 rows from rank 0, which sends 2"
+        with pytest.raises(SizeMismatch, match=words) as caught:
+            ferrodist.all_to_all_uneven(np.ones(2), sends, backend, recv_counts=expects)
+        assert ferrodist.allreduce(1, backend) == 2
+        return str(caught.value), caught.value.sequence
+
+    assert len(set(run_ranks(2, body))) == 1
+
+
+@pytest.mark.parametrize(
+    ("like", "error"),
+    [(np.ones(3), SizeMismatch), (np.ones(2, int), ferrodist.CollectiveMismatch)],
+    ids=["size", "dtype"],
+)
+def test_scatter_tells_all_ranks_when_one_expects_something_else(like, error):
+    def body(backend):
+        x = np.arange(6.0) if backend.rank == 0 else like if backend.rank == 2 else None
+        with pytest.raises(
+            error, match=r"rank 2 passed .* its part of the array of rank 0 is float64"
+        ):
+            ferrodist.scatter(x, backend)
+        return ferrodist.scatter(
+            np.arange(6.0) if backend.rank == 0 else np.empty(2), backend
+        ).tolist()
+
+    assert run_ranks(3, body) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_scatter_gives_the_kind_that_was_asked_for():
+    def body(backend):
+        likes = [np.arange(6, dtype=np.float32), None, torch.empty(2)]
+        return ferrodist.scatter(likes[backend.rank], backend)
+
+    first, second, third = run_ranks(3, body)
+    assert type(first) is type(second) is np.ndarray
+    assert isinstance(third, torch.Tensor)
+    assert [a.tolist() for a in (first, second, third)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_root_must_pass_an_array_to_scatter():
+    refused(2, UnsupportedArray, lambda b: ferrodist.scatter(None, b))
+
+
+def test_jax_arrays_are_never_out():
+    import jax.numpy as jnp
+
+    refused(
+        2,
+        InvalidArgument,
+        lambda b: ferrodist.allreduce(np.ones(3, np.float32), b, out=jnp.ones(3)),
+    )
+
+
+@pytest.mark.parametrize("call", [ferrodist.allreduce, ferrodist.broadcast, ferrodist.gather])
+def test_a_lone_none_is_refused(call):
+    refused(2, UnsupportedArray, lambda b: call(None, b), match="x is None")
+
+
+def test_none_inside_a_tree_stays_none():
+    assert (
+        run_ranks(2, lambda b: ferrodist.allreduce([1, None, {"a": None}], b))
+        == [[2, None, {"a": None}]] * 2
+    )
+
+
+def test_numbers_of_numpy_are_numbers():
+    def body(backend):
+        ferrodist.barrier(backend, timeout=np.float32(5))
+        one = np.int64(1)
+        if backend.rank == 0:
+            return ferrodist.send(3, one, backend, tag=one)
+        return ferrodist.recv(0, np.int64(0), backend, tag=one)
+
+    assert run_ranks(np.int64(2), body) == [None, 3]
+
+
+def test_counts_out_of_all_proportion_are_refused():
+    (backend,) = SimulatedBackend.create_group(1)
+    with pytest.raises(InvalidArgument, match="recv_counts"):
+        ferrodist.all_to_all_uneven(np.ones(1), [1], backend, recv_counts=[2**70])
+
+
+def test_an_int_that_is_no_member_is_no_op(start):
+    def body(backend, pipe):
+        with pytest.raises(InvalidArgument):
+            ferrodist.allreduce(np.ones(3), backend, True)
+
+    with start(2, body) as job:
+        job.results()
+
+
+def test_a_timeout_of_centuries_is_none(start):
+    def body(backend, pipe):
+        backend.timeout = 1e12
+        return float(ferrodist.allreduce(np.ones(1), backend, timeout=1e15)[0])
+
+    with start(2, body) as job:
+        assert job.results() == [2.0, 2.0]

@@ -1,0 +1,613 @@
+"""The fast path against the general one: every kind of array, call and dtype.
+
+A result must have the type, dtype, shape and bits that the general path gives it, and what is
+refused must be refused in the same words, on shared memory, TCP and hybrid.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ferrodist
+from ferrodist import DistributedError, ReduceOp
+from ferrodist.testing import distinct_values
+from ferrodist.testing.contract.values import DTYPES, can_hold, legal_ops, numpy_dtype, to_library
+
+pytestmark = pytest.mark.timeout(110)
+
+CALLS = ("allreduce", "broadcast", "reduce", "all_gather", "gather", "reduce_scatter", "all_to_all")
+CUT = ("reduce_scatter", "all_to_all")
+SHAPES = ((), (0,), (0, 2), (3,), (6, 2), (3, 1, 2), (6, 4099))
+
+
+class Declined(Exception):
+    """The fast path did not take a call."""
+
+
+def make_call(path: str, name: str, backend: Any, x: Any, **options: Any) -> Any:
+    """Make a call that must take the path it is told, from one line."""
+
+    def decline(*args: Any) -> None:
+        raise Declined(f"{name} of {type(x)} {options}")
+
+    call_path = backend._call_path
+    if path == "fast":
+        backend._perform = decline
+    elif path == "general":
+        backend._call_path = None
+    try:
+        return getattr(ferrodist, name)(x, backend, **options)
+    finally:
+        backend._call_path = call_path
+        vars(backend).pop("_perform", None)
+
+
+# -- kinds of arrays -------------------------------------------------------------------------------
+
+
+def strided(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Hold the same values with gaps between them, and backwards."""
+    if x.ndim == 0:
+        return x
+    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+    wide[..., ::2] = x
+    return np.flip(np.flip(wide[..., ::2].copy(), -1)[..., :], -1) if x.size % 2 else wide[..., ::2]
+
+
+def torch_strided(x: np.ndarray[Any, Any]) -> Any:
+    tensor = to_library(x, "torch")
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.ndim > 1 else tensor
+
+
+def torch_with_gradient(x: np.ndarray[Any, Any]) -> Any:
+    tensor = to_library(x, "torch")
+    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def torch_parameter(x: np.ndarray[Any, Any]) -> Any:
+    import torch
+
+    tensor = to_library(x, "torch")
+    has_gradient = tensor.is_floating_point() or tensor.is_complex()
+    return torch.nn.Parameter(tensor, requires_grad=has_gradient)
+
+
+class Exporter:
+    """An array of a library that only speaks DLPack."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.values = values
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.values.__dlpack_device__()
+
+
+def typed(x: np.ndarray[Any, Any]) -> Any:
+    return array.array(x.dtype.char, x.tobytes())
+
+
+KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[str, tuple[int, ...]], bool]]] = {
+    "numpy": (lambda x: x, lambda dtype, shape: True),
+    "numpy strided": (strided, lambda dtype, shape: True),
+    "numpy scalar": (lambda x: x[()], lambda dtype, shape: shape == ()),
+    "number": (
+        lambda x: (x % 5).item() if x.dtype.kind in "iu" else x.item(),
+        lambda dtype, shape: shape == () and can_hold("python", dtype),
+    ),
+    "torch": (lambda x: to_library(x, "torch"), lambda dtype, shape: True),
+    "torch strided": (torch_strided, lambda dtype, shape: True),
+    "torch with gradient": (torch_with_gradient, lambda dtype, shape: True),
+    "torch parameter": (torch_parameter, lambda dtype, shape: True),
+    "jax": (lambda x: to_library(x, "jax"), lambda dtype, shape: can_hold("jax", dtype)),
+    "bytes": (lambda x: x.tobytes(), lambda dtype, shape: dtype == "uint8" and len(shape) == 1),
+    "bytearray": (
+        lambda x: bytearray(x.tobytes()),
+        lambda dtype, shape: dtype == "uint8" and len(shape) == 1,
+    ),
+    "array": (
+        typed,
+        lambda dtype, shape: dtype in ("int8", "int32", "float32", "float64") and len(shape) == 1,
+    ),
+    "memoryview": (lambda x: x.data, lambda dtype, shape: dtype in ("int32", "float64")),
+    "dlpack": (Exporter, lambda dtype, shape: dtype != "bfloat16"),
+}
+MOSTLY_SLOW = [
+    kind if kind in ("numpy", "torch") else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in KINDS
+]
+
+
+def calls_of(kind: str, world: int) -> Iterator[tuple[str, str, tuple[int, ...], dict[str, Any]]]:
+    """List calls, dtypes, shapes and options for a kind of array."""
+    numbers = itertools.count()
+    for dtype, name, shape in itertools.product(DTYPES, CALLS, SHAPES):
+        if not KINDS[kind][1](dtype, shape) or (name in CUT and (not shape or shape[0] % world)):
+            continue
+        options: dict[str, Any] = {}
+        if name in ("allreduce", "reduce", "reduce_scatter"):
+            ops = legal_ops(dtype)
+            options["op"] = ReduceOp[ops[next(numbers) % len(ops)]]
+            if kind == "number" and options["op"] is ReduceOp.PROD:
+                options["op"] = ReduceOp.SUM  # of large ints it is refused, on both paths
+        if name in ("broadcast", "reduce", "gather"):
+            options["root"] = next(numbers) % world
+        yield name, dtype, shape, options
+
+
+def described(x: Any) -> Any:
+    """Say all there is to know of a result: type, dtype, shape, bits."""
+    if x is None or isinstance(x, (bool, int, float, complex, bytes, bytearray)):
+        return type(x), repr(x)
+    if isinstance(x, Exporter):
+        return Exporter, described(x.values)
+    if type(x).__module__.partition(".")[0] == "torch":
+        import torch
+
+        bits = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+        facts = (x.requires_grad, x.is_contiguous(), str(x.device))
+        return type(x), str(x.dtype), tuple(x.shape), facts, bits.detach().numpy().tobytes()
+    values = np.asarray(x)
+    return type(x), values.dtype.name, values.shape, values.tobytes()
+
+
+def compare_paths(backend: Any, kind: str) -> tuple[int, list[Any]]:
+    make, number, wrong = KINDS[kind][0], 0, []
+    if kind.startswith(("torch", "jax", "dlpack")):  # whose types are registered when first seen
+        ferrodist.broadcast(make(np.ones(1, np.float32)), backend)
+    for name, dtype, shape, options in calls_of(kind, backend.world_size):
+        values = distinct_values(backend.rank, shape, dtype, seed=number)
+        number += 1
+        usual = make_call("general", name, backend, make(values), **options)
+        mixed = "fast" if (number + backend.rank) % 2 else "general"
+        for path in ("fast", mixed):
+            found = make_call(path, name, backend, make(values), **options)
+            if described(found) != described(usual):
+                wrong.append((name, dtype, shape, options, described(found), described(usual)))
+    return number, wrong
+
+
+@pytest.mark.parametrize("kind", MOSTLY_SLOW)
+def test_both_paths_give_the_same_results(start, kind):
+    with start(3, lambda backend, pipe: compare_paths(backend, kind)) as job:
+        for number, wrong in job.results():
+            assert wrong == []
+            assert number >= 4
+
+
+def write_out(backend: Any, library: str) -> list[Any]:
+    """Write into the caller's arrays, apart from x, x itself, and parts of each other."""
+    rank, world, wrong = backend.rank, backend.world_size, []
+    ferrodist.broadcast(to_library(np.ones(1), library), backend)
+    for dtype, path in itertools.product(DTYPES, ("fast", "general")):
+        values = [distinct_values(r, (6,), dtype, seed=1) for r in range(world)]
+        x = to_library(values[rank].copy(), library)
+        out = to_library(np.zeros(6, numpy_dtype(dtype)), library)
+        found = make_call(path, "broadcast", backend, x, root=1, out=out)
+        same = make_call(path, "broadcast", backend, x, root=2, out=x)
+        parts = to_library(np.concatenate(values), library)
+        mine = parts[6 * rank : 6 * rank + 6]
+        joined = make_call(path, "all_gather", backend, mine, out=parts)
+        wanted = [to_library(values[1], library), to_library(values[2], library)]
+        wanted.append(to_library(np.concatenate(values), library))
+        for got, expected in zip((found, same, joined), wanted, strict=True):
+            if described(got) != described(expected):
+                wrong.append((dtype, path, described(got), described(expected)))
+        if found is not out or same is not x or joined is not parts:
+            wrong.append((dtype, path, "another object came back"))
+    return wrong
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_both_paths_write_to_out_in_place_and_to_parts(start, library):
+    with start(3, lambda backend, pipe: write_out(backend, library)) as job:
+        assert job.results() == [[], [], []]
+
+
+def name_ops(backend: Any) -> list[Any]:
+    """Reduce by the names of operations, in both cases, and by a name there is none of."""
+    x, wrong = np.array([backend.rank + 2]), []
+    for op in ReduceOp:
+        if op is ReduceOp.MEAN:  # of whole numbers there is none
+            continue
+        for name in (op.name, op.name.lower()):
+            found = make_call("fast", "allreduce", backend, x, op=name)
+            if described(found) != described(make_call("general", "allreduce", backend, x, op=op)):
+                wrong.append((name, found))
+    with pytest.raises(ferrodist.InvalidArgument, match="unknown reduce op 'su'"):
+        ferrodist.allreduce(x, backend, op="su")
+    return wrong
+
+
+def test_operations_may_be_named_on_the_fast_path(start):
+    with start(2, lambda backend, pipe: name_ops(backend)) as job:
+        assert job.results() == [[], []]
+
+
+# -- torch: what its table does not show -----------------------------------------------------------
+
+
+def lazy_views(backend: Any) -> list[Any]:
+    import torch
+
+    ferrodist.broadcast(torch.ones(1), backend)
+    x = torch.arange(4.0) + 1j * (backend.rank + 1)
+    kept = torch.ones(3, requires_grad=True)
+    square = (kept * kept).sum()
+    # Autograd must notice that a tensor it saved was written.
+    saved = torch.full((2,), 3.0, requires_grad=True)
+    product = saved.detach().clone().requires_grad_()
+    out = torch.zeros(3)
+    version = out._version
+    ferrodist.allreduce(torch.ones(3), backend, out=out)
+    large = ferrodist.allreduce(torch.ones(1 << 20), backend)
+    large += 1  # memory of our own, handed to torch
+    small = ferrodist.allreduce(torch.ones(2), backend)
+    small.resize_(5)
+    del square, product
+    return [
+        ferrodist.allreduce(x.conj(), backend).tolist(),
+        ferrodist.allreduce(x.conj().imag, backend).tolist(),
+        ferrodist.allreduce(torch._efficientzerotensor(3), backend).tolist(),
+        out._version - version,
+        float(large.sum()),
+        tuple(small.shape),
+    ]
+
+
+def test_views_that_torch_conjugates_and_negates_when_read_are_resolved(start):
+    with start(3, lambda backend, pipe: lazy_views(backend)) as job:
+        for found in job.results():
+            assert found[0] == [complex(3 * i, -6) for i in range(4)]
+            assert found[1] == [-6.0] * 4
+            assert found[2] == [0.0] * 3
+            assert found[3:] == [1, 4.0 * (1 << 20), (5,)]
+
+
+def refused_tensors() -> dict[str, Callable[[Any], Any]]:
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    def computed(b: Any) -> Any:
+        return ferrodist.allreduce(torch.ones(3), b, out=torch.ones(3, requires_grad=True) * 2)
+
+    def faked(b: Any) -> Any:
+        with FakeTensorMode():
+            return ferrodist.allreduce(torch.ones(3), b)
+
+    return {
+        "out computed with gradients": computed,
+        "out conjugated": lambda b: ferrodist.allreduce(
+            torch.ones(3, dtype=torch.complex64), b, out=torch.ones(3, dtype=torch.complex64).conj()
+        ),
+        "out strided": lambda b: ferrodist.allreduce(torch.ones(3), b, out=torch.ones(6)[::2]),
+        "out of another dtype": lambda b: ferrodist.allreduce(
+            torch.ones(3), b, out=torch.ones(3, dtype=torch.float64)
+        ),
+        "out of another shape": lambda b: ferrodist.allreduce(torch.ones(3), b, out=torch.ones(4)),
+        "fake": faked,
+        "meta": lambda b: ferrodist.allreduce(torch.ones(3, device="meta"), b),
+        "sparse": lambda b: ferrodist.allreduce(torch.ones(3).to_sparse(), b),
+        "quantised": lambda b: ferrodist.allreduce(
+            torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), b
+        ),
+        "inside vmap": lambda b: torch.vmap(lambda x: ferrodist.allreduce(x, b))(torch.ones(2, 2)),
+        "inside grad": lambda b: torch.func.grad(lambda x: ferrodist.allreduce(x, b).sum())(
+            torch.ones(2)
+        ),
+        "mean of integers": lambda b: ferrodist.allreduce(
+            torch.ones(3, dtype=torch.int64), b, ReduceOp.MEAN
+        ),
+        "int that could wrap": lambda b: ferrodist.allreduce(1 << 62, b),
+        "product that could wrap": lambda b: ferrodist.allreduce(1 << 40, b, ReduceOp.PROD),
+        "int beyond int64": lambda b: ferrodist.broadcast(1 << 64, b),
+    }
+
+
+def refuse(backend: Any) -> dict[str, list[str]]:
+    import torch
+
+    ferrodist.broadcast(torch.ones(1), backend)
+    found: dict[str, list[str]] = {}
+    call_path = backend._call_path
+    for name, call in refused_tensors().items() if backend.rank == 1 else ():
+        for path in (None, call_path):
+            backend._call_path = path
+            try:
+                text = f"returned {call(backend)!r}"
+            except DistributedError as error:
+                text = f"{type(error).__name__}: {error}"
+            found.setdefault(name, []).append(text)
+    assert ferrodist.allreduce(backend.rank, backend, timeout=60) == 3
+    return found
+
+
+def test_what_is_refused_is_refused_in_the_same_words_on_both_paths(start):
+    with start(3, lambda backend, pipe: refuse(backend)) as job:
+        refused = job.results()[1]
+    for name, (general, fast) in refused.items():
+        assert general == fast, name
+        assert not general.startswith("returned"), name
+    assert len(refused) == len(refused_tensors())
+
+
+def misfit(backend: Any) -> list[str]:
+    """Scatter parts that do not fit what one rank passes."""
+    found = []
+    for x in (np.ones(3, np.float32), np.ones(2, np.float64)):
+        mine = {0: np.ones(6, np.float32), 1: x}.get(backend.rank)
+        for path in ("general", "fast"):
+            with pytest.raises(ferrodist.CollectiveMismatch) as caught:
+                make_call(path if backend.rank == 1 else "any", "scatter", backend, mine)
+            text = str(caught.value).replace(f"#{caught.value.sequence}:", "#:")
+            found.append(f"{type(caught.value).__name__} {text}")
+    assert ferrodist.scatter(np.arange(3) if backend.rank == 0 else None, backend) == [backend.rank]
+    return found
+
+
+def test_a_part_that_does_not_fit_is_told_in_the_same_words_on_both_paths(start):
+    with start(3, lambda backend, pipe: misfit(backend)) as job:
+        results = job.results()
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == results[0][1] != results[0][2] == results[0][3]
+    assert results[0][0].startswith("SizeMismatch")
+
+
+def test_at_most_four_python_calls_lead_to_native_code(start):
+    def body(backend, pipe):
+        import sys
+
+        import torch
+
+        x, out = torch.ones(2), torch.empty(2)
+        for _ in range(2):  # the first loads what knows torch, the second plans the call
+            ferrodist.allreduce(x, backend, out=out)
+        found = []
+        for _ in range(5):  # one that has to wait for long calls the hook for that
+            events: list[str] = []
+            sys.setprofile(lambda frame, event, arg, events=events: events.append(event))
+            ferrodist.allreduce(x, backend, out=out)
+            sys.setprofile(None)
+            found.append(events.count("call"))
+        return min(found)
+
+    with start(2, body) as job:
+        assert max(job.results()) <= 4
+
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+def trees(rank: int) -> dict[str, Any]:
+    """Make trees of every shape; what the fast path takes of them is small and of one dtype."""
+    import torch
+
+    x, t = np.arange(6.0).reshape(2, 3) + rank, torch.full((2,), float(rank))
+    return {
+        "dict": {"b": x, "a": np.float64(rank), "c": x[:, ::2]},
+        "list": [x, x[:0], rank + 0.5],
+        "nested": ({"k": [x, (x,)]}, [{"q'": x}]),
+        "tensors": [t, torch.nn.Parameter(t), {"x": t[:1]}],
+    }
+
+
+def compare_trees(backend: Any) -> list[Any]:
+    wrong = []
+    for number, (name, tree) in enumerate(trees(backend.rank).items()):
+        for call, options in (("allreduce", {"op": ReduceOp.MAX}), ("broadcast", {"root": 1})):
+            ferrodist.broadcast(tree, backend)  # lets the types of its arrays be registered
+            usual = make_call("general", call, backend, tree, **options)
+            mixed = "fast" if (number + backend.rank) % 2 else "general"
+            for path in ("fast", mixed):
+                found = make_call(path, call, backend, tree, **options)
+                if describe_tree(found) != describe_tree(usual):
+                    wrong.append((name, call, found, usual))
+    return wrong
+
+
+def describe_tree(x: Any) -> Any:
+    if isinstance(x, dict):
+        return [(key, describe_tree(value)) for key, value in x.items()]
+    if isinstance(x, (list, tuple)):
+        return type(x), [describe_tree(value) for value in x]
+    return described(x)
+
+
+def test_both_paths_give_the_same_trees(start):
+    with start(3, lambda backend, pipe: compare_trees(backend)) as job:
+        assert job.results() == [[], [], []]
+
+
+def test_a_difference_between_trees_is_told_in_the_same_words_on_both_paths(start):
+    def body(backend, pipe):
+        x, texts = np.ones(3), set()
+        for path in ("general", "fast"):
+            tree = {"a": x, "b": x if backend.rank else x[:2]}
+            with pytest.raises(ferrodist.SizeMismatch) as caught:
+                make_call(path, "allreduce", backend, tree)
+            texts.add(str(caught.value).replace(f"#{caught.value.sequence}:", "#:"))
+        return texts
+
+    with start(2, body) as job:
+        first, second = job.results()
+    assert first == second
+    assert len(first) == 1
+    assert "['b']: float64[2]" in first.pop()
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+FAST_MESSAGES = ("_fast_send", "_fast_recv", "_fast_sendrecv", "_fast_isend", "_fast_irecv")
+GENERAL_MESSAGES = ("_send", "_recv", "_sendrecv", "_start_send", "_start_recv")
+
+
+@contextlib.contextmanager
+def messages_on(path: str, backend: Any) -> Iterator[None]:
+    """Let point-to-point calls take the path that is told and no other, or any."""
+
+    def decline(*args: Any) -> None:
+        raise Declined("the fast path did not take a message")
+
+    fields = vars(backend)
+    fast = {name: fields[name] for name in FAST_MESSAGES}
+    if path == "fast":
+        fields.update(dict.fromkeys(GENERAL_MESSAGES, decline))
+    elif path == "general":
+        fields.update(dict.fromkeys(FAST_MESSAGES))
+    try:
+        yield
+    finally:
+        fields.update(fast)
+        for name in GENERAL_MESSAGES:
+            fields.pop(name, None)
+
+
+def exchange(path: str, backend: Any, x: Any) -> list[Any]:
+    """Exchange arrays with the other rank of two, by all calls there are."""
+    peer = 1 - backend.rank
+    with messages_on(path, backend):
+        found = [ferrodist.sendrecv(x, peer, x, peer, backend)]
+        receive = ferrodist.recv(x, peer, backend, tag=1, async_op=True)
+        send = ferrodist.send(x, peer, backend, tag=1, async_op=True)
+        found += [receive.wait(60), send.wait(60)]
+        if backend.rank == 0:
+            ferrodist.send(x, peer, backend, tag=2)
+        found.append(ferrodist.recv(x, peer, backend, tag=2))
+        if backend.rank == 1:
+            ferrodist.send(x, peer, backend, tag=2)
+    return [described(one) for one in found]
+
+
+def compare_messages(backend: Any, kind: str) -> tuple[int, list[Any]]:
+    make, number, wrong = KINDS[kind][0], 0, []
+    if kind.startswith(("torch", "jax", "dlpack")):  # whose types are registered when first seen
+        ferrodist.broadcast(make(np.ones(1, np.float32)), backend)
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        if not KINDS[kind][1](dtype, shape):
+            continue
+        x = make(distinct_values(backend.rank, shape, dtype, seed=number))
+        number += 1
+        usual = exchange("general", backend, x)
+        mixed = "fast" if (number + backend.rank) % 2 else "general"
+        for path in ("fast", mixed):
+            found = exchange(path, backend, x)
+            if found != usual:
+                wrong.append((dtype, shape, path, found, usual))
+        if kind == "numpy":
+            sent = described(distinct_values(1 - backend.rank, shape, dtype, seed=number - 1))
+            if usual != [sent, sent, described(None), sent]:
+                wrong.append((dtype, shape, usual, sent))
+    return number, wrong
+
+
+@pytest.mark.parametrize("kind", MOSTLY_SLOW)
+def test_both_paths_give_the_same_messages(start, kind):
+    with start(2, lambda backend, pipe: compare_messages(backend, kind)) as job:
+        for number, wrong in job.results():
+            assert wrong == []
+            assert number >= 1
+
+
+def receive_into(backend: Any, library: str) -> list[Any]:
+    """Receive into the caller's arrays, blocking and in flight."""
+    peer, wrong = 1 - backend.rank, []
+    ferrodist.broadcast(to_library(np.ones(1), library), backend)
+    for dtype, path in itertools.product(DTYPES, ("fast", "general")):
+        mine, theirs = (
+            to_library(distinct_values(rank, (3, 2), dtype, seed=1), library)
+            for rank in (backend.rank, peer)
+        )
+        outs = [to_library(np.zeros((3, 2), numpy_dtype(dtype)), library) for _ in range(3)]
+        with messages_on(path, backend):
+            found = [ferrodist.sendrecv(mine, peer, mine, peer, backend, out=outs[0])]
+            work = ferrodist.recv(mine, peer, backend, out=outs[1], async_op=True)
+            ferrodist.send(mine, peer, backend)
+            ferrodist.send(mine, peer, backend)
+            found += [work.wait(60), ferrodist.recv(mine, peer, backend, out=outs[2])]
+        if any(got is not out for got, out in zip(found, outs, strict=True)):
+            wrong.append((dtype, path, "another object came back"))
+        if any(described(got) != described(theirs) for got in found):
+            wrong.append((dtype, path, found))
+        if library == "torch" and [out._version for out in outs] != [1, 1, 1]:
+            wrong.append((dtype, path, "autograd does not know that they were written"))
+    return wrong
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_both_paths_receive_into_out(start, library):
+    with start(2, lambda backend, pipe: receive_into(backend, library)) as job:
+        assert job.results() == [[], []]
+
+
+def refused_messages() -> dict[str, Callable[[Any], Any]]:
+    import torch
+
+    x, t = np.ones(3), torch.ones(3)
+    return {
+        "to itself": lambda b: ferrodist.send(t, b.rank, b),
+        "to nobody": lambda b: ferrodist.send(t, 2, b, async_op=True),
+        "tag": lambda b: ferrodist.recv(t, 0, b, tag=-1),
+        "large tag": lambda b: ferrodist.recv(t, 0, b, tag=1 << 31, async_op=True),
+        "no array": lambda b: ferrodist.send("text", 0, b),
+        "sparse": lambda b: ferrodist.send(t.to_sparse(), 0, b, async_op=True),
+        "meta": lambda b: ferrodist.recv(torch.ones(3, device="meta"), 0, b),
+        "int beyond int64": lambda b: ferrodist.sendrecv(1 << 64, 0, 0, 0, b),
+        "out of another dtype": lambda b: ferrodist.recv(t, 0, b, out=x),
+        "out of another shape": lambda b: ferrodist.recv(x, 0, b, out=np.ones(4), async_op=True),
+        "out strided": lambda b: ferrodist.recv(t, 0, b, out=torch.ones(6)[::2], async_op=True),
+        "out computed": lambda b: ferrodist.sendrecv(
+            t, 0, t, 0, b, out=torch.ones(3, requires_grad=True) * 2
+        ),
+    }
+
+
+def misfits(backend: Any) -> dict[str, list[str]]:
+    """Refuse calls, and receive messages that do not fit, on both paths."""
+    import torch
+
+    ferrodist.broadcast(torch.ones(1), backend)
+    found: dict[str, list[str]] = {}
+    like, recv = torch.ones(5), ferrodist.recv
+
+    def note(name: str, call: Callable[[Any], Any]) -> None:
+        try:
+            text = f"returned {call(backend)!r}"
+        except DistributedError as error:
+            text = f"{type(error).__name__}: {error}"
+        found.setdefault(name, []).append(text)
+
+    for path in ("general", "fast"):
+        for name, call in refused_messages().items() if backend.rank == 1 else ():
+            with messages_on("general" if path == "general" else "any", backend):
+                note(name, call)
+        if backend.rank == 0:
+            for _ in range(3):
+                ferrodist.send(torch.ones(4), 1, backend)
+        else:
+            with messages_on(path, backend):
+                note("misfit", lambda b: recv(like, 0, b))
+                note("misfit in flight", lambda b: recv(like, 0, b, async_op=True).result(60))
+                note("misfit of both", lambda b: ferrodist.sendrecv(like, 0, like, 0, b))
+        ferrodist.barrier(backend)
+    return found
+
+
+def test_messages_are_refused_in_the_same_words_on_both_paths(start):
+    with start(2, lambda backend, pipe: misfits(backend)) as job:
+        refused = job.results()[1]
+    assert len(refused) == len(refused_messages()) + 3
+    for name, (general, fast) in refused.items():
+        assert general == fast, name
+        assert not general.startswith("returned"), name
+        if "misfit" in name:
+            assert "rank 0 sent float32[4], this rank expected float32[5]" in general
+            assert "test_call_paths.py:" in general

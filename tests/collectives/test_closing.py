@@ -1,0 +1,123 @@
+"""Backends that are closed, dropped or finalized while calls are in flight: nobody hangs."""
+
+import contextlib
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import ferrodist
+from ferrodist import BackendClosed, RankLost, SimulatedBackend
+from ferrodist.testing import run_ranks
+
+
+def test_a_finalizer_may_close_a_backend_at_any_moment():
+    class Owner:
+        def __init__(self, backend):
+            self.backend, self.myself = backend, self
+
+        def __del__(self):
+            self.backend.close()
+
+    def body(backend):
+        for _ in range(30):
+            Owner(backend.split([0, 1]))
+            with backend.split([1, 0]) as group:
+                gc.collect()
+                ferrodist.barrier(group)
+        return True
+
+    assert run_ranks(2, body, timeout=30) == [True, True]
+
+
+def test_a_call_started_while_another_thread_closes_ends_or_is_refused():
+    for _ in range(100):
+        (backend,) = SimulatedBackend.create_group(1)
+        ferrodist.allreduce(1, backend, async_op=True).wait(10)
+        closer = threading.Thread(target=backend.close)
+        closer.start()
+        try:
+            while True:
+                assert ferrodist.allreduce(1, backend, async_op=True).wait(10) == 1
+        except BackendClosed:
+            pass
+        closer.join()
+
+
+def test_ranks_that_close_while_each_waits_for_the_other_do_not_hang():
+    def body(backend):
+        backend.timeout = None
+        other = 1 - backend.rank
+        works = [
+            ferrodist.recv(0, other, backend, async_op=True),
+            ferrodist.send(np.ones(100_000), other, backend, tag=1, async_op=True),
+        ]
+        ferrodist.barrier(backend)
+        with contextlib.suppress(RankLost):
+            backend.close()
+        return [type(work.exception(5)) for work in works]
+
+    assert run_ranks(2, body, timeout=20) == [[RankLost, RankLost]] * 2
+
+
+def test_an_interrupt_inside_close_is_told_to_the_others(monkeypatch):
+    def body(backend):
+        if backend.rank == 0:
+            monkeypatch.setattr(backend, "_await_works", interrupt)
+            backend.close()
+        ferrodist.barrier(backend)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_ranks(2, body, timeout=20)
+    first, second = caught.value.exceptions
+    assert isinstance(first, KeyboardInterrupt)
+    assert isinstance(second, RankLost)
+    assert "rank 0 raised KeyboardInterrupt" in str(second)
+
+
+def test_a_group_outlives_the_variable_of_its_parent():
+    def body(backend):
+        group = backend.split([0, 1]).split([1, 0])
+        gc.collect()
+        return ferrodist.allreduce(1, group)
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_closing_in_the_middle_of_a_call_does_not_wait_for_what_is_in_flight():
+    """As a finalizer or a signal handler would, in a thread that holds the lock of the world."""
+    one, other = SimulatedBackend.create_group(2)
+    work = ferrodist.allreduce(1, one, async_op=True)
+    with one._world.switch.lock:
+        one.close()
+    assert ferrodist.allreduce(1, other) == 2
+    assert work.wait(20) == 2
+    with pytest.raises(RankLost, match="rank 0 left after #1"):
+        ferrodist.barrier(other)
+
+
+def test_close_waits_for_messages_in_flight():
+    def body(backend):
+        if backend.rank == 0:
+            with backend:
+                work = ferrodist.recv(0, 1, backend, async_op=True)
+                ferrodist.barrier(backend)
+            return work.wait(1)
+        ferrodist.barrier(backend)
+        return ferrodist.send(7, 0, backend)
+
+    assert run_ranks(2, body)[0] == 7
+
+
+def test_a_backend_dropped_without_close_leaves_its_group():
+    def body(backend):
+        backend.split([0, 1])
+        gc.collect()
+        ferrodist.barrier(backend)
+        return len(backend._world._groups)
+
+    assert run_ranks(2, body) == [1, 1]
