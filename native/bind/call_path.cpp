@@ -9,6 +9,7 @@
 #include <chrono>
 #include <memory>
 
+#include "bind/gil.hpp"
 #include "bind/site.hpp"
 #include "bind/tree.hpp"
 #include "bind/work.hpp"
@@ -97,7 +98,7 @@ PyObject* raise_failure(Arguments args, const CollectiveCall& call, const core::
             PyTuple_SET_ITEM(shape.ptr(), axis, PyLong_FromSsize_t(call.x.shape[axis]));
         }
     }
-    return PyObject_CallFunction(hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend],
+    return call_python_with(hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend],
                                  static_cast<int>(status.code), status.failed_rank,
                                  error.is_valid() ? error.ptr() : Py_None, static_cast<unsigned long long>(ticket),
                                  static_cast<int>(call.kind), static_cast<int>(call.x.dtype), shape.ptr(), call.op,
@@ -138,7 +139,7 @@ public:
 
     void end() {
         group_.tickets.end(ticket_);
-        if (hook_.has_polled() && !nb::steal(PyObject_CallOneArg(hooks().on_wait_end, args_[arg_backend])).is_valid()) {
+        if (hook_.has_polled() && !nb::steal(call_python(hooks().on_wait_end, args_[arg_backend])).is_valid()) {
             throw nb::python_error();
         }
     }
@@ -345,7 +346,7 @@ public:
         }
         const WithGil gil;
         has_polled = true;
-        PyObject* const answer = PyObject_CallFunctionObjArgs(hooks().on_wait, backend_, site_, nullptr);
+        PyObject* const answer = call_python(hooks().on_wait, backend_, site_);
         Py_XDECREF(answer);
         if (answer == nullptr) {
             error = fetch_exception();
@@ -463,7 +464,7 @@ private:
         if (!status_.failed()) {
             group_.tickets.end(ticket_);
             if (background_.has_polled) {
-                nb::steal(PyObject_CallOneArg(hooks().on_wait_end, args_[arg_backend]));
+                nb::steal(call_python(hooks().on_wait_end, args_[arg_backend]));
                 PyErr_Clear();
             }
             return;
@@ -549,7 +550,7 @@ template <const char* const& name>
 PyObject* find_and_call(PyObject*, Arguments args, Py_ssize_t) {
     static PyObject* const attribute = PyUnicode_InternFromString(name);
     const nb::object backend =
-        args[1] == Py_None ? nb::steal(PyObject_CallNoArgs(hooks().current_backend)) : nb::borrow(args[1]);
+        args[1] == Py_None ? nb::steal(call_python(hooks().current_backend)) : nb::borrow(args[1]);
     if (!backend.is_valid()) {
         return nullptr;
     }

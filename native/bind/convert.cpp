@@ -7,6 +7,7 @@
 #include <optional>
 #include <unordered_map>
 
+#include "bind/gil.hpp"
 #include "core/warm_memory.hpp"
 
 namespace nb = nanobind;
@@ -357,10 +358,10 @@ bool InputArray::read_dlpack() {
     static PyObject* const version = Py_BuildValue("(ii)", 1, 0);
     static PyObject* const method = PyUnicode_InternFromString("__dlpack__");
     PyObject* const arguments[] = {object, version};
-    nb::object capsule = nb::steal(PyObject_VectorcallMethod(method, arguments, 1, names));
+    nb::object capsule = nb::steal(in_python([&] { return PyObject_VectorcallMethod(method, arguments, 1, names); }));
     if (!capsule.is_valid()) {  // of a library that knows no versions, and no read-only arrays
         PyErr_Clear();
-        capsule = nb::steal(PyObject_CallMethodNoArgs(object, method));
+        capsule = nb::steal(in_python([&] { return PyObject_CallMethodNoArgs(object, method); }));
     }
     PyErr_Clear();
     const dlpack::Tensor* tensor = capsule.is_valid() ? borrowed_.take(capsule.ptr()) : nullptr;

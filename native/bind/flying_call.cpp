@@ -28,7 +28,7 @@ public:
     void run() override {
         {
             const WithGil gil;
-            call_python(true);
+            run_python(true);
         }
         complete();
     }
@@ -36,19 +36,19 @@ public:
     bool has_failed() override { return is_cut_short_ || error_.is_valid(); }
     nb::object error() override { return is_cut_short_ ? left_error() : error_; }
     nb::object result() override {
-        nb::object made = nb::steal(PyObject_CallNoArgs(finish_.ptr()));
+        nb::object made = nb::steal(call_python(finish_.ptr()));
         return made.is_valid() ? made : throw nb::python_error();
     }
 
 private:
     void run_here() override {
-        call_python(false);
+        run_python(false);
         complete();
     }
 
-    void call_python(bool in_background) {
+    void run_python(bool in_background) {
         const nb::object done = nb::steal(
-            PyObject_CallFunction(run_.ptr(), "KO", static_cast<unsigned long long>(ticket_), in_background ? Py_True : Py_False));
+            call_python_with(run_.ptr(), "KO", static_cast<unsigned long long>(ticket_), in_background ? Py_True : Py_False));
         if (!done.is_valid()) {
             error_ = nb::steal(fetch_exception());
         }
@@ -94,7 +94,7 @@ bool FlyingCall::test() {
     if (is_complete() || tickets_.ended() < ticket_) {
         return is_complete();
     }
-    const nb::gil_scoped_release unlocked;
+    const WithoutGil unlocked;
     return progress_.wait(*this, longest_moment_ns);
 }
 
@@ -105,7 +105,7 @@ void FlyingCall::cut_short() {
 }
 
 nb::object FlyingCall::left_error() const {
-    nb::object made = nb::steal(PyObject_CallFunction(hooks().left_error, "OiK", backend_.ptr(), kind_,
+    nb::object made = nb::steal(call_python_with(hooks().left_error, "OiK", backend_.ptr(), kind_,
                                                       static_cast<unsigned long long>(ticket_)));
     return made.is_valid() ? made : throw nb::python_error();
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "bind/gil.hpp"
 #include "bind/progress.hpp"
 #include "bind/tickets.hpp"
 #include "bind/work.hpp"
@@ -14,18 +15,6 @@
 namespace ferrodist::bind {
 
 constexpr std::int64_t poll_ns = 50'000'000;
-
-// Holds the GIL on a thread that is not Python's.
-class WithGil {
-public:
-    WithGil() : state_(PyGILState_Ensure()) {}
-    ~WithGil() { PyGILState_Release(state_); }
-    WithGil(const WithGil&) = delete;
-    WithGil& operator=(const WithGil&) = delete;
-
-private:
-    PyGILState_STATE state_;
-};
 
 class FlyingCall : public CallInFlight, public WorkRequest {
 public:
@@ -65,7 +54,7 @@ protected:
             return;
         }
         abandon();
-        const nanobind::gil_scoped_release unlocked;
+        const WithoutGil unlocked;
         while (!progress_.wait(*this, poll_ns)) {
         }
     }

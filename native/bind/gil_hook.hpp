@@ -4,8 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include <unistd.h>
-
+#include "bind/gil.hpp"
 #include "bind/progress.hpp"
 #include "core/wait.hpp"
 
@@ -47,15 +46,7 @@ public:
         if (saved_ == nullptr) {
             return;
         }
-        try {
-            PyEval_RestoreThread(saved_);
-        } catch (...) {
-            // The interpreter is at its end and unwinds this thread, which must not come to a
-            // destructor: it waits here for the process to end.
-            for (;;) {
-                ::pause();
-            }
-        }
+        in_python([this] { PyEval_RestoreThread(saved_); });
         saved_ = nullptr;
     }
 
@@ -68,7 +59,7 @@ public:
         }
         has_polled_ = true;
         take_back();
-        const bool goes_on = PyErr_CheckSignals() == 0 && ask();
+        const bool goes_on = in_python(PyErr_CheckSignals) == 0 && ask();
         if (!goes_on) {
             keep_error();
         }
@@ -88,8 +79,7 @@ private:
         if (poll_ == nullptr) {
             return true;
         }
-        PyObject* answer = backend_ != nullptr ? PyObject_CallFunctionObjArgs(poll_, backend_, site_, nullptr)
-                                               : PyObject_CallNoArgs(poll_);
+        PyObject* answer = backend_ != nullptr ? call_python(poll_, backend_, site_) : call_python(poll_);
         Py_XDECREF(answer);
         return answer != nullptr;
     }

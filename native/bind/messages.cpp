@@ -40,7 +40,7 @@ auto without_gil(const Call& call) {
     if constexpr (keeps_gil) {
         return call();
     } else {
-        const nb::gil_scoped_release unlocked;
+        const WithoutGil unlocked;
         return call();
     }
 }
@@ -69,7 +69,7 @@ struct MessageFacts {
 nb::object make_error(nb::handle backend, const Failure& failure, const MessageFacts& facts) {
     const nb::object cycle = nb::cast(failure.cycle), timeout = facts.timeout < 0 ? nb::none() : nb::cast(facts.timeout);
     const nb::bytes found(failure.found.data(), failure.found.size()), expected(facts.expected.data(), facts.expected.size());
-    nb::object made = nb::steal(PyObject_CallFunction(
+    nb::object made = nb::steal(call_python_with(
         hooks().message_error, "OiiOOOOiiIOOz", backend.ptr(), static_cast<int>(failure.status.code),
         failure.status.failed_rank, failure.error.is_valid() ? failure.error.ptr() : Py_None, found.ptr(), cycle.ptr(),
         expected.ptr(), facts.dst, facts.src, static_cast<unsigned int>(facts.tag), timeout.ptr(), facts.site.ptr(),
@@ -174,7 +174,10 @@ struct ReceiveMemory {
 struct ConvertedMemory {
     std::optional<View> view;
     nb::object finish;  // makes the result
-    nb::object result() { return finish.is_none() ? nb::none() : finish(); }
+    nb::object result() {
+        nb::object made = finish.is_none() ? nb::none() : nb::steal(call_python(finish.ptr()));
+        return made.is_valid() ? made : throw nb::python_error();
+    }
 };
 
 // What a call in flight knows its backend by: it must not keep one alive that nobody uses any more.
@@ -205,7 +208,7 @@ public:
 
     bool is_complete() override { return request.is_complete(); }
     bool test() override {
-        const nb::gil_scoped_release unlocked;
+        const WithoutGil unlocked;
         return messages().test(request);
     }
     nb::object wait(std::int64_t end_ns) override {
@@ -229,7 +232,7 @@ public:
     }
     void on_interrupt(nb::handle error) override {
         const char* const name = request.is_send ? "send" : "recv";
-        if (!nb::steal(PyObject_CallFunction(hooks().on_message_interrupt, "OsO", backend_.ptr(), name, error.ptr())).is_valid()) {
+        if (!nb::steal(call_python_with(hooks().on_message_interrupt, "OsO", backend_.ptr(), name, error.ptr())).is_valid()) {
             throw nb::python_error();
         }
     }
@@ -555,11 +558,11 @@ void add_messages(nb::class_<G>& group) {
              "deadline"_a, "timeout"_a.none(), "finish"_a,
              "Post a receive, as start_send does; finish() makes the result of the Work.")
         .def("unexpected_tags", [](G& self, int peer) {
-            const nb::gil_scoped_release unlocked;
+            const WithoutGil unlocked;
             return Access::messages(self).unexpected_tags(peer);
         }, "peer"_a, "List the tags of messages that have come and nobody received.")
         .def("find_send_cycle", [](G& self, int peer) {
-            const nb::gil_scoped_release unlocked;
+            const WithoutGil unlocked;
             return Access::find_send_cycle(self, peer);
         }, "peer"_a, "Return the cycle of sends that a send is part of, or nothing.")
         .def("set_unexpected_limit", [](G& self, std::uint64_t nbytes) {

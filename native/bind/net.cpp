@@ -17,6 +17,7 @@
 
 #include "bind/call_path.hpp"
 #include "bind/flying_call.hpp"
+#include "bind/gil.hpp"
 #include "bind/messages.hpp"
 #include "bind/net_arguments.hpp"
 #include "bind/module.hpp"
@@ -33,7 +34,6 @@ using net::Status;
 using net::Group;
 using net::Mesh;
 using net::Plan;
-using Unlocked = nb::gil_scoped_release;
 
 constexpr std::uint64_t any_sequence = std::numeric_limits<std::uint64_t>::max();
 
@@ -167,28 +167,28 @@ void add_settings(nb::class_<TcpGroup>& group) {
 void add_endings(nb::class_<TcpGroup>& group) {
     group
         .def("missing", [](TcpGroup& self) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             return self.group->missing();
         }, "Ask all ranks, and list those that hold up the current call.")
         .def("last_call", [](TcpGroup& self, int rank) {
             require_rank(self, rank);
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             return self.group->last_call(rank);
         }, "rank"_a, "Return sequence and kind of a rank's last call, as last heard.")
         .def("waited", [](TcpGroup& self, int rank, int for_rank) {
             require_rank(self, for_rank);
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             return rank == self.group->rank() ? static_cast<double>(self.group->waited_ns(for_rank)) * 1e-9 : 0.0;
         }, "rank"_a, "for_rank"_a, "Return how long this rank has waited for another, in seconds.")
         .def("is_gone", [](TcpGroup& self, int rank) {
             require_rank(self, rank);
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             const net::Lock guard = self.group->mesh().lock();
             return self.group->is_gone(rank);
         }, "rank"_a, "Tell whether a rank has left or died.")
         .def("loss_of", [](TcpGroup& self, int rank) {
             require_rank(self, rank);
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             const net::Lock guard = self.group->mesh().lock();
             return static_cast<int>(self.group->loss(rank).code);
         }, "rank"_a, "Return the status code of a wait for a rank that is gone.")
@@ -196,40 +196,40 @@ void add_endings(nb::class_<TcpGroup>& group) {
             require_rank(self, rank);
             std::optional<std::string> found;
             {
-                Unlocked unlocked;
+                const WithoutGil unlocked;
                 found = self.group->leave_reason_of(rank);
             }
             return maybe_bytes(found);
         }, "rank"_a, "Return how a rank left, None if it did not say.")
         .def("flaw_of", [](TcpGroup& self, int rank) {
             require_rank(self, rank);
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             return self.group->flaw_of(rank);
         }, "rank"_a, "Say what is wrong with the connection to a rank; empty if nothing is.")
         .def("group_error", [](TcpGroup& self, std::optional<std::uint64_t> sequence) {
             std::optional<std::string> found;
             {
-                Unlocked unlocked;
+                const WithoutGil unlocked;
                 found = self.group->group_error(sequence.value_or(any_sequence));
             }
             return maybe_bytes(found);
         }, "sequence"_a.none(), "Return the group error that concerns a call, or any.")
         .def("set_error", [](TcpGroup& self, std::uint64_t sequence, const nb::bytes& text) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             self.group->set_error(sequence, {text.c_str(), text.size()});
             return true;
         }, "sequence"_a, "text"_a, "Propose a group error; the first one on a call stands.")
         .def("announce_closing", [](TcpGroup& self) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             self.group->announce_closing();
         }, "Say that no new calls come from this rank.")
         .def("leave", [](TcpGroup& self, const nb::bytes& leave_reason) {
             const std::uint64_t after = self.tickets.ended();
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             self.group->leave({leave_reason.c_str(), leave_reason.size()}, after);
         }, "leave_reason"_a, "Say that nothing more comes from this rank, and how it left.")
         .def_prop_ro("has_left", [](TcpGroup& self) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             return self.group->has_left();
         }, "Whether this rank has left.");
 }
@@ -239,14 +239,14 @@ void add_mesh(nb::module_& module) {
         .def(nb::new_(&new_mesh), "rank"_a, "links"_a, "heartbeat"_a, "heartbeat_timeout"_a, "piece_nbytes"_a)
         .def("first_group", &first_group, nb::rv_policy::take_ownership, "Make the group of all.")
         .def("report", [](Mesh& self, std::string text) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             self.report(std::move(text));
         }, "text"_a, "Keep what this process waits in for those who ask.")
         .def("report_of", [](Mesh& self, int rank) {
             require(rank >= 0 && rank < self.size(), "no such rank");
             std::string text;
             {
-                Unlocked unlocked;
+                const WithoutGil unlocked;
                 text = self.report_of(rank);
             }
             // It may be cut in the middle of a letter.
@@ -254,13 +254,13 @@ void add_mesh(nb::module_& module) {
                 PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
         }, "rank"_a, "Return what a process was last heard to wait in; empty if it did not.")
         .def("invitations_of", [](Mesh& self, int rank) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             return self.invitations_of(rank);
         }, "rank"_a, "List the groups, as world ranks, that a process waits to join.")
         .def("start_trace", &Mesh::start_trace, "Begin to write down the pieces of collectives.")
         .def("stop_trace", &stop_trace, "Return the pieces since: is_sent, peer, sequence, nbytes.")
         .def("finish", [](Mesh& self) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             self.finish();
         }, "End all connections in order: what was sent arrives.")
         .def_prop_ro("sent_nbytes", &Mesh::sent_nbytes, "Bytes this process has sent.")
@@ -283,7 +283,7 @@ void add_group(nb::module_& module) {
         .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<TcpGroup>(self); },
                      "The same in flight: (backend, kind, x, out, op, root) -> its Work.")
         .def("stop_progress", [](TcpGroup& self) {
-            const nb::gil_scoped_release unlocked;
+            const WithoutGil unlocked;
             self.progress.stop();
         }, "End the thread that runs calls in flight; it begins none any more.")
         .def("start_prepared", [](nb::handle self, nb::handle backend, int kind, nb::handle run, nb::handle finish) {
@@ -294,7 +294,7 @@ void add_group(nb::module_& module) {
         .def_prop_ro("is_stopping", [](TcpGroup& self) { return self.progress.is_stopping(); },
                      "Whether calls in flight are to end.")
         .def("enter", [](TcpGroup& self, std::uint32_t kind, std::uint64_t sequence, std::uint64_t fingerprint) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             const net::Lock guard = self.group->mesh().lock();
             const Status status = self.group->enter(sequence, kind, fingerprint);
             self.group->set_waiting_for(net::waits_elsewhere);
@@ -302,19 +302,19 @@ void add_group(nb::module_& module) {
         }, "kind"_a, "sequence"_a, "fingerprint"_a,
              "Enter a call whose first part is done elsewhere; return a status code.")
         .def("expire", [](TcpGroup& self) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             net::Lock guard = self.group->mesh().lock();
             core::ProgressHook nobody;
             const Status status = self.group->expire(guard, {&nobody});
             return CallStatus(status);
         }, "Bar ranks from the current call, which is late; return its status.")
         .def_prop_ro("has_barred", [](TcpGroup& self) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             const net::Lock guard = self.group->mesh().lock();
             return self.group->has_barred();
         }, "Whether the last call that was given up was for ranks that are barred from it.")
         .def("exit", [](TcpGroup& self) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             const net::Lock guard = self.group->mesh().lock();
             self.group->exit();
         }, "Leave a call whose last part was done elsewhere.")
@@ -344,7 +344,7 @@ void add_group(nb::module_& module) {
             return CallStatus(status, hook);
         }, "deadline"_a, "poll"_a, "Wait for all members; return a status.")
         .def("absent", [](net::Split& self) {
-            Unlocked unlocked;
+            const WithoutGil unlocked;
             return self.absent();
         }, "List the members that have not come.")
         .def("group", [](const net::Split& self) { return new TcpGroup(self.group()); },

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "bind/collective_call.hpp"
+#include "bind/gil.hpp"
 #include "bind/hooks.hpp"
 
 namespace ferrodist::bind {
@@ -24,7 +25,7 @@ public:
         if (const auto found = plans_.find(key); found != plans_.end()) {
             return found->second;
         }
-        const nanobind::object made = nanobind::steal(PyObject_CallFunction(
+        const nanobind::object made = nanobind::steal(call_python_with(
             hooks().make_plan, "OiiiiKi", backend, static_cast<int>(one.kind), static_cast<int>(one.dtype),
             static_cast<int>(one.op), one.root, static_cast<unsigned long long>(one.nbytes),
             static_cast<int>(one.in_place)));

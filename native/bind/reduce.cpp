@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/buffers.hpp"
+#include "bind/gil.hpp"
 #include "bind/items.hpp"
 #include "bind/module.hpp"
 
@@ -98,7 +99,7 @@ void run(std::size_t nbytes, const Work& work) {
         work();
         return;
     }
-    nb::gil_scoped_release unlocked;
+    const WithoutGil unlocked;
     work();
 }
 

@@ -20,6 +20,7 @@
 #include "bind/buffers.hpp"
 #include "bind/call_path.hpp"
 #include "bind/flying_call.hpp"
+#include "bind/gil.hpp"
 #include "bind/gil_hook.hpp"
 #include "bind/items.hpp"
 #include "bind/messages.hpp"
@@ -225,7 +226,7 @@ void add_group(nb::module_& module) {
         .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<SharedGroup>(self); },
                      "The same in flight: (backend, kind, x, out, op, root) -> its Work.")
         .def("stop_progress", [](SharedGroup& self) {
-            const nb::gil_scoped_release unlocked;
+            const WithoutGil unlocked;
             self.progress.stop();
         }, "End the thread that runs calls in flight; it begins none any more.")
         .def("start_prepared", [](nb::handle self, nb::handle backend, int kind, nb::handle run, nb::handle finish) {
@@ -251,7 +252,7 @@ void add_group(nb::module_& module) {
         .def("leave_reason_of", &leave_reason_of, "rank"_a, "Return how a rank left, None if it did not say.")
         .def("group_error", &group_error, "sequence"_a.none(), "Return the group error that concerns a call, or any.")
         .def("set_error", [](SharedGroup& self, std::uint64_t sequence, const nb::bytes& text) {
-            nb::gil_scoped_release unlocked;
+            const WithoutGil unlocked;
             return self.group->set_error(sequence, {text.c_str(), text.size()});
         }, "sequence"_a, "text"_a, "Set the group error; False if there is one.")
         .def("announce_closing", [](SharedGroup& self) { self.group->announce_closing(); },

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <set>
 
+#include "bind/gil.hpp"
+
 namespace ferrodist::bind {
 
 // Numbers calls from 1; a call runs when all before it have ended. Any thread, with or without the GIL.
@@ -79,9 +81,10 @@ inline void add_tickets(nanobind::module_& module) {
         .def("take", &Tickets::take, "Draw the next number.")
         .def("wait", [](Tickets& self, std::uint64_t number, const nanobind::callable& poll) {
             while (self.ended() + 1 < number) {
-                const double seconds = nanobind::cast<double>(poll());
-                const nanobind::gil_scoped_release unlocked;
-                self.wait(number, std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
+                const nanobind::object seconds = nanobind::steal(call_python(poll.ptr()));
+                const double longest = seconds.is_valid() ? nanobind::cast<double>(seconds) : throw nanobind::python_error();
+                const WithoutGil unlocked;
+                self.wait(number, std::chrono::nanoseconds(static_cast<std::int64_t>(longest * 1e9)));
             }
         }, "number"_a, "poll"_a, "Wait until all calls before have ended; poll() may raise, or says how long to sleep.")
         .def("end", &Tickets::end, "number"_a, "End a call, also one that never ran.")

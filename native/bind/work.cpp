@@ -157,7 +157,7 @@ void wait_for_settler(const WorkObject& work) {
         PyErr_SetString(PyExc_RuntimeError, "a Work was asked for the outcome that it is making");
         throw nb::python_error();
     }
-    const nb::gil_scoped_release unlocked;
+    const WithoutGil unlocked;
     std::unique_lock lock(settle_mutex);
     has_settled.wait_for(lock, std::chrono::milliseconds(1));
 }
@@ -201,8 +201,8 @@ private:
 // Logs an error that nobody has asked for, and has it kept for close().
 void tell_of_unasked(WorkObject& work) {
     const nb::object backend = work.request->backend();
-    const nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(
-        hooks().on_unasked_error, backend.ptr(), reinterpret_cast<PyObject*>(&work), work.outcome, nullptr));
+    const nb::object answer = nb::steal(call_python(
+        hooks().on_unasked_error, backend.ptr(), reinterpret_cast<PyObject*>(&work), work.outcome));
     if (!answer.is_valid()) {
         PyErr_WriteUnraisable(hooks().on_unasked_error);
     }
@@ -338,7 +338,7 @@ PyObject* wait_for(WorkObject& work, PyObject* timeout) {
     if (timeout == Py_None) {
         return result_of(work, timeout);
     }
-    const nb::object seconds = nb::steal(PyObject_CallOneArg(hooks().check_wait, timeout));
+    const nb::object seconds = nb::steal(call_python(hooks().check_wait, timeout));
     return seconds.is_valid() ? result_of(work, seconds.ptr()) : nullptr;
 }
 
@@ -480,7 +480,7 @@ nb::list next_completions(double timeout) {
 NewWork::NewWork(const CallFacts& facts, std::unique_ptr<WorkRequest> request) {
     if (!registry().has_listener) {
         registry().has_listener = true;
-        if (!nb::steal(PyObject_CallNoArgs(hooks().start_callbacks)).is_valid()) {
+        if (!nb::steal(call_python(hooks().start_callbacks)).is_valid()) {
             registry().has_listener = false;
             throw nb::python_error();
         }

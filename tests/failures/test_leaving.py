@@ -333,12 +333,13 @@ ENDINGS = {
         raise SystemExit(7)
     """,
     "exits with threads in calls": """
-        import contextlib, threading
+        import contextlib, sys, threading
+        sys.setswitchinterval(1e-5)  # so that some run Python code for an error when the end comes
         def wait(tag):
             with contextlib.suppress(ferrodist.RankLost):
                 ferrodist.recv(1, 1 - backend.rank, tag=tag)
         if backend.rank == 0:
-            for tag in range(8):
+            for tag in range(100):
                 threading.Thread(target=wait, args=[tag], daemon=True).start()
             much = [[n] for n in range(1_000_000)]  # the end takes a while: threads wake up in it
         else:
