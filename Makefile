@@ -15,6 +15,9 @@ NATIVE := CMakeLists.txt pyproject.toml \
 demo: $(STAMPS)/package
 	$(BIN)/ferrodist demo
 
+# Where Python may not write bytecode files every process of a test would compile the package again.
+test test-fast test-long: export PYTHONDONTWRITEBYTECODE =
+
 # Two processes share the tests: the machine this must be quick on has two cores.
 test: $(STAMPS)/test peers
 	$(BIN)/pytest -n 2 --dist worksteal -m "not long"

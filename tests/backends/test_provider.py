@@ -70,7 +70,7 @@ def run_program(site: Path, ranks: int, program: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_the_example_keeps_the_contract(installed: Path, world: int) -> None:
     done = run_program(
         installed,
