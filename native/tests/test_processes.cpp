@@ -82,6 +82,7 @@ private:
     [[noreturn]] void live(int rank, const Work& work, std::int64_t heartbeat_timeout_ns) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         alarm(50);
+        num_failed = 0;  // of its own
         try {
             for (int other = 0; other < size_; ++other) {
                 if (other != rank) {
@@ -212,7 +213,8 @@ TEST(a_stopped_process_is_silent) {
             CHECK(group->set_error(1, "silent"));
             kill(board.pids[1], SIGCONT);
         } else {
-            CHECK_EQUAL(status.code, StatusCode::group_error);
+            // The second where it was stopped between two calls.
+            CHECK(status.code == StatusCode::group_error || status.code == StatusCode::given_up);
         }
     }, 300 * millisecond);
     CHECK(eventually([&] { return family.board().num_calls >= 20; }));
