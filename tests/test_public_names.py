@@ -53,6 +53,8 @@ SIGNATURES = {
     "gather": ("x backend root", OPTIONS),
     "scatter": ("x backend root", OPTIONS),
     "reduce_scatter": ("x backend op", OPTIONS),
+    "scan": ("x backend op", OPTIONS),
+    "exscan": ("x backend op", OPTIONS),
     "all_to_all": ("x backend", OPTIONS),
     "all_to_all_uneven": ("x send_counts backend", ["recv_counts", *OPTIONS]),
     "barrier": ("backend", ["timeout"]),

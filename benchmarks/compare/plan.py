@@ -35,6 +35,7 @@ COLLECTIVES = (
     "scatter",
     "reduce_scatter",
     "all_to_all",
+    "scan",
     "barrier",
     "send_recv",
 )
@@ -46,6 +47,7 @@ MESSAGES = ("sendrecv", "posted", "window")
 BUSY_COLLECTIVES = ("allreduce", "broadcast")
 PARTS = ("shared_memory", "tcp", "ddp", "calls", "messages", "busy")
 _FLOAT32 = 4
+_LACKING = (("gloo", "scan"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def _calls(collectives: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[s
 
 
 def _block(engines: Sequence[str], ranks: int, call: str, nbytes: int) -> Block:
-    lanes = [Lane(engine, call) for engine in engines]
+    lanes = [Lane(engine, call) for engine in engines if (engine, call) not in _LACKING]
     if OURS in engines:
         lanes += [Lane(OURS, call, variant) for variant in _variants(call, nbytes)]
     return Block(_title(call, nbytes, ranks), ranks, nbytes, tuple(lanes))

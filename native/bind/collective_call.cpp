@@ -11,7 +11,11 @@ namespace {
 
 using shm::Kind;
 
-bool is_reduction(Kind kind) { return kind == Kind::allreduce || kind == Kind::reduce || kind == Kind::reduce_scatter; }
+bool is_prefix(Kind kind) { return kind == Kind::scan || kind == Kind::exscan; }
+
+bool is_reduction(Kind kind) {
+    return kind == Kind::allreduce || kind == Kind::reduce || kind == Kind::reduce_scatter || is_prefix(kind);
+}
 
 bool is_rooted(Kind kind) {
     return kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather || kind == Kind::scatter;
@@ -80,11 +84,14 @@ bool CollectiveCall::read(Arguments args, const Place& place) {
 
 bool CollectiveCall::read_options(Arguments args, const Place& place) {
     int number = 0;
-    if (!read_index(args[arg_kind], static_cast<int>(Kind::barrier) + 1, number)) {
+    if (!read_index(args[arg_kind], shm::num_kinds, number)) {
         return false;
     }
     kind = static_cast<Kind>(number);
     if (is_reduction(kind) && !read_op(args[arg_op], op)) {
+        return false;
+    }
+    if (is_prefix(kind) && static_cast<Op>(op) == Op::mean) {
         return false;
     }
     return !is_rooted(kind) || read_index(args[arg_root], place.world, root);
@@ -128,7 +135,8 @@ bool CollectiveCall::find_result_shape(int world) {
 }
 
 bool CollectiveCall::read_output(Arguments args, const Place& place) {
-    if ((kind == Kind::reduce || kind == Kind::gather) && root != place.rank) {
+    if (((kind == Kind::reduce || kind == Kind::gather) && root != place.rank) ||
+        (kind == Kind::exscan && place.rank == 0)) {
         return true;
     }
     has_output = true;

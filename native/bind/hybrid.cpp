@@ -34,7 +34,7 @@ DType dtype_of(std::size_t dtype) {
 
 void add_intra_node(Program& self, std::uint32_t kind, std::size_t dtype, std::size_t op, int root,
                     const SpanTuple& source, const SpanTuple& target, std::uint64_t nbytes, bool in_place) {
-    require(kind <= static_cast<std::uint32_t>(shm::Kind::barrier), "unknown kind");
+    require(kind < shm::num_kinds, "unknown kind");
     require(op < num_ops && can_reduce(dtype_of(dtype), static_cast<Op>(op)), "this op makes no sense for this dtype");
     self.add(hybrid::IntraNode{static_cast<shm::Kind>(kind), dtype_of(dtype), static_cast<Op>(op), root,
                                span_of(source), span_of(target), nbytes, in_place});

@@ -101,7 +101,7 @@ CallStatus run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dty
                       nb::handle source, nb::handle target, std::size_t count, nb::handle counts,
                       bool in_place, std::uint64_t sequence, std::uint64_t fingerprint, double deadline,
                       bool in_background, nb::handle poll) {
-    require(kind <= static_cast<std::uint32_t>(shm::Kind::barrier), "unknown kind");
+    require(kind < shm::num_kinds, "unknown kind");
     require(dtype < num_dtypes, "unknown dtype");
     require(op < num_ops && can_reduce(static_cast<DType>(dtype), static_cast<Op>(op)),
             "this op makes no sense for this dtype");

@@ -63,6 +63,8 @@ public:
             case Kind::scatter: return scatter();
             case Kind::all_to_all: return all_to_all();
             case Kind::barrier: return rounds([](Bytes) {}, [] { return Bytes{1}; }, [](Bytes) {});
+            case Kind::scan: return scan(me_ + 1);
+            case Kind::exscan: return scan(me_);
         }
         return {StatusCode::corrupt, group_.rank()};
     }
@@ -155,6 +157,8 @@ private:
             case Kind::scatter: return world_ > 1 && me_ == root_;
             case Kind::reduce:
             case Kind::gather: return me_ != root_;
+            case Kind::scan:
+            case Kind::exscan: return me_ + 1 < world_;
             default: return world_ > 1;
         }
     }
@@ -523,10 +527,34 @@ private:
             });
     }
 
-    // Reduces everybody's bytes from `start` on. Where they are staged, there may be a piece per rank.
+    // The first `num_ranks` ranks are reduced. Memory that is input and result is not shown: it changes while the
+    // ranks above read the input.
+    Status scan(Bytes num_ranks) {
+        piece_ = piece_for(1, task_.nbytes);
+        shows_source_ = task_.source != task_.target;
+        return rounds(
+            [&](Bytes k) {
+                const Part part = cut(task_.nbytes, piece_, k);
+                if (is_staged_ && part.nbytes > 0) {
+                    show(room(), task_.source + part.start, part.nbytes);
+                }
+            },
+            [&] { return count_pieces(task_.nbytes, others_shared(world_ - 1)); },
+            [&](Bytes k) {
+                if (const Part part = cut(task_.nbytes, piece_, k); num_ranks > 0 && part.nbytes > 0) {
+                    reduce_ranks(num_ranks, task_.target + part.start, part.start, false, part.nbytes);
+                }
+            });
+    }
+
     void reduce_from_all(std::byte* into, Bytes start, bool is_cut, Bytes nbytes) {
+        reduce_ranks(world_, into, start, is_cut, nbytes);
+    }
+
+    // Reduces the bytes of the first ranks from `start` on. Where they are staged, there may be a piece per rank.
+    void reduce_ranks(Bytes num_ranks, std::byte* into, Bytes start, bool is_cut, Bytes nbytes) {
         operands_.clear();
-        for (Bytes rank = 0; rank < world_; ++rank) {
+        for (Bytes rank = 0; rank < num_ranks; ++rank) {
             const std::byte* source = shared_source(rank);
             operands_.push_back(source != nullptr
                                     ? source + start
@@ -534,7 +562,7 @@ private:
         }
         places_.assign(1, into);
         reduce_to_places(nbytes);
-        received += nbytes * (world_ - 1);
+        received += nbytes * (num_ranks - 1);
     }
 
     // The number of rounds; with nothing staged one is enough for everything.

@@ -12,8 +12,10 @@ namespace ferrodist::shm {
 
 // The codes of ferrodist.call.Kind.
 enum class Kind : std::uint32_t {
-    allreduce, broadcast, reduce, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier,
+    allreduce, broadcast, reduce, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier, scan, exscan,
 };
+
+constexpr int num_kinds = static_cast<int>(Kind::exscan) + 1;
 
 // What one rank asks for. Sizes are in bytes; the ranks have agreed on them, or the fingerprints
 // differ.

@@ -109,7 +109,8 @@ public:
     }
     bool has_target(std::size_t rank) const {
         const bool is_root = rank == static_cast<std::size_t>(one_.root);
-        return one_.kind != Kind::barrier && ((one_.kind != Kind::reduce && one_.kind != Kind::gather) || is_root);
+        return one_.kind != Kind::barrier && ((one_.kind != Kind::reduce && one_.kind != Kind::gather) || is_root) &&
+               (one_.kind != Kind::exscan || rank > 0);
     }
     std::size_t source_count(std::size_t rank) const {
         switch (one_.kind) {
@@ -165,7 +166,8 @@ public:
                 break;
             default:
                 for (std::size_t i = 0; i < one_.count; ++i) {
-                    all.push_back(accumulated<T>(i + (one_.kind == Kind::reduce_scatter ? rank * one_.count : 0)));
+                    const std::size_t first = one_.kind == Kind::reduce_scatter ? rank * one_.count : 0;
+                    all.push_back(accumulated<T>(first + i, num_reduced(rank)));
                 }
         }
         return all;
@@ -176,10 +178,13 @@ private:
     T value(std::size_t rank, std::size_t index) const {
         return Accumulated<T>::result(Accumulated<T>::value(mix(one_.salt, rank, index)));
     }
+    std::size_t num_reduced(std::size_t rank) const {
+        return one_.kind == Kind::scan ? rank + 1 : one_.kind == Kind::exscan ? rank : world_;
+    }
     template <class T>
-    T accumulated(std::size_t index) const {
+    T accumulated(std::size_t index, std::size_t num_ranks) const {
         auto left = Accumulated<T>::value(mix(one_.salt, 0, index));
-        for (std::size_t rank = 1; rank < world_; ++rank) {
+        for (std::size_t rank = 1; rank < num_ranks; ++rank) {
             left = combine(one_.op, left, Accumulated<T>::value(mix(one_.salt, rank, index)));
         }
         if constexpr (std::is_same_v<T, float>) {
@@ -350,7 +355,7 @@ Case make_case(Random& random, int world, Kind kind, DType dtype, std::size_t nb
     constexpr Op number_ops[] = {Op::sum, Op::min, Op::max}, bool_ops[] = {Op::sum, Op::bor, Op::max};
     const std::size_t which = random() % 3;
     one.op = dtype == DType::boolean ? bool_ops[which] : number_ops[which];
-    if (dtype == DType::float32 && random() % 4 == 0) {
+    if (dtype == DType::float32 && kind != Kind::scan && kind != Kind::exscan && random() % 4 == 0) {
         one.op = Op::mean;
     }
     one.root = static_cast<int>(random() % size);

@@ -32,7 +32,7 @@ struct Case {
 enum class Memory { all_private, all_shared, any };
 
 constexpr DType case_dtypes[] = {DType::float32, DType::int64, DType::float16, DType::boolean};
-constexpr int num_kinds = 9;
+using shm::num_kinds;
 
 // A call with about `nbytes` in all, or in a block where blocks are gathered.
 Case make_case(Random& random, int world, shm::Kind kind, DType dtype, std::size_t nbytes, Memory memory);

@@ -21,7 +21,7 @@ MAX_TAG = (1 << 31) - 1
 
 
 class Kind(enum.IntEnum):
-    """What is asked for. The first nine are what schedules describe; the rest are made of those."""
+    """What is asked for. Up to EXSCAN it is what schedules describe; the rest is made of those."""
 
     ALLREDUCE = 0
     BROADCAST = 1
@@ -32,12 +32,14 @@ class Kind(enum.IntEnum):
     REDUCE_SCATTER = 6
     ALL_TO_ALL = 7
     BARRIER = 8
-    ALL_GATHER_UNEVEN = 9
-    ALL_TO_ALL_UNEVEN = 10
-    BROADCAST_OBJECT = 11
-    ALL_GATHER_OBJECT = 12
-    GATHER_OBJECT = 13
-    SCATTER_OBJECT = 14
+    SCAN = 9
+    EXSCAN = 10
+    ALL_GATHER_UNEVEN = 11
+    ALL_TO_ALL_UNEVEN = 12
+    BROADCAST_OBJECT = 13
+    ALL_GATHER_OBJECT = 14
+    GATHER_OBJECT = 15
+    SCATTER_OBJECT = 16
 
     @property
     def label(self) -> str:
@@ -47,7 +49,12 @@ class Kind(enum.IntEnum):
     @property
     def is_reduction(self) -> bool:
         """True where contributions are reduced."""
-        return self in (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
+        return self in _REDUCTIONS
+
+    @property
+    def is_prefix(self) -> bool:
+        """True where a rank gets the reduction of the ranks up to its own."""
+        return self in (Kind.SCAN, Kind.EXSCAN)
 
     @property
     def is_rooted(self) -> bool:
@@ -62,6 +69,7 @@ class Kind(enum.IntEnum):
 
 _LABELS = tuple(kind.name.lower() for kind in Kind)
 
+_REDUCTIONS = (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.SCAN, Kind.EXSCAN)
 _ROOTED = (
     Kind.BROADCAST,
     Kind.REDUCE,

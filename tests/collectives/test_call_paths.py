@@ -22,7 +22,8 @@ from ferrodist.testing.contract.values import DTYPES, can_hold, legal_ops, numpy
 
 pytestmark = pytest.mark.timeout(110)
 
-CALLS = ("allreduce", "broadcast", "reduce", "all_gather", "gather", "reduce_scatter", "all_to_all")
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
+CALLS = (*REDUCTIONS, "broadcast", "all_gather", "gather", "all_to_all")
 CUT = ("reduce_scatter", "all_to_all")
 SHAPES = ((), (0,), (0, 2), (3,), (6, 2), (3, 1, 2), (6, 4099))
 
@@ -134,8 +135,8 @@ def calls_of(kind: str, world: int) -> Iterator[tuple[str, str, tuple[int, ...],
         if not KINDS[kind][1](dtype, shape) or (name in CUT and (not shape or shape[0] % world)):
             continue
         options: dict[str, Any] = {}
-        if name in ("allreduce", "reduce", "reduce_scatter"):
-            ops = legal_ops(dtype)
+        if name in REDUCTIONS:
+            ops = [op for op in legal_ops(dtype) if op != "MEAN" or "scan" not in name]
             options["op"] = ReduceOp[ops[next(numbers) % len(ops)]]
             if kind == "number" and options["op"] is ReduceOp.PROD:
                 options["op"] = ReduceOp.SUM  # of large ints it is refused, on both paths

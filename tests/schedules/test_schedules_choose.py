@@ -26,7 +26,7 @@ from ferrodist.schedules import (
     simulate,
     verify,
 )
-from ferrodist.schedules.cost import _as_rounds
+from ferrodist.schedules.cost import _as_rounds, _one_rank
 
 TCP = LINKS["tcp"]
 SMALL, LARGE = 8, 1 << 28
@@ -154,19 +154,20 @@ def test_line_is_never_faster_than_the_simulation_and_not_much_slower(world: int
 @pytest.mark.parametrize("world", [8, 24, 64])
 def test_one_rank_stands_for_all_where_too_many_are_to_be_simulated(world: int) -> None:
     for schedule in BUILT_IN:
-        # Hubs come out too slow, see cost.py; the gather at the end of this reduce is one.
-        if schedule.name == "star" or (schedule.name, schedule.kind) == ("direct", Kind.REDUCE):
+        # Hubs and chains come out too slow, see cost.py.
+        has_hub = (schedule.name, schedule.kind) == ("direct", Kind.REDUCE)  # it gathers at the end
+        if has_hub or schedule.name in ("star", "chain"):
             continue
         for nbytes in (0, 1 << 24):
             exact = simulate(schedule, world, nbytes, TCP)
-            assert _as_rounds(schedule, 0, world, nbytes, TCP) == pytest.approx(exact, rel=0.25)
+            assert _one_rank(schedule, world, nbytes, TCP) == pytest.approx(exact, rel=0.25)
 
 
 @pytest.mark.parametrize("world", [5, 16, 23])
-def test_rank_0_is_the_busiest_of_every_built_in_schedule(world: int) -> None:
+def test_the_first_middle_or_last_rank_is_the_busiest_of_every_schedule(world: int) -> None:
     for schedule in BUILT_IN:
         costs = [_as_rounds(schedule, rank, world, 1 << 20, TCP) for rank in range(world)]
-        assert costs[0] >= max(costs) * 0.9
+        assert _one_rank(schedule, world, 1 << 20, TCP) >= max(costs) * 0.9
 
 
 def test_large_worlds_are_costed_without_walking_every_rank() -> None:

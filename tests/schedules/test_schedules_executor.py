@@ -54,6 +54,8 @@ class Executor:
             Kind.REDUCE_SCATTER: (every, own),
             Kind.ALL_TO_ALL: (every, every),
             Kind.BARRIER: (none, none),
+            Kind.SCAN: (every, every),
+            Kind.EXSCAN: (every, every if rank > 0 else none),
         }
         if space is Space.SCRATCH:
             return range(self.num_chunks ** (2 if self.kind is Kind.ALL_TO_ALL else 1))
@@ -164,7 +166,9 @@ class Executor:
             self.write(rank, work.into, [local_reduce(row) for row in zip(*columns, strict=True)])
         self.position[rank] += 1
 
-    def expected(self, chunk: int) -> set[int]:
+    def expected(self, rank: int, chunk: int) -> set[int]:
+        if self.kind.is_prefix:
+            return set(range(rank + 1 if self.kind is Kind.SCAN else rank))
         if self.kind.is_reduction:
             return set(range(self.world))
         return {self.root if self.kind in (Kind.BROADCAST, Kind.SCATTER) else chunk}
@@ -178,16 +182,17 @@ class Executor:
                 raise Wrong("has not heard from all")
             for chunk in self.names(rank, Space.OUT):
                 elements = self.read(rank, out(chunk))
-                self.check_elements(chunk, elements, self.size(rank, out(chunk)))
+                self.check_elements(rank, chunk, elements)
                 formula = formulas.setdefault(chunk, elements)
                 if self.kind is Kind.ALLREDUCE and formula != elements:
                     raise Wrong("ranks differ")
                 in_order = in_order and elements[0] == in_rank_order(leaves(elements[0]))
         return in_order
 
-    def check_elements(self, chunk: int, elements: list[Any], size: int) -> None:
+    def check_elements(self, rank: int, chunk: int, elements: list[Any]) -> None:
+        size = self.size(rank, out(chunk))
         for index, element in enumerate(elements):
-            wanted = [(rank, size, index) for rank in sorted(self.expected(chunk))]
+            wanted = [(source, size, index) for source in sorted(self.expected(rank, chunk))]
             if sorted(leaves(element)) != wanted:
                 raise Wrong("wrong contributions")
 

@@ -141,6 +141,7 @@ def example(
     joined = [value for rank in range(world) for value in blocks[rank][rank]]
     on_root = [rank == root for rank in range(world)]
     nothing: list[list[int]] = [[] for _ in range(world)]
+    prefixes = [[sum(column) for column in zip(*whole[: r + 1], strict=True)] for r in range(world)]
     own = [blocks[rank][rank] for rank in range(world)]
     return {
         Kind.ALLREDUCE: (whole, [total] * world),
@@ -161,6 +162,8 @@ def example(
             [[v for source in range(world) for v in blocks[source][r]] for r in range(world)],
         ),
         Kind.BARRIER: (nothing, nothing),
+        Kind.SCAN: (whole, prefixes),
+        Kind.EXSCAN: (whole, [[], *prefixes[:-1]]),
     }[kind]
 
 
@@ -223,6 +226,7 @@ def test_cells_of_all_segments_tile_the_result(schedule: Schedule, count: int) -
         ends = [0, *(end for _, end in ranges)]
         assert [begin for begin, _ in ranges] == ends[:-1]
         has_result = rank == 0 or schedule.kind not in (Kind.REDUCE, Kind.GATHER)
+        has_result = has_result and (rank > 0 or schedule.kind is not Kind.EXSCAN)
         alone = schedule.kind in (Kind.SCATTER, Kind.REDUCE_SCATTER)
         if has_result and schedule.kind is not Kind.BARRIER:
             assert ends[-1] == count * ITEMSIZE // (world if alone else 1)

@@ -112,6 +112,8 @@ def expected(call: str, rank: int, world: int) -> list[int] | None:
         return list(ranks)
     if call in ("allreduce", "reduce", "reduce_scatter"):
         return [sum(ranks)]
+    if call == "scan":
+        return [sum(range(1, rank + 2))]
     swapped = [2 - rank]
     values = {"broadcast": [1], "scatter": [rank + 1], "send_recv": swapped, "sendrecv": swapped}
     return values.get(call)

@@ -40,6 +40,7 @@ class Engine:
             "scatter": lambda: comm.Scatter(from_root, out),
             "reduce_scatter": lambda: comm.Reduce_scatter_block(x, out),
             "all_to_all": lambda: comm.Alltoall(x, out),
+            "scan": lambda: comm.Scan(x, out),
             "barrier": comm.Barrier,
             "send_recv": self._ping_pong(x, out),
             "sendrecv": lambda: comm.Sendrecv(x, peer, recvbuf=out, source=peer),

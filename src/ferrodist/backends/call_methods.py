@@ -117,6 +117,30 @@ class CallMethods:
             reproducible: bool | None = ...,
         ) -> Any: ...
 
+        def scan(
+            self,
+            x: Any,
+            op: ReduceOp | str = ...,
+            *,
+            out: Any = ...,
+            timeout: Timeout = ...,
+            async_op: bool = ...,
+            algorithm: Algorithm = ...,
+            reproducible: bool | None = ...,
+        ) -> Any: ...
+
+        def exscan(
+            self,
+            x: Any,
+            op: ReduceOp | str = ...,
+            *,
+            out: Any = ...,
+            timeout: Timeout = ...,
+            async_op: bool = ...,
+            algorithm: Algorithm = ...,
+            reproducible: bool | None = ...,
+        ) -> Any: ...
+
         def all_to_all(
             self,
             x: Any,

@@ -198,6 +198,7 @@ class HybridBackend(TcpBackend):
             Kind.SCATTER: part,
             Kind.REDUCE_SCATTER: part,
             Kind.BARRIER: None,
+            Kind.EXSCAN: count if self.rank > 0 else None,
         }.get(kind, count)
         return self._program(*described, num_input, num_output)
 

@@ -11,9 +11,11 @@ from ferrodist.collectives.dense import (
     allreduce,
     barrier,
     broadcast,
+    exscan,
     gather,
     reduce,
     reduce_scatter,
+    scan,
 )
 from ferrodist.collectives.messages import recv, send, sendrecv
 from ferrodist.collectives.methods import attach
@@ -34,6 +36,8 @@ __all__ = [
     "gather",
     "scatter",
     "reduce_scatter",
+    "scan",
+    "exscan",
     "all_to_all",
     "all_to_all_uneven",
     "barrier",

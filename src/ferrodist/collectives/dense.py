@@ -13,9 +13,11 @@ from ferrodist.collectives.fast_path import (
     ALLREDUCE,
     BARRIER,
     BROADCAST,
+    EXSCAN,
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
+    SCAN,
     fast_path,
     fast_start,
 )
@@ -304,6 +306,92 @@ def reduce_scatter(
             return done
     request = Request(
         Kind.REDUCE_SCATTER,
+        backend,
+        op=op,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+@overload
+def scan(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[T]: ...
+@overload
+def scan(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
+) -> T: ...
+def scan(
+    x: Any,
+    backend: Group = None,
+    op: Op = ReduceOp.SUM,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Combine the arrays of the ranks up to this one: rank r gets x_0 ∘ x_1 ∘ ... ∘ x_r.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(4, lambda b: ferrodist.scan(b.rank + 1, b))
+        [1, 3, 6, 10]
+    """
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(SCAN, backend, x, out, op, -1)
+        if done is not NotImplemented:
+            return done
+    request = Request(
+        Kind.SCAN,
+        backend,
+        op=op,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return execute(request, x, out)
+
+
+@overload
+def exscan(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[T | None]: ...
+@overload
+def exscan(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
+) -> T | None: ...
+def exscan(
+    x: Any,
+    backend: Group = None,
+    op: Op = ReduceOp.SUM,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Combine the arrays of the ranks below this one; rank 0 gets None.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(4, lambda b: ferrodist.exscan(b.rank + 1, b))
+        [None, 1, 3, 6]
+    """
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(EXSCAN, backend, x, out, op, -1)
+        if done is not NotImplemented:
+            return done
+    request = Request(
+        Kind.EXSCAN,
         backend,
         op=op,
         timeout=timeout,

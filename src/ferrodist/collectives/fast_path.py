@@ -29,7 +29,7 @@ fast_path, fast_start = _native.fast_path, _native.fast_start
 
 # The kinds as plain numbers: on this path an enum costs more than the call it names.
 ALLREDUCE, BROADCAST, REDUCE, ALL_GATHER, GATHER = 0, 1, 2, 3, 4
-SCATTER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER = 5, 6, 7, 8
+SCATTER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER, SCAN, EXSCAN = 5, 6, 7, 8, 9, 10
 
 
 def _on_error(

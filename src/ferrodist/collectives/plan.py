@@ -130,7 +130,7 @@ class Request:
         if self.op is None:
             return
         dtype = taken.buffer.dtype
-        problem = _problem(self.op, dtype, taken.is_number)
+        problem = _problem(self.kind, self.op, dtype, taken.is_number)
         if problem is not None:
             raise UnsupportedOp(
                 f"{self.kind.label}: {self.op.name.lower()} of {dtype.label} ({where}) {problem}",
@@ -164,8 +164,10 @@ def open_deadline(backend: Backend, timeout: Timeout) -> Deadline:
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
-def _problem(op: ReduceOp, dtype: DType, is_number: bool) -> str | None:
+def _problem(kind: Kind, op: ReduceOp, dtype: DType, is_number: bool) -> str | None:
     """Say why an operation cannot be done; None if it can."""
+    if op is ReduceOp.MEAN and kind.is_prefix:
+        return "has no meaning here: every rank would divide by another number; use sum"
     if op is ReduceOp.MEAN and not (dtype.is_float or dtype.is_complex):
         advice = "pass float(x)" if is_number else "convert to a float type first, or use sum"
         return f"would not be of that type; {advice}"
@@ -347,6 +349,8 @@ def _take(request: Request, path: str, leaf: Any) -> InputArray:
 
 
 def _has_result(request: Request) -> bool:
+    if request.kind is Kind.EXSCAN:
+        return request.backend.rank > 0
     return request.kind not in (Kind.REDUCE, Kind.GATHER) or request.is_root
 
 

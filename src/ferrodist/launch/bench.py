@@ -37,7 +37,7 @@ Result = dict[str, Any]
 KB, MB = 1 << 10, 1 << 20
 CALLS = (
     "allreduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter",
-    "all_to_all", "send_recv", "barrier",
+    "all_to_all", "scan", "send_recv", "barrier",
 )  # fmt: skip
 _DEFAULT_CALLS = ("allreduce", "broadcast", "all_gather", "reduce_scatter", "send_recv", "barrier")
 _DEFAULT_SIZES = "8,1KB,64KB,1MB,16MB"
@@ -280,6 +280,7 @@ def make_calls(backend: ferrodist.Backend, x: Array, out: Array) -> dict[str, Ca
         "scatter": lambda: ferrodist.scatter(from_root, backend, out=out),
         "reduce_scatter": lambda: ferrodist.reduce_scatter(x, backend, out=out),
         "all_to_all": lambda: ferrodist.all_to_all(x, backend, out=out),
+        "scan": lambda: ferrodist.scan(x, backend, out=out),
         "send_recv": ping_pong,
         "barrier": lambda: ferrodist.barrier(backend),
     }

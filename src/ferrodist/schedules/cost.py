@@ -144,9 +144,8 @@ def _local_work(step: Step) -> int:
 # A world in which a schedule has more to do than this is not simulated rank by rank: it would take
 # longer than the call it is for. One rank stands for all, as if every step were a round of the
 # whole world. That is exact where all ranks do the same (ring, direct, pairwise, bruck, halving)
-# and close for trees; a hub, whose messages overlap, comes out too slow. Rank 0 is the busiest rank
-# of every built-in schedule; a schedule of the user may have it elsewhere, so the last rank is
-# asked too.
+# and close for trees; a hub or a chain, whose messages overlap, comes out too slow. The busiest
+# rank of every built-in schedule is rank 0, or in scans the last or one in the middle.
 _MOST_WORK = 5_000
 _HOPELESS = 50_000  # a rank with more to do than this would not even be done listing it in time
 _CELLS_PER_STEP = 8  # naming so many cells takes as long as one more step
@@ -163,7 +162,8 @@ def _work(schedule: Schedule, rank: int, world: int) -> float:
 
 
 def _one_rank(schedule: Schedule, world: int, nbytes: float, model: LinkModel) -> float:
-    return max(_as_rounds(schedule, rank, world, nbytes, model) for rank in (0, world - 1))
+    ranks = {0, world // 2, world - 1}
+    return max(_as_rounds(schedule, rank, world, nbytes, model) for rank in ranks)
 
 
 def _as_rounds(schedule: Schedule, rank: int, world: int, nbytes: float, model: LinkModel) -> float:

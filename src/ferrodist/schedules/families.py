@@ -14,6 +14,7 @@ from ferrodist.schedules import (
     doubling,
     halving,
     ring,
+    scan,
     scatter_all_gather,
     star,
     tree,
@@ -34,6 +35,7 @@ BUILT_IN: tuple[Schedule, ...] = (
     *dissemination.PAIRWISE,
     *scatter_all_gather.SCHEDULES,
     *dissemination.SCHEDULES,
+    *scan.SCHEDULES,
 )
 
 _BY_NAME: dict[Kind, dict[str, Schedule]] = {

@@ -125,6 +125,30 @@ def reduce_scatter(rank: int, world: int, root: int) -> Iterator[Step]:
     yield from _hand_out(0, world, lambda peer: (scratch(peer),))
 
 
+def scan(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Rank 0 reduces once for every rank and sends it the result."""
+    return _prefixes(rank, world, 1)
+
+
+def exscan(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Do as scan does, without the contribution of the rank itself."""
+    return _prefixes(rank, world, 0)
+
+
+def _prefixes(rank: int, world: int, num_own: int) -> Iterator[Step]:
+    if rank != 0:
+        yield from _ask(0, (mine(0),), (out(0),))
+        return
+    yield from _collect(0, world, lambda peer: (scratch(0, peer),))
+    for peer in range(1, world):
+        reduced = scratch(0, world)
+        operands = _contributions(0, world, 0)[: peer + num_own]
+        yield Step(then=(reduce_or_copy(reduced, operands),))
+        yield Step(send=Send(peer, (reduced,)))
+    if num_own:
+        yield keep_own(0)
+
+
 def barrier(rank: int, world: int, root: int) -> Iterator[Step]:
     """Tokens to rank 0 and back."""
     if rank != 0:
@@ -149,4 +173,6 @@ SCHEDULES = (
     _star(Kind.SCATTER, scatter),
     _star(Kind.REDUCE_SCATTER, reduce_scatter),
     _star(Kind.BARRIER, barrier),
+    _star(Kind.SCAN, scan),
+    _star(Kind.EXSCAN, exscan),
 )

@@ -15,6 +15,7 @@ are never written. Which chunks there are depends on the kind of the collective:
     all_to_all                     mine(i) goes to rank i, out(i) came from rank i; chunk s * W + d
                                    of scratch is as large as what rank s has for rank d
     barrier                        none
+    scan, exscan                   as allreduce; in exscan rank 0 has no out
 
 The caller may pass one array as input and result: out(i) and mine(i) are then the same memory. A
 schedule that never reads mine(i) after writing out(i) does not notice; for the others the backend
@@ -186,7 +187,7 @@ class Cells:
             raise InvalidRank(
                 f"root {root} is outside a world of {world}", rank=root, world_size=world
             )
-        if schedule.kind > Kind.BARRIER:
+        if schedule.kind > Kind.EXSCAN:
             raise InvalidArgument(
                 f"schedule {schedule.name!r}: {schedule.kind.label} has no schedules of its own"
             )
@@ -209,6 +210,8 @@ class Cells:
     def results(self, rank: int) -> range:
         """Return the chunks of ``out``."""
         if self.kind in _RESULT_ON_ROOT_ONLY and rank != self.root:
+            return range(0)
+        if self.kind is Kind.EXSCAN and rank == 0:
             return range(0)
         if self.kind in RESULT_IS_ONE_BLOCK:
             return range(rank, rank + 1)

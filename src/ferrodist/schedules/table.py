@@ -231,7 +231,15 @@ def _cells_of(row: Row) -> Iterator[int]:
 Span = tuple[int, int]
 
 _ALIGNMENT = 64
-_SEGMENTED = (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.GATHER, Kind.SCATTER)
+_SEGMENTED = (
+    Kind.ALLREDUCE,
+    Kind.REDUCE,
+    Kind.REDUCE_SCATTER,
+    Kind.GATHER,
+    Kind.SCATTER,
+    Kind.SCAN,
+    Kind.EXSCAN,
+)
 
 
 class Layout(NamedTuple):

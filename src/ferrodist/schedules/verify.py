@@ -375,7 +375,7 @@ class _Proof(Execution):
             term = self.values[rank].get(out(chunk))
             if term is None:
                 raise self.error(f"rank {rank} ends without {out(chunk)}", rank)
-            found, expected = self.terms.ranks[term], self._promised(chunk)
+            found, expected = self.terms.ranks[term], self._promised(rank, chunk)
             if found != expected:
                 raise self.error(
                     f"rank {rank} ends with {out(chunk)} made of {rank_list(found)}, "
@@ -394,7 +394,9 @@ class _Proof(Execution):
                 rank,
             )
 
-    def _promised(self, chunk: int) -> int:
+    def _promised(self, rank: int, chunk: int) -> int:
+        if self.schedule.kind.is_prefix:
+            return (1 << rank + (self.schedule.kind is Kind.SCAN)) - 1
         if self.schedule.kind.is_reduction:
             return self.terms.all_ranks
         from_root = self.schedule.kind in (Kind.BROADCAST, Kind.SCATTER)
@@ -420,7 +422,12 @@ class _Proof(Execution):
         if twice is not None:
             self.fail(rank, f"reduces the contribution of rank {twice} into {work.into} twice")
         term = self.terms.local_reduce(operands)
-        self.partials = self.partials or not self.terms.is_finished(term)
+        # In scans every reduction is the result of a rank: what counts is whether it is used again.
+        self.partials = self.partials or (
+            max(operands) >= self.world
+            if self.schedule.kind.is_prefix
+            else not self.terms.is_finished(term)
+        )
         return term
 
     def _read(self, rank: int, cell: Cell) -> int:

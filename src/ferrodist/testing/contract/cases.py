@@ -15,7 +15,7 @@ from ferrodist.schedules import known
 from ferrodist.testing.contract.case import Case
 from ferrodist.testing.contract.groups import NEEDS_TWO
 from ferrodist.testing.contract.groups import SCENARIOS as GROUPS
-from ferrodist.testing.contract.inputs import CUT, JOINED, REDUCTIONS, ROOTED
+from ferrodist.testing.contract.inputs import CUT, JOINED, PREFIXES, REDUCTIONS, ROOTED
 from ferrodist.testing.contract.messages import RINGS
 from ferrodist.testing.contract.messages import SCENARIOS as MESSAGES
 from ferrodist.testing.contract.mismatches import MISMATCHES
@@ -165,6 +165,8 @@ DENSE = (
     "scatter",
     "reduce_scatter",
     "all_to_all",
+    "scan",
+    "exscan",
     "all_gather_uneven",
     "all_to_all_uneven",
 )
@@ -190,6 +192,8 @@ _STYLES = {
     "scatter": ("template",),
     "reduce_scatter": ("part", "twice"),
     "all_to_all": ("in_place",),
+    "scan": ("in_place", "twice"),
+    "exscan": ("in_place", "twice"),
     "all_gather_uneven": (),
     "all_to_all_uneven": ("counts",),
 }
@@ -306,6 +310,7 @@ def _divisible(shape: tuple[int, ...], world: int) -> tuple[int, ...]:
 def _rules(function: str, algorithms: dict[str, bool]) -> list[Rule]:
     return [
         (("dtype", "op"), lambda dtype, op: not op or op in legal_ops(dtype)),
+        (("op",), lambda op: op != "MEAN" or function not in PREFIXES),
         (("dtype", "values"), _has_values),
         (("values", "op"), _values_fit_op),
         (("library", "dtype"), can_hold),
@@ -421,6 +426,8 @@ def _illegal_ops() -> Iterator[Case]:
             if op not in legal_ops(dtype):
                 for function in REDUCTIONS:
                     yield Case(function, "refused", dtype=dtype, op=op)
+    for function in PREFIXES:
+        yield Case(function, "refused", dtype="float32", op="MEAN")
 
 
 def _refusals(world: int, algorithms: bool) -> Iterator[Case]:

@@ -152,7 +152,8 @@ def _product_bound(inputs: Sequence[Array], relative: float) -> Array:
 
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
+PREFIXES = ("scan", "exscan")
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", *PREFIXES)
 CUT = ("scatter", "reduce_scatter", "all_to_all")
 JOINED = ("all_gather", "all_gather_uneven", "gather")
 SAME_EVERYWHERE = ("allreduce", "broadcast", "all_gather", "all_gather_uneven")
@@ -217,9 +218,12 @@ def _scatter_template(case: Case, rank: int, world: int) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def reduced_values(case: Case, world: int) -> tuple[Array, Array | None]:
-    """Return the reduction of all inputs and the bound on another order, None where bits count."""
-    inputs = all_values(case, 0, world)
+def reduced_values(case: Case, world: int, num_ranks: int) -> tuple[Array, Array | None]:
+    """Return the reduction of the first inputs and the bound on another order.
+
+    The bound is None where bits count.
+    """
+    inputs = all_values(case, 0, world)[:num_ranks]
     reduced = local_reduce(inputs, case.op)
     return reduced, None if case.in_order else reduce_bound(inputs, case.op, reduced)
 
@@ -229,9 +233,10 @@ def expected_result(case: Case, rank: int, world: int) -> tuple[Array | None, Ar
     if case.function not in REDUCTIONS:
         inputs = all_values(case, rank, world)
         return expect_result(case.function, inputs, rank, root=case.root), None
-    reduced, bound = reduced_values(case, world)
-    if case.function == "reduce" and rank != case.root:
+    num_ranks = {"scan": rank + 1, "exscan": rank}.get(case.function, world)
+    if num_ranks == 0 or (case.function == "reduce" and rank != case.root):
         return None, None
+    reduced, bound = reduced_values(case, world, num_ranks)
     if case.function != "reduce_scatter":
         return reduced, bound
     return part(reduced, rank, world), None if bound is None else _part_of_bound(bound, rank, world)

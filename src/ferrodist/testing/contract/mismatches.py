@@ -69,6 +69,7 @@ def _sizes_and_dtypes() -> Mismatches:
         "all_gather",
         "gather",
         "reduce_scatter",
+        "scan",
         "all_to_all",
         "all_gather_uneven",
     ):
@@ -98,6 +99,8 @@ def _kinds() -> Mismatches:
         ("all_gather", "all_gather_uneven"),
         ("reduce", "gather"),
         ("all_to_all", "reduce_scatter"),
+        ("scan", "exscan"),
+        ("scan", "allreduce"),
         ("broadcast_object", "all_gather_object"),
         ("gather_object", "allreduce"),
     ):

@@ -25,6 +25,8 @@ SYNCHRONISING = (
     "gather",
     "scatter",
     "reduce_scatter",
+    "scan",
+    "exscan",
     "all_to_all",
     "all_to_all_uneven",
     "barrier",
