@@ -64,10 +64,10 @@ PyObject* as_base(PyObject* array, PyObject* capsule) {
     return array;
 }
 
-// Takes large arrays from warm memory and gives them back to it.
-PyObject* new_warm_array(PyArray_Descr* descr, int num_axes, const npy_intp* shape, std::size_t nbytes) {
-    void* memory = take_warm(nbytes);
-    nb::capsule owner(memory, [](void* block) noexcept { release_warm(block); });
+// Borrows the descriptor.
+PyObject* new_array_over(PyArray_Descr* descr, int num_axes, const npy_intp* shape, void* memory,
+                         void (*release)(void*) noexcept) {
+    nb::capsule owner(memory, release);
     Py_INCREF(descr);
     PyObject* array = PyArray_NewFromDescr(&PyArray_Type, descr, num_axes, shape, nullptr, memory,
                                            NPY_ARRAY_CARRAY, nullptr);
@@ -84,7 +84,8 @@ PyObject* new_array(PyArray_Descr* descr, int num_axes, const npy_intp* shape) {
         nbytes *= static_cast<std::size_t>(shape[axis]);
     }
     if (nbytes >= smallest_warm) {
-        return new_warm_array(descr, num_axes, shape, nbytes);
+        return new_array_over(descr, num_axes, shape, take_warm(nbytes),
+                              [](void* block) noexcept { release_warm(block); });
     }
     Py_INCREF(descr);
     PyObject* array = PyArray_NewFromDescr(&PyArray_Type, descr, num_axes, shape, nullptr, nullptr, 0, nullptr);
@@ -104,6 +105,16 @@ nb::object bfloat16_descr() {
     }
     PyErr_Clear();
     return nb::steal(reinterpret_cast<PyObject*>(descr));
+}
+
+// The descriptor of a dtype; invalid for bfloat16 where ml_dtypes is missing.
+nb::object descr_of(DType dtype) {
+    constexpr int numbers[num_dtypes] = {NPY_BOOL,   NPY_INT8,   NPY_INT16,  NPY_INT32, NPY_INT64,
+                                         NPY_UINT8,  NPY_UINT16, NPY_UINT32, NPY_UINT64, NPY_HALF,
+                                         NPY_NOTYPE, NPY_FLOAT,  NPY_DOUBLE, NPY_CFLOAT, NPY_CDOUBLE};
+    const int number = numbers[static_cast<std::size_t>(dtype)];
+    return number == NPY_NOTYPE ? bfloat16_descr()
+                                : nb::steal(reinterpret_cast<PyObject*>(PyArray_DescrFromType(number)));
 }
 
 struct SharedBlock {
@@ -148,16 +159,20 @@ PyObject* new_array_like(PyObject* like, int num_axes, const std::ptrdiff_t* sha
 }
 
 nb::object new_array_of(DType dtype, int num_axes, const std::ptrdiff_t* shape) {
-    constexpr int numbers[num_dtypes] = {NPY_BOOL,   NPY_INT8,   NPY_INT16,  NPY_INT32, NPY_INT64,
-                                         NPY_UINT8,  NPY_UINT16, NPY_UINT32, NPY_UINT64, NPY_HALF,
-                                         NPY_NOTYPE, NPY_FLOAT,  NPY_DOUBLE, NPY_CFLOAT, NPY_CDOUBLE};
-    const int number = numbers[static_cast<std::size_t>(dtype)];
-    const nb::object descr =
-        number == NPY_NOTYPE ? bfloat16_descr() : nb::steal(reinterpret_cast<PyObject*>(PyArray_DescrFromType(number)));
+    const nb::object descr = descr_of(dtype);
     if (!descr.is_valid()) {
         return {};
     }
     return nb::steal(new_array(reinterpret_cast<PyArray_Descr*>(descr.ptr()), num_axes, shape));
+}
+
+nb::object array_over_memory(DType dtype, int num_axes, const std::ptrdiff_t* shape, std::byte* memory,
+                             void (*release)(void*) noexcept) {
+    const nb::object descr = descr_of(dtype);
+    if (!descr.is_valid()) {
+        return {};
+    }
+    return nb::steal(new_array_over(reinterpret_cast<PyArray_Descr*>(descr.ptr()), num_axes, shape, memory, release));
 }
 
 nb::object array_over_buffer(PyObject* exporter) {

@@ -38,6 +38,10 @@ PyObject* new_array_like(PyObject* like, int num_axes, const std::ptrdiff_t* sha
 // The same for a dtype; invalid for bfloat16 where ml_dtypes is missing.
 nanobind::object new_array_of(DType dtype, int num_axes, const std::ptrdiff_t* shape);
 
+// An array over memory that it releases in the end; invalid as above, and then the memory is the caller's.
+nanobind::object array_over_memory(DType dtype, int num_axes, const std::ptrdiff_t* shape, std::byte* memory,
+                                   void (*release)(void*) noexcept);
+
 // An array over what exports a buffer, or of a NumPy scalar; invalid, with no exception set, if NumPy cannot
 // make one.
 nanobind::object array_over_buffer(PyObject* exporter);

@@ -609,10 +609,13 @@ void add_hooks(nb::module_& module) {
         hooks().current_backend = current_backend.inc_ref().ptr();
     }, "on_wait"_a, "on_wait_end"_a, "on_error"_a, "make_plan"_a, "left_error"_a, "current_backend"_a,
                "Set what native code calls while it runs a call.");
-    module.def("set_message_hooks", [](nb::handle message_error, nb::handle on_message_interrupt) {
+    module.def("set_message_hooks", [](nb::handle message_error, nb::handle make_received,
+                                       nb::handle on_message_interrupt) {
         hooks().message_error = message_error.inc_ref().ptr();
+        hooks().make_received = make_received.inc_ref().ptr();
         hooks().on_message_interrupt = on_message_interrupt.inc_ref().ptr();
-    }, "message_error"_a, "on_message_interrupt"_a, "Set what native code calls for point-to-point calls.");
+    }, "message_error"_a, "make_received"_a, "on_message_interrupt"_a,
+               "Set what native code calls for point-to-point calls.");
     module.def("set_work_hooks", [](nb::handle start_callbacks, nb::handle check_wait, nb::handle on_unasked_error) {
         hooks().start_callbacks = start_callbacks.inc_ref().ptr();
         hooks().check_wait = check_wait.inc_ref().ptr();

@@ -20,6 +20,7 @@ struct RegisteredType {
     const dlpack::ExchangeTable* table = nullptr;
     nb::object to_capsule, is_neg, is_conj, empty, empty_like, device, increment_version;
     nb::object from_numpy;  // (input, array) -> the result; invalid for torch
+    ArrayKind sent_kind = ArrayKind::torch;
 };
 
 namespace {
@@ -220,6 +221,8 @@ ArrayKind kind_of_exporter(PyObject* object) {
     return is_exporter && !PyType_Check(object) ? ArrayKind::memory : ArrayKind::none;
 }
 
+}  // namespace
+
 nb::object number_of(const std::byte* data, DType dtype) {
     std::int64_t integer;
     std::complex<double> complex;
@@ -236,8 +239,6 @@ nb::object number_of(const std::byte* data, DType dtype) {
             return nb::steal(PyComplex_FromDoubles(complex.real(), complex.imag()));
     }
 }
-
-}  // namespace
 
 bool ArrayView::has_shape(int axes, const std::ptrdiff_t* lengths) const {
     return num_axes == axes && std::equal(lengths, lengths + axes, shape);
@@ -290,6 +291,8 @@ bool InputArray::read(PyObject* array) {
     kind = kind_of_exporter(array);
     return kind != ArrayKind::none && read_buffer();
 }
+
+ArrayKind InputArray::sent_kind() const { return kind == ArrayKind::adapted ? type->sent_kind : kind; }
 
 bool InputArray::read_numpy(PyObject* array) {
     if (const auto plain = try_plain_array(array)) {
@@ -555,12 +558,14 @@ void register_torch(const nb::sequence& types, nb::handle table, nb::object to_c
     }
     for (nb::handle type : types) {
         registry()[reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr())] = {
-            known, to_capsule, is_neg, is_conj, empty, empty_like, device, increment_version, {}};
+            known, to_capsule, is_neg, is_conj, empty, empty_like, device, increment_version, {}, ArrayKind::torch};
     }
 }
 
-void register_adapted(nb::handle type, nb::object from_numpy) {
-    registry()[reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr())].from_numpy = std::move(from_numpy);
+void register_adapted(nb::handle type, nb::object from_numpy, std::uint8_t sent_kind) {
+    RegisteredType& registered = registry()[reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr())];
+    registered.from_numpy = std::move(from_numpy);
+    registered.sent_kind = static_cast<ArrayKind>(sent_kind);
 }
 
 }  // namespace
@@ -570,7 +575,7 @@ void add_convert(nb::module_& module) {
     module.def("register_torch", &register_torch, "types"_a, "table"_a.none(), "to_capsule"_a, "is_neg"_a, "is_conj"_a,
                "empty"_a, "empty_like"_a, "device"_a, "increment_version"_a,
                "Let native code convert tensors of exactly these types.");
-    module.def("register_adapted", &register_adapted, "kind"_a, "from_numpy"_a,
+    module.def("register_adapted", &register_adapted, "kind"_a, "from_numpy"_a, "sent_kind"_a,
                "Let native code read arrays of exactly this type; from_numpy(x, array) makes its results.");
 }
 

@@ -20,7 +20,9 @@
 
 namespace ferrodist::bind {
 
-enum class ArrayKind : std::uint8_t { none, numpy, numpy_scalar, number, torch, adapted, bytes, bytearray, python_array, memory };
+// What an object is. Messages carry it, so that what was sent comes back: ArrayKind of ferrodist.arrays.
+enum class ArrayKind : std::uint8_t { none, numpy, numpy_scalar, number, torch, adapted, bytes, bytearray, python_array, memory, jax };
+constexpr auto last_kind = ArrayKind::jax;
 
 // C-contiguous memory of one array.
 struct ArrayView {
@@ -61,6 +63,9 @@ public:
 
     // False: the object takes the general path. Keeps what it needs alive, but not the object itself.
     bool read(PyObject* object);
+
+    // What a receiver is told that it is; adapted arrays are told by their library.
+    ArrayKind sent_kind() const;
 
     ArrayKind kind = ArrayKind::none;
     PyObject* object = nullptr;
@@ -112,6 +117,9 @@ private:
     nanobind::object owner_;
     alignas(16) std::byte number_[16];
 };
+
+// The Python number of one element, whose dtype is that of one.
+nanobind::object number_of(const std::byte* data, DType dtype);
 
 // Adds what the files of ferrodist.arrays register their types with.
 void add_convert(nanobind::module_& module);

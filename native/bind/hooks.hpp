@@ -23,6 +23,8 @@ struct Hooks {
     // (backend, status, failed rank, error, header found, send cycle, header expected, dst, src, tag, timeout, site,
     // name of a call that its caller waits in) -> the error; the site is None where this thread is
     PyObject* message_error = nullptr;
+    // (bytes as a flat array, dtype, shape, kind) -> an array that native code does not make of a message
+    PyObject* make_received = nullptr;
     PyObject* on_message_interrupt = nullptr;  // (backend, name, error): a signal ended a wait for a call in flight
 
     // -- calls in flight -----------------------------------------------------------------------------------

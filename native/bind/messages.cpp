@@ -4,8 +4,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
-#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -14,6 +12,7 @@
 #include "bind/call_path.hpp"
 #include "bind/convert.hpp"
 #include "bind/gil_hook.hpp"
+#include "bind/message_array.hpp"
 #include "bind/site.hpp"
 #include "bind/work.hpp"
 
@@ -85,8 +84,8 @@ double seconds_of(std::int64_t timeout_ns) { return timeout_ns == 0 ? -1 : stati
 class HeldRequest {
 public:
     template <class G>
-    HeldRequest(nb::handle group, G& self, View memory)
-        : view(std::move(memory)), group_(nb::borrow(group)), messages_(GroupAccess<G>::messages(self)),
+    HeldRequest(nb::handle group, G& self)
+        : group_(nb::borrow(group)), messages_(GroupAccess<G>::messages(self)),
           spins_(GroupAccess<G>::spins(self)) {}
     ~HeldRequest() { messages_.abandon(request, {StatusCode::given_up}); }
     HeldRequest(const HeldRequest&) = delete;
@@ -104,7 +103,8 @@ public:
     void abandon(int code) { messages_.abandon(request, {static_cast<StatusCode>(code), request.peer}); }
 
     Request request;
-    View view;
+    std::optional<View> view;
+    ReceivedArray received;
 
 private:
     nb::object group_;
@@ -126,19 +126,27 @@ void set_source(Request& send, const View& view) {
     send.nbytes = view.nbytes();
 }
 
-void set_target(Request& receive, const View& view, core::Bytes header) {
+// The memory a message goes to, or None: then it says itself what it is.
+void set_target(Request& receive, std::optional<View>& view, ReceivedArray& received, core::Bytes header,
+                nb::handle target) {
+    if (target.is_none()) {
+        receive.place = &received;
+        return;
+    }
+    view.emplace(writable(target));
     receive.header.assign(header.begin(), header.end());
-    receive.target = static_cast<std::byte*>(view.data());
-    receive.nbytes = view.nbytes();
+    receive.target = static_cast<std::byte*>(view->data());
+    receive.nbytes = view->nbytes();
 }
 
 template <class G>
 std::unique_ptr<HeldRequest> isend(nb::handle group, int peer, std::uint32_t tag, const nb::bytes& header,
                                    nb::handle payload) {
     G& self = *nb::inst_ptr<G>(group);
-    auto held = std::make_unique<HeldRequest>(group, self, readable(payload));
+    auto held = std::make_unique<HeldRequest>(group, self);
+    held->view.emplace(readable(payload));
     set_peer(held->request, self, peer, tag);
-    set_source(held->request, held->view);
+    set_source(held->request, *held->view);
     without_gil<GroupAccess<G>::keeps_gil>(
         [&] { GroupAccess<G>::messages(self).isend(held->request, bytes_of(header)); });
     return held;
@@ -148,9 +156,9 @@ template <class G>
 std::unique_ptr<HeldRequest> irecv(nb::handle group, int peer, std::uint32_t tag, const nb::bytes& header,
                                    nb::handle target) {
     G& self = *nb::inst_ptr<G>(group);
-    auto held = std::make_unique<HeldRequest>(group, self, writable(target));
+    auto held = std::make_unique<HeldRequest>(group, self);
     set_peer(held->request, self, peer, tag);
-    set_target(held->request, held->view, bytes_of(header));
+    set_target(held->request, held->view, held->received, bytes_of(header), target);
     without_gil<GroupAccess<G>::keeps_gil>([&] { GroupAccess<G>::messages(self).irecv(held->request); });
     return held;
 }
@@ -165,16 +173,19 @@ struct SendMemory {
 };
 
 struct ReceiveMemory {
-    OutputArray out;
-    nb::object like;
-    nb::object result() { return out.finish(like.ptr()); }
+    ReceiveTarget target;
+    nb::object result() { return target.finish(); }
 };
 
 // Of a call on the general path, which has converted its arrays already.
 struct ConvertedMemory {
-    std::optional<View> view;
-    nb::object finish;  // makes the result
+    std::optional<View> view;  // none: of a message that says itself what it is
+    ReceivedArray received;
+    nb::object finish = nb::none();  // makes the result
     nb::object result() {
+        if (!view) {
+            return received.finish();
+        }
         nb::object made = finish.is_none() ? nb::none() : nb::steal(call_python(finish.ptr()));
         return made.is_valid() ? made : throw nb::python_error();
     }
@@ -277,7 +288,6 @@ nb::object start_converted_send(nb::handle group, nb::handle backend, int peer, 
                                 const nb::bytes& header, nb::handle payload, double deadline, nb::handle timeout) {
     auto call = std::make_unique<MessageInFlight<G, ConvertedMemory>>(group, backend);
     call->memory.view.emplace(readable(payload));
-    call->memory.finish = nb::none();
     set_peer(call->request, *nb::inst_ptr<G>(group), peer, tag);
     set_source(call->request, *call->memory.view);
     call->set_deadline(deadline_ns(deadline), seconds_or_none(timeout));
@@ -289,30 +299,14 @@ nb::object start_converted_receive(nb::handle group, nb::handle backend, int pee
                                    const nb::bytes& header, nb::handle target, double deadline, nb::handle timeout,
                                    nb::object finish) {
     auto call = std::make_unique<MessageInFlight<G, ConvertedMemory>>(group, backend);
-    call->memory.view.emplace(writable(target));
-    call->memory.finish = std::move(finish);
     set_peer(call->request, *nb::inst_ptr<G>(group), peer, tag);
-    set_target(call->request, *call->memory.view, bytes_of(header));
+    set_target(call->request, call->memory.view, call->memory.received, bytes_of(header), target);
+    call->memory.finish = std::move(finish);
     call->set_deadline(deadline_ns(deadline), seconds_or_none(timeout));
     return nb::steal(start_receive(std::move(call)));
 }
 
 // -- the fast path: what it takes --------------------------------------------------------------------
-
-// Dtype, number of axes and lengths: as pack_array_header of ferrodist.transports.framing.
-class ArrayHeader {
-public:
-    explicit ArrayHeader(const ArrayView& array) : nbytes_(2 + 8 * static_cast<std::size_t>(array.num_axes)) {
-        bytes_[0] = static_cast<std::byte>(array.dtype);
-        bytes_[1] = static_cast<std::byte>(array.num_axes);
-        std::memcpy(bytes_.data() + 2, array.shape, nbytes_ - 2);
-    }
-    core::Bytes view() const { return {bytes_.data(), nbytes_}; }
-
-private:
-    std::array<std::byte, 2 + 8 * max_axes> bytes_;
-    std::size_t nbytes_;
-};
 
 // Reads another rank of the group, and the tag; false also where something is known to be wrong.
 template <class G>
@@ -337,25 +331,11 @@ bool read_send(Request& send, G& self, InputArray& x, PyObject* object, PyObject
     return true;
 }
 
-// What is to be received, and where it goes: the caller's array, or a new one like another. False: the general path.
+// What is to be received, and where it goes; false: the general path.
 template <class G>
-bool read_receive(Request& receive, G& self, OutputArray& array, PyObject* like, PyObject* src, PyObject* out,
+bool read_receive(Request& receive, G& self, ReceiveTarget& target, PyObject* src, PyObject* out, PyObject* like,
                   PyObject* tag) {
-    InputArray wanted;
-    if (!read_peer(receive, self, src, tag) || !wanted.read(like)) {
-        return false;
-    }
-    const bool is_placed = out == Py_None ? array.make(wanted, wanted.num_axes, wanted.shape)
-                                          : array.read(out) && array.dtype == wanted.dtype &&
-                                                array.has_shape(wanted.num_axes, wanted.shape);
-    if (!is_placed) {
-        return false;
-    }
-    const ArrayHeader header(wanted);
-    receive.header.assign(header.view().begin(), header.view().end());
-    receive.target = array.data;
-    receive.nbytes = array.nbytes;
-    return true;
+    return read_peer(receive, self, src, tag) && target.read(receive, out, like);
 }
 
 PyObject* decline() { Py_RETURN_NOTIMPLEMENTED; }
@@ -435,14 +415,14 @@ PyObject* fast_send(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
         return decline();
     }
     if (GroupAccess<G>::keeps_gil && send.nbytes <= core::eager_limit) {
-        GroupAccess<G>::messages(self).isend(send, ArrayHeader(x).view());
+        GroupAccess<G>::messages(self).isend(send, ArrayHeader(x).all());
         if (send.is_complete()) {
             Py_RETURN_NONE;
         }
     }
     FastCall<G> call(self, "send");
     if (!GroupAccess<G>::keeps_gil || send.nbytes > core::eager_limit) {
-        call.messages().isend(send, ArrayHeader(x).view());
+        call.messages().isend(send, ArrayHeader(x).all());
     }
     if (!call.wait(send, true)) {
         return call.raise(args[0], send.peer, -1, send.tag);
@@ -451,13 +431,13 @@ PyObject* fast_send(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     Py_RETURN_NONE;
 }
 
-// args: backend, like, src, out, tag
+// args: backend, src, out, like, tag
 template <class G>
 PyObject* fast_recv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
-    OutputArray out;
+    ReceiveTarget target;
     OwnRequest receive(GroupAccess<G>::messages(self));
-    if (!read_receive(receive, self, out, args[1], args[2], args[3], args[4])) {
+    if (!read_receive(receive, self, target, args[1], args[2], args[3], args[4])) {
         return decline();
     }
     FastCall<G> call(self, "recv");
@@ -466,28 +446,28 @@ PyObject* fast_recv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
         return call.raise(args[0], -1, receive.peer, receive.tag, receive.header);
     }
     call.take_gil_back();
-    return out.finish(args[1]).release().ptr();
+    return target.finish().release().ptr();
 }
 
-// args: backend, x, dst, like, src, out, tag
+// args: backend, x, dst, src, out, like, tag
 template <class G>
 PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
     InputArray x;
-    OutputArray out;
+    ReceiveTarget target;
     OwnRequest send(GroupAccess<G>::messages(self)), receive(GroupAccess<G>::messages(self));
     if (!read_send(send, self, x, args[1], args[2], args[6]) ||
-        !read_receive(receive, self, out, args[3], args[4], args[5], args[6])) {
+        !read_receive(receive, self, target, args[3], args[4], args[5], args[6]) || target.overlaps(x)) {
         return decline();
     }
     FastCall<G> call(self, "sendrecv");
-    call.messages().isend(send, ArrayHeader(x).view());
+    call.messages().isend(send, ArrayHeader(x).all());
     call.messages().irecv(receive);
     // A message that came but does not fit is this rank's own affair: its own goes out. Else it is withdrawn.
     const bool is_received = call.wait(receive, false);
     if (is_received && call.wait(send, false)) {
         call.take_gil_back();
-        return out.finish(args[3]).release().ptr();
+        return target.finish().release().ptr();
     }
     if (!is_received && call.has_misfit()) {
         call.take_gil_back();
@@ -517,18 +497,17 @@ PyObject* fast_isend(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     call->memory.object = nb::borrow(args[1]);
     set_default_deadline(*call, self);
     const ArrayHeader header(call->memory.x);
-    return start_send(std::move(call), header.view());
+    return start_send(std::move(call), header.all());
 }
 
-// args: backend, like, src, out, tag
+// args: backend, src, out, like, tag
 template <class G>
 PyObject* fast_irecv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
     auto call = std::make_unique<MessageInFlight<G, ReceiveMemory>>(self_object, args[0]);
-    if (!read_receive(call->request, self, call->memory.out, args[1], args[2], args[3], args[4])) {
+    if (!read_receive(call->request, self, call->memory.target, args[1], args[2], args[3], args[4])) {
         return decline();
     }
-    call->memory.like = nb::borrow(args[1]);
     set_default_deadline(*call, self);
     return start_receive(std::move(call));
 }
@@ -551,12 +530,13 @@ void add_messages(nb::class_<G>& group) {
         }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "payload"_a, "Post a send to be waited for.")
         .def("irecv", [](nb::handle self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle target) {
             return irecv<G>(self, peer, tag, header, target).release();
-        }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "target"_a, "Post a receive to be waited for.")
+        }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "target"_a.none(),
+             "Post a receive to be waited for; without a target it takes whatever array comes.")
         .def("start_send", &start_converted_send<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "payload"_a, "deadline"_a,
              "timeout"_a.none(), "Post a send and return its Work; it fails by itself at the deadline.")
-        .def("start_recv", &start_converted_receive<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "target"_a,
-             "deadline"_a, "timeout"_a.none(), "finish"_a,
-             "Post a receive, as start_send does; finish() makes the result of the Work.")
+        .def("start_recv", &start_converted_receive<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "target"_a.none(),
+             "deadline"_a, "timeout"_a.none(), "finish"_a.none(),
+             "Post a receive, as start_send does; finish() makes the result of the Work if there is a target.")
         .def("unexpected_tags", [](G& self, int peer) {
             const WithoutGil unlocked;
             return Access::messages(self).unexpected_tags(peer);
@@ -573,13 +553,13 @@ void add_messages(nb::class_<G>& group) {
         .def_prop_ro("fast_send", [](nb::handle self) { return bind_fast<G, &fast_send<G>, 4>(self); },
                      "The fast path of send: (backend, x, dst, tag).")
         .def_prop_ro("fast_recv", [](nb::handle self) { return bind_fast<G, &fast_recv<G>, 5>(self); },
-                     "The fast path of recv: (backend, like, src, out, tag).")
+                     "The fast path of recv: (backend, src, out, like, tag).")
         .def_prop_ro("fast_sendrecv", [](nb::handle self) { return bind_fast<G, &fast_sendrecv<G>, 7>(self); },
-                     "The fast path of sendrecv: (backend, x, dst, like, src, out, tag).")
+                     "The fast path of sendrecv: (backend, x, dst, src, out, like, tag).")
         .def_prop_ro("fast_isend", [](nb::handle self) { return bind_fast<G, &fast_isend<G>, 4>(self); },
                      "The fast path of an async send: (backend, x, dst, tag) -> its Work.")
         .def_prop_ro("fast_irecv", [](nb::handle self) { return bind_fast<G, &fast_irecv<G>, 5>(self); },
-                     "The fast path of an async recv: (backend, like, src, out, tag) -> its Work.");
+                     "The fast path of an async recv: (backend, src, out, like, tag) -> its Work.");
 }
 
 template void add_messages<SharedGroup>(nb::class_<SharedGroup>& group);
@@ -590,6 +570,8 @@ void add_requests(nb::module_& module) {
         .def("wait", &HeldRequest::wait, "deadline"_a, "holds_caller"_a, "poll"_a.none(),
              "Wait until it is complete; return a status.")
         .def("abandon", &HeldRequest::abandon, "code"_a, "End it, whatever has become of it.")
+        .def("array", [](HeldRequest& self) { return self.received.finish(); },
+             "Return the array that came where there was no target; once, when it is complete.")
         .def_prop_ro("found", [](const HeldRequest& self) {
             return nb::bytes(self.request.found.data(), self.request.found.size());
         }, "The header of a message that did not fit.");

@@ -187,19 +187,44 @@ std::size_t Messages::num_in_flight() {
 
 // -- a message and its receive -----------------------------------------------------------------------
 
-// Whether a receive takes a message; else it has failed, and tells what the message was.
-bool Messages::fits(Request& receive, int peer, Bytes header, std::uint64_t nbytes) {
-    if (nbytes == receive.nbytes && std::ranges::equal(header, receive.header)) {
-        return true;
+namespace {
+
+// Makes room for a message, or compares it with what a receive expects.
+bool fits(Request& receive, Bytes header, std::uint64_t nbytes) {
+    if (receive.place != nullptr) {
+        receive.target = receive.place->make(header, nbytes);
+        receive.nbytes = nbytes;
+        return receive.target != nullptr;
     }
+    const Bytes expected = receive.header;
+    return nbytes == receive.nbytes && header.size() >= expected.size() &&
+           std::ranges::equal(header.first(expected.size()), expected);
+}
+
+}  // namespace
+
+// Done if a receive takes a message; else it has failed with this code, and tells what the message was.
+StatusCode Messages::try_fit(Request& receive, int peer, Bytes header, std::uint64_t nbytes) {
     StatusCode code = StatusCode::unexpected;
     try {
+        if (fits(receive, header, nbytes)) {
+            return StatusCode::done;
+        }
         receive.found.assign(header.begin(), header.end());
     } catch (const std::bad_alloc&) {
         code = StatusCode::no_memory;
     }
     complete(receive, {code, peer});
-    return false;
+    return code;
+}
+
+// A large message did not fit: its sender need not keep it.
+void Messages::refuse_rts(int peer, std::uint64_t number, StatusCode code) {
+    if (code == StatusCode::no_memory) {
+        tell_no_memory(peer, number);
+    } else {
+        send_taken(peer, number, StatusCode::done);
+    }
 }
 
 Request* Messages::match_eager(int peer, std::uint32_t tag, Bytes header, std::uint64_t nbytes, bool& is_dropped) {
@@ -209,7 +234,7 @@ Request* Messages::match_eager(int peer, std::uint32_t tag, Bytes header, std::u
     }
     receive->found_source = peer;
     receive->found_tag = tag;
-    is_dropped = !fits(*receive, peer, header, nbytes);
+    is_dropped = try_fit(*receive, peer, header, nbytes) != StatusCode::done;
     return is_dropped ? nullptr : receive;
 }
 
@@ -236,12 +261,8 @@ void Messages::keep(Unexpected message) {
 
 void Messages::on_rts(int peer, std::uint32_t tag, std::uint64_t number, std::uint64_t nbytes, Bytes header) {
     if (Request* const receive = queue_.take_posted(peer, tag)) {
-        if (fits(*receive, peer, header, nbytes)) {
-            begin_receive(*receive, peer, tag, number);
-        } else {
-            send_taken(peer, number, StatusCode::done);
-        }
-        return;
+        const StatusCode code = try_fit(*receive, peer, header, nbytes);
+        return code == StatusCode::done ? begin_receive(*receive, peer, tag, number) : refuse_rts(peer, number, code);
     }
     OwnBytes memory = copy_of(header, {});
     const Bytes kept(memory.get(), header.size());
@@ -268,16 +289,12 @@ void Messages::tell_no_memory(int peer, std::uint64_t number) {
 // Gives a message that is there to a receive.
 void Messages::give(Request& receive, Unexpected& message) {
     const int peer = message.source;
-    const bool is_fitting = fits(receive, peer, message.header, message.nbytes);
+    const StatusCode code = try_fit(receive, peer, message.header, message.nbytes);
     if (message.is_rts) {
-        if (is_fitting) {
-            begin_receive(receive, peer, message.tag, message.number);
-        } else {
-            send_taken(peer, message.number, StatusCode::done);
-        }
-        return;
+        return code == StatusCode::done ? begin_receive(receive, peer, message.tag, message.number)
+                                        : refuse_rts(peer, message.number, code);
     }
-    if (is_fitting) {
+    if (code == StatusCode::done) {
         receive.found_source = peer;
         receive.found_tag = message.tag;
         copy_bytes(receive.target, message.body.data(), message.body.size());

@@ -56,7 +56,7 @@ public:
 
     // Posts a send: source, nbytes, peer and tag are set. May throw std::bad_alloc: then it is not posted.
     void isend(Request& send, Bytes header);
-    // Posts a receive: target, nbytes, peer, tag and the header it expects are set.
+    // Posts a receive: peer, tag, and target, nbytes and the header it expects, or its place, are set.
     void irecv(Request& receive);
     // Withdraws a request, which then has failed with this status; false if it is matched, or complete.
     bool cancel(Request& request, const Status& why);
@@ -172,7 +172,8 @@ private:
     void track(Request& request);
     void give(Request& receive, Unexpected& message);
     void begin_receive(Request& receive, int peer, std::uint32_t tag, std::uint64_t number);
-    bool fits(Request& receive, int peer, Bytes header, std::uint64_t nbytes);
+    StatusCode try_fit(Request& receive, int peer, Bytes header, std::uint64_t nbytes);
+    void refuse_rts(int peer, std::uint64_t number, StatusCode code);
     void check_peer(int peer);
     Status trouble(const Request& request, bool is_gone, bool is_closing) const;
     void expire();

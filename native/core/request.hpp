@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "core/list.hpp"
@@ -20,6 +21,14 @@ namespace ferrodist::core {
 // What a transport keeps of a large message while its data is on its way.
 struct Transfer {
     virtual ~Transfer() = default;
+};
+
+// Makes room for a message whose size only its sender knows, when it is matched.
+struct Place {
+    virtual ~Place() = default;
+    // Never null, also for no bytes; null for a header that is none. Throws std::bad_alloc. Called with the lock of the
+    // engine held, again if the message was withdrawn and another one matched.
+    virtual std::byte* make(std::span<const std::byte> header, std::uint64_t nbytes) = 0;
 };
 
 class Request {
@@ -48,7 +57,8 @@ public:
     const std::byte* source = nullptr;  // of a send
     std::byte* target = nullptr;        // of a receive
     std::size_t nbytes = 0;
-    std::vector<std::byte> header;   // that a receive expects
+    std::vector<std::byte> header;   // what that of a message must begin with for a receive to take it
+    Place* place = nullptr;          // of a receive that takes any message: sets target and nbytes
     std::int64_t deadline_ns = 0;    // when it fails by itself, whoever waits; 0: never
     std::uint64_t token = 0;         // what Completions is told, not 0, if somebody wants to hear of it
     bool is_heard_if_done = false;   // whether that is so if it goes well, too

@@ -22,7 +22,7 @@
 namespace ferrodist::net {
 
 constexpr std::size_t header_nbytes = 72;
-constexpr std::uint8_t wire_version = 4;
+constexpr std::uint8_t wire_version = 5;
 
 enum class FrameKind : std::uint8_t {
     heartbeat,   // I am alive

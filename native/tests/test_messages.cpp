@@ -216,7 +216,7 @@ TEST(a_receive_that_is_given_up_in_the_middle_lets_its_sender_go) {
 TEST(a_message_of_another_size_or_header_is_told_and_dropped) {
     Mail mail(2);
     run_threads(2, [&](int rank) {
-        const Buffer header{std::byte{1}, std::byte{2}};
+        const Buffer header{std::byte{1}, std::byte{2}}, other{std::byte{1}, std::byte{3}};
         if (rank == 0) {
             const Buffer content = random_bytes(large, 2);
             isend(mail.of(0), 1, 1, Buffer(100), header);
@@ -226,8 +226,101 @@ TEST(a_message_of_another_size_or_header_is_told_and_dropped) {
         }
         for (const std::size_t size : {std::size_t{99}, large}) {
             Buffer here(size), found;
-            CHECK_EQUAL(receive(mail.of(1), 0, 1, here, {}, very_long, &found).code, StatusCode::unexpected);
+            CHECK_EQUAL(receive(mail.of(1), 0, 1, here, other, very_long, &found).code, StatusCode::unexpected);
             CHECK(found == header);
+        }
+        check_next(mail.of(1), 0, 1, random_bytes(7, 3));
+    });
+}
+
+namespace {
+
+// Makes room when it is told the size; none for a header that begins with 0.
+struct Room final : core::Place {
+    std::byte* make(core::Bytes header, std::uint64_t nbytes) override {
+        memory.assign(nbytes + 1, std::byte{0});
+        return header.empty() || header[0] != std::byte{0} ? memory.data() : nullptr;
+    }
+    Buffer memory;
+};
+
+Posted irecv_any(Messages& messages, int peer, std::uint32_t tag, Room& room) {
+    Posted receive(new core::Request, {&messages});
+    receive->peer = peer;
+    receive->tag = tag;
+    receive->place = &room;
+    messages.irecv(*receive);
+    return receive;
+}
+
+void check_room(const Room& room, const Buffer& expected) {
+    CHECK_EQUAL(room.memory.size(), expected.size() + 1);
+    CHECK(std::equal(expected.begin(), expected.end(), room.memory.begin()));
+}
+
+}  // namespace
+
+TEST(a_receive_of_unknown_size_makes_room_for_what_comes) {
+    Mail mail(2);
+    for (const std::size_t size : {std::size_t{0}, std::size_t{100}, std::size_t{40'000}, large, std::size_t{3} << 20}) {
+        for (const bool is_posted_first : {true, false}) {
+            const Buffer content = random_bytes(size, size);
+            Room room;
+            Posted receive(nullptr, {&mail.of(1)});
+            if (is_posted_first) {
+                receive = irecv_any(mail.of(1), 0, 1, room);
+            }
+            const auto send = isend(mail.of(0), 1, 1, content);
+            if (!is_posted_first) {
+                CHECK(eventually([&] { return !mail.of(1).unexpected_tags(0).empty(); }));
+                receive = irecv_any(mail.of(1), 0, 1, room);
+            }
+            run_threads(2, [&](int rank) {
+                CHECK_EQUAL(wait_for(mail.of(rank), rank == 0 ? *send : *receive).code, StatusCode::done);
+            });
+            CHECK_EQUAL(receive->nbytes, size);
+            check_room(room, content);
+        }
+    }
+}
+
+TEST(a_receive_of_unknown_size_takes_the_next_message_when_one_is_withdrawn) {
+    Mail mail(2);
+    Room room;
+    const Buffer first = random_bytes(large, 1), second = random_bytes(2 * large, 2);
+    const auto receive = irecv_any(mail.of(1), 0, 1, room);
+    auto send = isend(mail.of(0), 1, 1, first);
+    CHECK(eventually([&] {
+        mail.of(1).test(*receive);
+        return receive->state() == core::Request::State::matched;
+    }));
+    send.reset();  // with its data on its way, or before
+    run_threads(2, [&](int rank) {
+        if (rank == 0) {
+            deliver(mail.of(0), 1, 1, second);
+        } else {
+            CHECK_EQUAL(wait_for(mail.of(1), *receive).code, StatusCode::done);
+        }
+    });
+    check_room(room, second);
+}
+
+TEST(a_message_that_a_place_refuses_is_told_and_dropped) {
+    Mail mail(2);
+    run_threads(2, [&](int rank) {
+        const Buffer header{std::byte{0}, std::byte{7}};
+        if (rank == 0) {
+            const Buffer content = random_bytes(large, 2);
+            isend(mail.of(0), 1, 1, Buffer(100), header);
+            CHECK_EQUAL(wait_for(mail.of(0), *isend(mail.of(0), 1, 1, content, header)).code, StatusCode::done);
+            deliver(mail.of(0), 1, 1, random_bytes(7, 3));
+            return;
+        }
+        for (int i = 0; i < 2; ++i) {
+            Room room;
+            const auto receive = irecv_any(mail.of(1), 0, 1, room);
+            CHECK_EQUAL(wait_for(mail.of(1), *receive).code, StatusCode::unexpected);
+            CHECK(receive->found == header);
         }
         check_next(mail.of(1), 0, 1, random_bytes(7, 3));
     });

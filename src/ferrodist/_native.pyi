@@ -79,7 +79,9 @@ def register_torch(
 ) -> None:
     """Let native code convert tensors of exactly these types."""
 
-def register_adapted(kind: type, from_numpy: Callable[[Any, NDArray[Any]], Any]) -> None:
+def register_adapted(
+    kind: type, from_numpy: Callable[[Any, NDArray[Any]], Any], sent_kind: int
+) -> None:
     """Let native code read arrays of exactly this type; from_numpy(x, array) makes its results."""
 
 def set_hooks(
@@ -100,6 +102,7 @@ def fast_start(kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, /)
 
 def set_message_hooks(
     message_error: Callable[..., BaseException],
+    make_received: Callable[..., Any],
     on_message_interrupt: Callable[[Any, str, BaseException], None],
 ) -> None:
     """Set what native code calls for point-to-point calls."""
@@ -256,6 +259,9 @@ class Request:
     def abandon(self, code: int) -> None:
         """End it, whatever has become of it."""
 
+    def array(self) -> Any:
+        """Return the array that came where there was no target; once, when it is complete."""
+
     @property
     def found(self) -> bytes:
         """The header of a message that did not fit."""
@@ -266,8 +272,8 @@ class SharedGroup:
     def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Request:
         """Post a send to be waited for."""
 
-    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer) -> Request:
-        """Post a receive to be waited for."""
+    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer | None) -> Request:
+        """Post a receive to be waited for; without a target it takes whatever array comes."""
 
     def start_send(
         self,
@@ -287,12 +293,12 @@ class SharedGroup:
         peer: int,
         tag: int,
         header: bytes,
-        target: WriteableBuffer,
+        target: WriteableBuffer | None,
         deadline: float,
         timeout: float | None,
-        finish: Callable[[], Any],
+        finish: Callable[[], Any] | None,
     ) -> Any:
-        """Post a receive, as start_send does; finish() makes the result of the Work."""
+        """Post a receive, as start_send does; finish() makes the result if there is a target."""
 
     def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
@@ -309,11 +315,11 @@ class SharedGroup:
 
     @property
     def fast_recv(self) -> Callable[..., Any]:
-        """The fast path of recv: (backend, like, src, out, tag)."""
+        """The fast path of recv: (backend, src, out, like, tag)."""
 
     @property
     def fast_sendrecv(self) -> Callable[..., Any]:
-        """The fast path of sendrecv: (backend, x, dst, like, src, out, tag)."""
+        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag)."""
 
     @property
     def fast_isend(self) -> Callable[..., Any]:
@@ -321,7 +327,7 @@ class SharedGroup:
 
     @property
     def fast_irecv(self) -> Callable[..., Any]:
-        """The fast path of an async recv: (backend, like, src, out, tag) -> its Work."""
+        """The fast path of an async recv: (backend, src, out, like, tag) -> its Work."""
 
     @property
     def num_requests(self) -> int:
@@ -513,8 +519,8 @@ class TcpGroup:
     def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Request:
         """Post a send to be waited for."""
 
-    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer) -> Request:
-        """Post a receive to be waited for."""
+    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer | None) -> Request:
+        """Post a receive to be waited for; without a target it takes whatever array comes."""
 
     def start_send(
         self,
@@ -534,12 +540,12 @@ class TcpGroup:
         peer: int,
         tag: int,
         header: bytes,
-        target: WriteableBuffer,
+        target: WriteableBuffer | None,
         deadline: float,
         timeout: float | None,
-        finish: Callable[[], Any],
+        finish: Callable[[], Any] | None,
     ) -> Any:
-        """Post a receive, as start_send does; finish() makes the result of the Work."""
+        """Post a receive, as start_send does; finish() makes the result if there is a target."""
 
     def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
@@ -556,11 +562,11 @@ class TcpGroup:
 
     @property
     def fast_recv(self) -> Callable[..., Any]:
-        """The fast path of recv: (backend, like, src, out, tag)."""
+        """The fast path of recv: (backend, src, out, like, tag)."""
 
     @property
     def fast_sendrecv(self) -> Callable[..., Any]:
-        """The fast path of sendrecv: (backend, x, dst, like, src, out, tag)."""
+        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag)."""
 
     @property
     def fast_isend(self) -> Callable[..., Any]:
@@ -568,7 +574,7 @@ class TcpGroup:
 
     @property
     def fast_irecv(self) -> Callable[..., Any]:
-        """The fast path of an async recv: (backend, like, src, out, tag) -> its Work."""
+        """The fast path of an async recv: (backend, src, out, like, tag) -> its Work."""
 
     @property
     def num_requests(self) -> int:

@@ -63,6 +63,23 @@ class DType(enum.IntEnum):
         return DType.INT8 <= self <= DType.UINT64
 
 
+class ArrayKind(enum.IntEnum):
+    """What a caller's array is, so that a message comes back as it was sent.
+
+    The values are the native codes. Arrays of other libraries, and on other devices, are NUMPY.
+    """
+
+    NUMPY = 1
+    NUMPY_SCALAR = 2
+    NUMBER = 3
+    TORCH = 4
+    BYTES = 6
+    BYTEARRAY = 7
+    PYTHON_ARRAY = 8
+    MEMORY = 9
+    JAX = 10
+
+
 _ITEMSIZE = (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16)
 
 MAX_AXES = 64

@@ -79,7 +79,7 @@ def test_methods_do_what_the_functions_do():
             backend.broadcast(x, last),
             backend.reduce(x, root=0, op="min"),
             backend.all_to_all_uneven(np.arange(2) + rank, [rank, 2 - rank])[0],
-            backend.sendrecv(rank, 1 - rank, 0, 1 - rank, tag=3),
+            backend.sendrecv(rank, 1 - rank, 1 - rank, tag=3),
             backend.scatter_object(["a", "b"] if rank == 0 else None),
         ]
         backend.barrier(timeout=20)

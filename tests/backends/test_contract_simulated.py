@@ -325,11 +325,11 @@ def test_barrier_that_does_not_wait_is_found(find: Find) -> None:
 
 
 class IgnoresTags(SimulatedBackend):
-    def _send(self, source: Buffer, peer: int, tag: int, deadline: Any) -> None:
+    def _send(self, source: Any, peer: int, tag: int, deadline: Any) -> None:
         super()._send(source, peer, 0, deadline)
 
-    def _recv(self, target: Buffer, peer: int, tag: int, deadline: Any) -> None:
-        super()._recv(target, peer, 0, deadline)
+    def _recv(self, target: Any, peer: int, tag: int, deadline: Any) -> Any:
+        return super()._recv(target, peer, 0, deadline)
 
 
 def test_ignored_tags_are_found(find: Find) -> None:

@@ -333,7 +333,7 @@ def test_messages_and_collectives_of_several_threads_do_not_hold_each_other_up(s
 
         def work(thread):
             if thread == 0:
-                return int(ferrodist.recv(np.zeros(1, int), peer, backend)[0])
+                return int(ferrodist.recv(peer, backend, like=np.zeros(1, int))[0])
             totals = [ferrodist.allreduce(1, backend) for _ in range(200)]
             ferrodist.send(np.array([sum(totals)]), peer, backend)
             return sum(totals)
@@ -356,7 +356,7 @@ def test_groups_of_several_threads_work_at_once(start):
                 x = np.full(40_000 * (1 + thread), 10 * thread + number)
                 if (ferrodist.allreduce(x, group) != 2 * x).any():
                     return "wrong sum"
-                if (ferrodist.sendrecv(x, peer, x, peer, group) != x).any():
+                if (ferrodist.sendrecv(x, peer, peer, group, like=x) != x).any():
                     return "wrong message"
             return "right"
 
@@ -391,12 +391,12 @@ def test_messages_go_to_and_fro_while_a_large_collective_is_in_flight(start, ord
             message = np.full(nbytes // 8, 7.0 + backend.rank)
             is_first = (order == "send first") == (backend.rank == 0)
             if order == "exchange":
-                came = ferrodist.sendrecv(message, peer, message, peer, backend)
+                came = ferrodist.sendrecv(message, peer, peer, backend, like=message)
             elif is_first:
                 ferrodist.send(message, peer, backend)
-                came = ferrodist.recv(message, peer, backend)
+                came = ferrodist.recv(peer, backend, like=message)
             else:
-                came = ferrodist.recv(message, peer, backend)
+                came = ferrodist.recv(peer, backend, like=message)
                 ferrodist.send(message, peer, backend)
             assert (came == 7 + peer).all()
             pipe.send("came")
@@ -415,7 +415,7 @@ def test_a_ring_of_large_exchanges_never_deadlocks(start):
         right, left = (backend.rank + 1) % 4, (backend.rank - 1) % 4
         x = np.full(MEGABYTE, float(backend.rank))
         for _ in range(5):
-            x = ferrodist.sendrecv(x, right, x, left, backend)
+            x = ferrodist.sendrecv(x, right, left, backend, like=x)
         return float(x[0]), bool((x == x[0]).all())
 
     with start(4, body) as job:
@@ -450,9 +450,9 @@ def test_ten_thousand_messages_nobody_has_asked_for_yet_wait_and_keep_their_orde
             return ferrodist.allreduce(1, backend)
         total = ferrodist.allreduce(1, backend)
         tags = random.Random(0).sample([0, 1, 2], 3)
-        found = {tag: [ferrodist.recv(0, 0, backend, tag=tag) for _ in range(3333)] for tag in tags}
+        found = {tag: [ferrodist.recv(0, backend, tag=tag) for _ in range(3333)] for tag in tags}
         assert found == {tag: list(range(tag, 9999, 3)) for tag in range(3)}
-        assert ferrodist.recv(0, 0, backend) == 9999
+        assert ferrodist.recv(0, backend) == 9999
         return total
 
     with start(2, body) as job:
@@ -468,8 +468,8 @@ def test_a_message_of_another_shape_is_the_receivers_own_error(start, count):
             ferrodist.send(x, 1, backend)
             return ferrodist.allreduce(1, backend)
         with pytest.raises(SizeMismatch, match=rf"float64\[{count}\]"):
-            ferrodist.recv(np.ones(count + 1), 0, backend)
-        assert ferrodist.recv(x, 0, backend).sum() == count
+            ferrodist.recv(0, backend, like=np.ones(count + 1))
+        assert ferrodist.recv(0, backend, like=x).sum() == count
         return ferrodist.allreduce(1, backend)
 
     with start(2, body) as job:
@@ -488,7 +488,7 @@ def test_a_large_message_that_is_given_up_in_the_middle_leaves_the_next_ones_who
                 if backend.rank == 0:
                     ferrodist.send(x, 1, backend, tag=number, timeout=limit)
                 else:
-                    came = ferrodist.recv(x, 0, backend, tag=number, timeout=limit)
+                    came = ferrodist.recv(0, backend, like=x, tag=number, timeout=limit)
                     assert np.array_equal(came, x)
                 outcomes.append("done")
             except CollectiveTimeout:
@@ -499,7 +499,7 @@ def test_a_large_message_that_is_given_up_in_the_middle_leaves_the_next_ones_who
         if backend.rank == 0:
             ferrodist.send(x + 1, 1, backend, tag=99)
             return outcomes, True
-        return outcomes, np.array_equal(ferrodist.recv(x, 0, backend, tag=99), x + 1)
+        return outcomes, np.array_equal(ferrodist.recv(0, backend, like=x, tag=99), x + 1)
 
     with start(2, body, FERRODIST_TIMEOUT="10") as job:
         for outcomes, is_right in job.results():

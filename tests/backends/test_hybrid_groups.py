@@ -332,7 +332,7 @@ def test_messages_go_inside_hosts_and_between_them(start_hybrid_job, count):
         for distance in range(1, world):
             to, source = (rank + distance) % world, (rank - distance) % world
             x = np.full(count, 10 * rank + to)
-            got = ferrodist.sendrecv(x, to, x, source, backend, tag=distance)
+            got = ferrodist.sendrecv(x, to, source, backend, like=x, tag=distance)
             found.append(set(got.tolist()) == {10 * source + rank})
         return found
 

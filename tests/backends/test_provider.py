@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_is_named_on_the_others(installed: Path) -> None:
         except ferrodist.RankLost as error:
             print("gone", error.rank, flush=True)
         peer = 2 - backend.rank
-        print("left", backend.sendrecv(backend.rank, peer, 0, peer), flush=True)
+        print("left", backend.sendrecv(backend.rank, peer, peer), flush=True)
         """,
     )
     assert done.stdout.count("lost 1 2") == 2, done.stdout + done.stderr
@@ -326,9 +326,9 @@ def test_nothing_is_sent_to_a_rank_that_has_left() -> None:
         if backend.rank == 1:
             backend.send(7, 0)
             return backend.close()
-        assert backend.recv(0, 1) == 7
+        assert backend.recv(1) == 7
         with pytest.raises(RankLost):
-            backend.recv(0, 1)
+            backend.recv(1)
         return backend.send(1, 1)
 
     error = run(2, body)[0]
@@ -342,7 +342,7 @@ def test_leaving_is_told_by_the_base_with_place_and_number() -> None:
         if backend.rank == 1:
             backend.close()
             return None
-        backend.recv(0, 1)
+        backend.recv(1)
         return None
 
     error = run(2, body)[0]

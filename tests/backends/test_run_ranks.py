@@ -20,7 +20,7 @@ def test_all_errors_are_raised_causes_first():
         if backend.rank == 3:
             raise KeyError("k")
         if backend.rank == 1:
-            ferrodist.recv(0, 3, backend)
+            ferrodist.recv(3, backend)
         ferrodist.barrier(backend)
 
     words = "4 of 4 ranks failed; first, on rank 3: KeyError: 'k'"
@@ -78,9 +78,9 @@ def test_a_thread_stuck_elsewhere_is_named_with_its_place():
 def test_a_world_that_takes_too_long_is_woken():
     def body(backend):
         if backend.rank == 0:
-            ferrodist.recv(0, 1, backend, timeout=None)
+            ferrodist.recv(1, backend, timeout=None)
         else:
-            ferrodist.recv(0, 0, backend, timeout=None)
+            ferrodist.recv(0, backend, timeout=None)
 
     with pytest.raises(ExceptionGroup) as caught:
         run_ranks(2, body, timeout=0.2)

@@ -365,7 +365,7 @@ def test_numbers_of_numpy_are_numbers():
         one = np.int64(1)
         if backend.rank == 0:
             return ferrodist.send(3, one, backend, tag=one)
-        return ferrodist.recv(0, np.int64(0), backend, tag=one)
+        return ferrodist.recv(np.int64(0), backend, tag=one)
 
     assert run_ranks(np.int64(2), body) == [None, 3]
 

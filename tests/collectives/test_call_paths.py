@@ -476,13 +476,13 @@ def exchange(path: str, backend: Any, x: Any) -> list[Any]:
     """Exchange arrays with the other rank of two, by all calls there are."""
     peer = 1 - backend.rank
     with messages_on(path, backend):
-        found = [ferrodist.sendrecv(x, peer, x, peer, backend)]
-        receive = ferrodist.recv(x, peer, backend, tag=1, async_op=True)
+        found = [ferrodist.sendrecv(x, peer, peer, backend, like=x)]
+        receive = ferrodist.recv(peer, backend, like=x, tag=1, async_op=True)
         send = ferrodist.send(x, peer, backend, tag=1, async_op=True)
         found += [receive.wait(60), send.wait(60)]
         if backend.rank == 0:
             ferrodist.send(x, peer, backend, tag=2)
-        found.append(ferrodist.recv(x, peer, backend, tag=2))
+        found.append(ferrodist.recv(peer, backend, like=x, tag=2))
         if backend.rank == 1:
             ferrodist.send(x, peer, backend, tag=2)
     return [described(one) for one in found]
@@ -529,11 +529,11 @@ def receive_into(backend: Any, library: str) -> list[Any]:
         )
         outs = [to_library(np.zeros((3, 2), numpy_dtype(dtype)), library) for _ in range(3)]
         with messages_on(path, backend):
-            found = [ferrodist.sendrecv(mine, peer, mine, peer, backend, out=outs[0])]
-            work = ferrodist.recv(mine, peer, backend, out=outs[1], async_op=True)
+            found = [ferrodist.sendrecv(mine, peer, peer, backend, out=outs[0], like=mine)]
+            work = ferrodist.recv(peer, backend, out=outs[1], like=mine, async_op=True)
             ferrodist.send(mine, peer, backend)
             ferrodist.send(mine, peer, backend)
-            found += [work.wait(60), ferrodist.recv(mine, peer, backend, out=outs[2])]
+            found += [work.wait(60), ferrodist.recv(peer, backend, out=outs[2], like=mine)]
         if any(got is not out for got, out in zip(found, outs, strict=True)):
             wrong.append((dtype, path, "another object came back"))
         if any(described(got) != described(theirs) for got in found):
@@ -556,17 +556,21 @@ def refused_messages() -> dict[str, Callable[[Any], Any]]:
     return {
         "to itself": lambda b: ferrodist.send(t, b.rank, b),
         "to nobody": lambda b: ferrodist.send(t, 2, b, async_op=True),
-        "tag": lambda b: ferrodist.recv(t, 0, b, tag=-1),
-        "large tag": lambda b: ferrodist.recv(t, 0, b, tag=1 << 31, async_op=True),
+        "tag": lambda b: ferrodist.recv(0, b, like=t, tag=-1),
+        "large tag": lambda b: ferrodist.recv(0, b, like=t, tag=1 << 31, async_op=True),
         "no array": lambda b: ferrodist.send("text", 0, b),
         "sparse": lambda b: ferrodist.send(t.to_sparse(), 0, b, async_op=True),
-        "meta": lambda b: ferrodist.recv(torch.ones(3, device="meta"), 0, b),
-        "int beyond int64": lambda b: ferrodist.sendrecv(1 << 64, 0, 0, 0, b),
-        "out of another dtype": lambda b: ferrodist.recv(t, 0, b, out=x),
-        "out of another shape": lambda b: ferrodist.recv(x, 0, b, out=np.ones(4), async_op=True),
-        "out strided": lambda b: ferrodist.recv(t, 0, b, out=torch.ones(6)[::2], async_op=True),
+        "meta": lambda b: ferrodist.recv(0, b, like=torch.ones(3, device="meta")),
+        "int beyond int64": lambda b: ferrodist.sendrecv(1 << 64, 0, 0, b),
+        "out of another dtype": lambda b: ferrodist.recv(0, b, out=x, like=t),
+        "out of another shape": lambda b: ferrodist.recv(
+            0, b, out=np.ones(4), like=x, async_op=True
+        ),
+        "out strided": lambda b: ferrodist.recv(
+            0, b, out=torch.ones(6)[::2], like=t, async_op=True
+        ),
         "out computed": lambda b: ferrodist.sendrecv(
-            t, 0, t, 0, b, out=torch.ones(3, requires_grad=True) * 2
+            t, 0, 0, b, out=torch.ones(3, requires_grad=True) * 2, like=t
         ),
     }
 
@@ -595,9 +599,9 @@ def misfits(backend: Any) -> dict[str, list[str]]:
                 ferrodist.send(torch.ones(4), 1, backend)
         else:
             with messages_on(path, backend):
-                note("misfit", lambda b: recv(like, 0, b))
-                note("misfit in flight", lambda b: recv(like, 0, b, async_op=True).result(60))
-                note("misfit of both", lambda b: ferrodist.sendrecv(like, 0, like, 0, b))
+                note("misfit", lambda b: recv(0, b, like=like))
+                note("misfit in flight", lambda b: recv(0, b, like=like, async_op=True).result(60))
+                note("misfit of both", lambda b: ferrodist.sendrecv(like, 0, 0, b, like=like))
         ferrodist.barrier(backend)
     return found
 

@@ -50,7 +50,7 @@ def test_ranks_that_close_while_each_waits_for_the_other_do_not_hang():
         backend.timeout = None
         other = 1 - backend.rank
         works = [
-            ferrodist.recv(0, other, backend, async_op=True),
+            ferrodist.recv(other, backend, async_op=True),
             ferrodist.send(np.ones(100_000), other, backend, tag=1, async_op=True),
         ]
         ferrodist.barrier(backend)
@@ -104,7 +104,7 @@ def test_close_waits_for_messages_in_flight():
     def body(backend):
         if backend.rank == 0:
             with backend:
-                work = ferrodist.recv(0, 1, backend, async_op=True)
+                work = ferrodist.recv(1, backend, async_op=True)
                 ferrodist.barrier(backend)
             return work.wait(1)
         ferrodist.barrier(backend)

@@ -212,7 +212,7 @@ def test_roots_and_peers_are_ranks_of_the_group():
         if group is None:
             return None
         got = ferrodist.broadcast(backend.rank, group, root=0)
-        return got, ferrodist.sendrecv(backend.rank, 1 - group.rank, 0, 1 - group.rank, group)
+        return got, ferrodist.sendrecv(backend.rank, 1 - group.rank, 1 - group.rank, group)
 
     assert run_ranks(3, body) == [None, (2, 2), (2, 1)]
 
@@ -361,7 +361,7 @@ def test_groups_made_and_closed_leave_nothing_behind():
         for _ in range(300):
             with backend.split([0, 1]) as group:
                 ferrodist.allreduce(1, group)
-                ferrodist.sendrecv(1, 1 - group.rank, 0, 1 - group.rank, group, tag=7)
+                ferrodist.sendrecv(1, 1 - group.rank, 1 - group.rank, group, tag=7)
         ferrodist.barrier(backend)
         world = backend._world
         mailboxes = world.switch.mailboxes
@@ -467,7 +467,7 @@ def test_a_program_that_ends_without_close_ends_quietly():
         from ferrodist import SimulatedBackend
         group = SimulatedBackend.create_group(2)
         work = ferrodist.allreduce(np.ones(3), group[0], async_op=True)   # rank 1 never comes
-        threading.Thread(target=ferrodist.recv, args=(1, 1, group[0]), daemon=True).start()
+        threading.Thread(target=ferrodist.recv, args=(1, group[0]), daemon=True).start()
         raise SystemExit(7)
         """
     )
@@ -552,7 +552,7 @@ def test_ctrl_c_in_a_rank_that_is_the_main_thread_aborts_the_others():
                 pass
             os.kill(os.getpid(), signal.SIGINT)
             try:
-                ferrodist.recv(0, 0, other)
+                ferrodist.recv(0, other)
             except ferrodist.GroupAborted as error:
                 texts.append(str(error))
 

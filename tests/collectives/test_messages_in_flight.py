@@ -33,7 +33,9 @@ def test_ten_thousand_receives_are_in_flight_without_a_thread_each(start):
     def body(backend, pipe):
         if backend.rank == 0:
             before = num_threads()
-            works = [ferrodist.recv(np.empty(2), 1, backend, async_op=True) for _ in range(count)]
+            works = [
+                ferrodist.recv(1, backend, like=np.empty(2), async_op=True) for _ in range(count)
+            ]
             assert backend.group.num_requests == count
             threads = num_threads() - before
             ferrodist.barrier(backend)
@@ -66,7 +68,7 @@ def test_receives_in_flight_burn_nothing_while_nothing_comes(start):
                 for number in range(1000):
                     ferrodist.send(np.array([number]), 0, backend)
             return None
-        works = [ferrodist.recv(np.array([0]), 1, backend, async_op=True) for _ in range(1000)]
+        works = [ferrodist.recv(1, backend, like=np.array([0]), async_op=True) for _ in range(1000)]
         before = os.times()
         done = works[0].wait(60)
         after = os.times()
@@ -93,8 +95,8 @@ def test_order_with_one_tag_is_kept_whether_blocking_or_in_flight(start):
             return [work.wait(30) for work in works]
         found = []
         for start_at in range(0, len(sizes), 2):
-            first = ferrodist.recv(np.empty(sizes[start_at]), 0, backend, tag=4, async_op=True)
-            second = ferrodist.recv(np.empty(sizes[start_at + 1]), 0, backend, tag=4)
+            first = ferrodist.recv(0, backend, like=np.empty(sizes[start_at]), tag=4, async_op=True)
+            second = ferrodist.recv(0, backend, like=np.empty(sizes[start_at + 1]), tag=4)
             found += [first.wait(30)[-1], second[-1]]
         return found
 
@@ -111,8 +113,8 @@ def test_a_receive_for_a_rank_that_is_killed_fails_and_the_others_go_on(start):
         if backend.rank == 1:
             pipe.send("ready")
             threading.Event().wait()
-        lost = [ferrodist.recv(np.array([0]), 1, backend, async_op=True) for _ in range(50)]
-        other = ferrodist.recv(np.array([0]), 2, backend, async_op=True)
+        lost = [ferrodist.recv(1, backend, like=np.array([0]), async_op=True) for _ in range(50)]
+        other = ferrodist.recv(2, backend, like=np.array([0]), async_op=True)
         pipe.send("posted")
         errors = [work.exception(20) for work in lost]
         assert not other.done()
@@ -140,13 +142,13 @@ def test_a_receive_that_ran_out_of_time_takes_nothing(start):
             ferrodist.send(np.array([5]), 0, backend)
             return None
         like = np.array([0])
-        work = ferrodist.recv(like, 1, backend, timeout=0.05, async_op=True)
+        work = ferrodist.recv(1, backend, like=like, timeout=0.05, async_op=True)
         with pytest.raises(CollectiveTimeout, match=r"rank 1 did not answer within 0\.05 s"):
             work.wait(20)
         with pytest.raises(CollectiveTimeout):
-            ferrodist.recv(like, 1, backend, timeout=0.05)
+            ferrodist.recv(1, backend, like=like, timeout=0.05)
         ferrodist.barrier(backend)
-        return int(ferrodist.recv(like, 1, backend)[0]), int(like[0])
+        return int(ferrodist.recv(1, backend, like=like)[0]), int(like[0])
 
     with start(2, body) as job:
         assert job.results()[0] == (5, 0)
@@ -158,7 +160,7 @@ def test_a_wait_that_runs_out_leaves_the_receive_in_flight(start):
             ferrodist.barrier(backend)
             ferrodist.send(np.array([5]), 0, backend)
             return None
-        work = ferrodist.recv(np.array([0]), 1, backend, async_op=True)
+        work = ferrodist.recv(1, backend, like=np.array([0]), async_op=True)
         with pytest.raises(TimeoutError, match=r"is still in flight after 0\.01 s"):
             work.wait(0.01)
         assert not work.done()
@@ -182,7 +184,7 @@ def test_unreceived_messages_are_bounded_and_small_sends_wait_beyond_that(start)
                 work.wait(30)
             return num_done
         ferrodist.barrier(backend)
-        return [int(ferrodist.recv(x, 0, backend)[0]) for _ in range(40)] == list(range(40))
+        return [int(ferrodist.recv(0, backend, like=x)[0]) for _ in range(40)] == list(range(40))
 
     with start(2, body, FERRODIST_UNEXPECTED_NBYTES="65536") as job:
         num_done, is_in_order = job.results()
@@ -213,14 +215,14 @@ def test_a_rank_without_memory_for_messages_says_so_to_both_sides_and_goes_on(st
         resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
         try:
             with pytest.raises(ferrodist.OutOfMemory) as caught:
-                ferrodist.recv(0.0, 0, backend, tag=9)
+                ferrodist.recv(0, backend, tag=9)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
         error = caught.value
         ferrodist.barrier(backend)
-        found = [int(ferrodist.recv(x, 0, backend, tag=1)[-1]) for _ in range(count)]
+        found = [int(ferrodist.recv(0, backend, like=x, tag=1)[-1]) for _ in range(count)]
         assert found == list(range(count))
-        assert ferrodist.recv(np.empty(LARGE), 0, backend, tag=2).sum() == LARGE
+        assert ferrodist.recv(0, backend, like=np.empty(LARGE), tag=2).sum() == LARGE
         return type(error).__name__, str(error)
 
     with start_job(2, body, FERRODIST_UNEXPECTED_NBYTES=str(2 * count * nbytes)) as job:
@@ -236,7 +238,8 @@ def test_works_of_messages_are_futures(start):
         peer = 1 - backend.rank
         called, others = [], []
         works = [
-            ferrodist.recv(np.array([0]), peer, backend, tag=n, async_op=True) for n in range(4)
+            ferrodist.recv(peer, backend, like=np.array([0]), tag=n, async_op=True)
+            for n in range(4)
         ]
         sent = ferrodist.send(np.array([0]), peer, backend, tag=9, async_op=True)
         done = threading.Event()
@@ -260,7 +263,7 @@ def test_works_of_messages_are_futures(start):
         async def await_all():
             return [int((await work)[0]) for work in works]
 
-        assert ferrodist.recv(np.array([1]), peer, backend, tag=9)[0] == 0
+        assert ferrodist.recv(peer, backend, like=np.array([1]), tag=9)[0] == 0
         return called, len(finished), sorted(in_order), asyncio.run(await_all()), others
 
     with start(2, body) as job:
@@ -271,7 +274,7 @@ def test_works_of_messages_are_futures(start):
 def test_a_callback_is_called_though_somebody_else_waits_for_the_work(start):
     def body(backend, pipe):
         peer, called = 1 - backend.rank, threading.Event()
-        work = ferrodist.recv(np.array([0]), peer, backend, async_op=True)
+        work = ferrodist.recv(peer, backend, like=np.array([0]), async_op=True)
         work.add_done_callback(lambda done: called.set())
         ferrodist.send(np.array([3]), peer, backend)
         return int(work.wait()[0]), called.wait(20), weakref.ref(work)() is work
@@ -287,11 +290,11 @@ def test_works_that_are_dropped_are_done_and_let_go(start):
         peer, count = 1 - backend.rank, 200
         outs = [np.zeros(2) for _ in range(count)]
         for out in outs:
-            ferrodist.recv(out, peer, backend, out=out, async_op=True)
+            ferrodist.recv(peer, backend, out=out, async_op=True)
         ferrodist.barrier(backend)
         for number in range(count):
             ferrodist.send(np.full(2, number + 1.0), peer, backend, async_op=True)
-        last = ferrodist.recv(np.empty(2), peer, backend, tag=1, async_op=True)
+        last = ferrodist.recv(peer, backend, like=np.empty(2), tag=1, async_op=True)
         ferrodist.send(np.zeros(2), peer, backend, tag=1)
         last.wait(20)
         values = [int(out[1]) for out in outs]
@@ -308,7 +311,7 @@ def test_two_threads_may_wait_for_one_work(start):
     def body(backend, pipe):
         peer, found = 1 - backend.rank, []
         for _ in range(50):
-            work = ferrodist.recv(0.5, peer, backend, async_op=True)
+            work = ferrodist.recv(peer, backend, async_op=True)
             threads = [
                 threading.Thread(target=lambda work=work: found.append(work.wait(20)))
                 for _ in range(3)
@@ -336,7 +339,7 @@ def test_an_error_nobody_asked_for_is_logged_and_raised_by_close(start):
             ferrodist.send(np.ones(3), 0, backend)
             ferrodist.barrier(backend)
             return None
-        ferrodist.recv(np.ones(2), 1, backend, async_op=True)
+        ferrodist.recv(1, backend, like=np.ones(2), async_op=True)
         ferrodist.barrier(backend)
         with pytest.raises(SizeMismatch, match=r"rank 1 sent float64\[3\]"):
             backend.close()
@@ -351,20 +354,20 @@ def test_a_forked_child_leaves_requests_in_flight_alone(start):
         import warnings
 
         peer = 1 - backend.rank
-        work = ferrodist.recv(np.array([0]), peer, backend, async_op=True)
+        work = ferrodist.recv(peer, backend, like=np.array([0]), async_op=True)
         large = ferrodist.send(np.ones(LARGE), peer, backend, tag=1, async_op=True)
         warnings.simplefilter("ignore")
         child = os.fork()
         if child == 0:
             try:
-                ferrodist.recv(np.array([0]), peer, backend)
+                ferrodist.recv(peer, backend, like=np.array([0]))
             except ferrodist.BackendClosed:
                 del work, large
                 os._exit(3)
             os._exit(4)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         ferrodist.send(np.array([8]), peer, backend)
-        total = ferrodist.recv(np.empty(LARGE), peer, backend, tag=1).sum()
+        total = ferrodist.recv(peer, backend, like=np.empty(LARGE), tag=1).sum()
         large.wait(20)
         return int(work.wait(20)[0]), int(total)
 
@@ -380,7 +383,7 @@ def test_a_program_may_end_with_requests_in_flight(tmp_path):
     script.write_text(
         "import numpy as np, ferrodist\n"
         "backend = ferrodist.init()\n"
-        "work = ferrodist.recv(np.ones(1), 1 - backend.rank, backend, async_op=True, timeout=2)\n"
+        "work = ferrodist.recv(1 - backend.rank, backend, async_op=True, timeout=2)\n"
         "work.add_done_callback(lambda work: work.exception())\n"
         "ferrodist.barrier(backend)\n"
         "print('over', flush=True)\n"

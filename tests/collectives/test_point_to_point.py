@@ -28,7 +28,7 @@ def test_messages_with_one_tag_stay_in_order():
             for number in range(50):
                 ferrodist.send(number, 1, backend)
             return None
-        return [ferrodist.recv(0, 0, backend) for _ in range(50)]
+        return [ferrodist.recv(0, backend) for _ in range(50)]
 
     assert run_ranks(2, body)[1] == list(range(50))
 
@@ -39,7 +39,7 @@ def test_tags_keep_conversations_apart():
             for tag in (3, 1, 2):
                 ferrodist.send(tag * 10, 1, backend, tag=tag)
             return None
-        return [ferrodist.recv(0, 0, backend, tag=tag) for tag in (1, 2, 3)]
+        return [ferrodist.recv(0, backend, tag=tag) for tag in (1, 2, 3)]
 
     assert run_ranks(2, body)[1] == [10, 20, 30]
 
@@ -50,7 +50,7 @@ def test_dtype_and_shape_come_through(shape):
         if backend.rank == 0:
             return ferrodist.send(np.full(shape, 2.5, np.float32), 1, backend)
         like = np.zeros(shape, np.float32)
-        found = ferrodist.recv(like, 0, backend)
+        found = ferrodist.recv(0, backend, like=like)
         assert not like.any()
         return found
 
@@ -64,7 +64,7 @@ def test_recv_writes_into_out_and_returns_it():
         if backend.rank == 0:
             return ferrodist.send(np.arange(3), 1, backend)
         out = np.empty(3, int)
-        assert ferrodist.recv(out, 0, backend, out=out) is out
+        assert ferrodist.recv(0, backend, out=out) is out
         return out.tolist()
 
     assert run_ranks(2, body)[1] == [0, 1, 2]
@@ -74,7 +74,7 @@ def test_a_strided_array_arrives_as_it_looks():
     def body(backend):
         if backend.rank == 0:
             return ferrodist.send(np.arange(12).reshape(3, 4).T, 1, backend)
-        return ferrodist.recv(np.empty((4, 3), int), 0, backend)
+        return ferrodist.recv(0, backend, like=np.empty((4, 3), int))
 
     np.testing.assert_array_equal(run_ranks(2, body)[1], np.arange(12).reshape(3, 4).T)
 
@@ -89,10 +89,10 @@ def test_an_unexpected_shape_is_the_receivers_error_alone_and_the_next_message_i
         with pytest.raises(
             SizeMismatch, match=r"rank 0 sent float64\[3\], this rank expected float64\[2\]"
         ):
-            ferrodist.recv(np.ones(2), 0, backend)
+            ferrodist.recv(0, backend, like=np.ones(2))
         with pytest.raises(SizeMismatch, match="expected float32"):
-            ferrodist.recv(np.ones(LARGE, np.float32), 0, backend)
-        return ferrodist.recv(np.ones(2), 0, backend).tolist()
+            ferrodist.recv(0, backend, like=np.ones(LARGE, np.float32))
+        return ferrodist.recv(0, backend, like=np.ones(2)).tolist()
 
     assert run_ranks(2, body)[1] == [7.0, 7.0]
 
@@ -102,7 +102,9 @@ def test_small_sends_do_not_wait_for_the_receiver():
         peer = 1 - backend.rank
         for number in range(100):
             ferrodist.send(np.full(1000, number), peer, backend)
-        return sum(int(ferrodist.recv(np.empty(1000, int), peer, backend)[0]) for _ in range(100))
+        return sum(
+            int(ferrodist.recv(peer, backend, like=np.empty(1000, int))[0]) for _ in range(100)
+        )
 
     assert run_ranks(2, body) == [4950, 4950]
 
@@ -123,7 +125,7 @@ def test_sendrecv_goes_round_a_ring_of_any_size():
         world = backend.world_size
         right, left = (backend.rank + 1) % world, (backend.rank - 1) % world
         x = np.full(LARGE, float(backend.rank))
-        return ferrodist.sendrecv(x, right, x, left, backend)[-1]
+        return ferrodist.sendrecv(x, right, left, backend, like=x)[-1]
 
     assert run_ranks(5, body) == [4.0, 0.0, 1.0, 2.0, 3.0]
 
@@ -134,7 +136,7 @@ def test_a_message_nobody_sends_is_a_timeout_that_harms_only_the_receiver():
             with pytest.raises(
                 CollectiveTimeout, match=r"rank 1 did not answer within 0\.1 s"
             ) as caught:
-                ferrodist.recv(0, 1, backend, timeout=0.1)
+                ferrodist.recv(1, backend, timeout=0.1)
             assert caught.value.missing == [1]
         return ferrodist.allreduce(1, backend)
 
@@ -151,9 +153,9 @@ def test_receiving_from_a_rank_that_left_finds_what_it_sent_and_then_the_loss():
             left.set()
             return None
         assert left.wait(20)
-        assert ferrodist.recv(0, 0, backend) == 1
+        assert ferrodist.recv(0, backend) == 1
         with pytest.raises(RankLost, match="rank 0 left after #0"):
-            ferrodist.recv(0, 0, backend)
+            ferrodist.recv(0, backend)
         return True
 
     assert run_ranks(2, body)[1]
@@ -165,7 +167,7 @@ def test_two_ranks_talk_on_after_a_third_has_left():
             return None
         with pytest.raises(RankLost):
             ferrodist.barrier(backend)
-        return ferrodist.sendrecv(backend.rank, 1 - backend.rank, 0, 1 - backend.rank, backend)
+        return ferrodist.sendrecv(backend.rank, 1 - backend.rank, 1 - backend.rank, backend)
 
     assert run_ranks(3, body) == [1, 0, None]
 
@@ -176,9 +178,9 @@ def test_asynchronous_messages_keep_program_order():
             works = [ferrodist.send(n, 1, backend, async_op=True) for n in range(10)]
             works.append(ferrodist.send(np.ones(LARGE), 1, backend, async_op=True))
             return [work.wait(20) for work in works]
-        works = [ferrodist.recv(0, 0, backend, async_op=True) for _ in range(9)]
-        last = ferrodist.recv(0, 0, backend)
-        large = ferrodist.recv(np.empty(LARGE), 0, backend, async_op=True).wait(20)
+        works = [ferrodist.recv(0, backend, async_op=True) for _ in range(9)]
+        last = ferrodist.recv(0, backend)
+        large = ferrodist.recv(0, backend, like=np.empty(LARGE), async_op=True).wait(20)
         return [work.wait(20) for work in works], last, large.sum()
 
     assert run_ranks(2, body)[1] == (list(range(9)), 9, LARGE)
@@ -189,9 +191,9 @@ def test_messages_do_not_queue_behind_a_collective_in_flight():
         if backend.rank == 0:
             work = ferrodist.allreduce(1, backend, async_op=True)
             ferrodist.send(b"x", 1, backend)
-            assert ferrodist.recv(b"?", 1, backend) == b"y"
+            assert ferrodist.recv(1, backend) == b"y"
             return work.wait(20)
-        assert ferrodist.recv(b"?", 0, backend) == b"x"
+        assert ferrodist.recv(0, backend) == b"x"
         ferrodist.send(b"y", 0, backend)
         return ferrodist.allreduce(1, backend)
 
@@ -203,11 +205,11 @@ def test_bad_peers_and_tags_are_refused():
         with pytest.raises(SelfSend):
             ferrodist.send(1, backend.rank, backend)
         with pytest.raises(SelfSend):
-            ferrodist.recv(1, backend.rank, backend)
+            ferrodist.recv(backend.rank, backend)
         with pytest.raises(InvalidRank):
             ferrodist.send(1, 2, backend)
         with pytest.raises(InvalidRank):
-            ferrodist.recv(1, -1, backend)
+            ferrodist.recv(-1, backend)
         for tag in (-1, 2**31, 1.5, True, "a"):
             with pytest.raises(InvalidArgument, match="tag must be"):
                 ferrodist.send(1, 1 - backend.rank, backend, tag=tag)
@@ -223,7 +225,7 @@ def test_a_send_in_flight_that_expires_does_not_fail_the_others():
         ferrodist.barrier(backend)
         if backend.rank == 0:
             assert isinstance(work.exception(10), CollectiveTimeout)
-            return ferrodist.recv(large, other, backend).sum()
+            return ferrodist.recv(other, backend, like=large).sum()
         return work.wait(10)
 
     assert run_ranks(2, body) == [100_000, None]
@@ -254,7 +256,7 @@ def test_exactly_64_kilobytes_do_not_wait():
             ferrodist.send(np.zeros(65536, np.uint8), 1, backend, timeout=5)
         ferrodist.barrier(backend)
         if backend.rank == 1:
-            ferrodist.recv(np.zeros(65536, np.uint8), 0, backend)
+            ferrodist.recv(0, backend, like=np.zeros(65536, np.uint8))
 
     run_ranks(2, body)
 
@@ -266,10 +268,10 @@ def test_a_sendrecv_that_fails_takes_its_large_message_back(faults):
     def body(backend):
         if backend.rank == 0:
             with pytest.raises(CollectiveTimeout):
-                ferrodist.sendrecv(large, 1, large, 1, backend, timeout=0.05)
+                ferrodist.sendrecv(large, 1, 1, backend, like=large, timeout=0.05)
             work = ferrodist.send(2 * large, 1, backend, async_op=True)
         ferrodist.barrier(backend)
-        return ferrodist.recv(large, 0, backend)[0] if backend.rank == 1 else work.wait(10)
+        return ferrodist.recv(0, backend, like=large)[0] if backend.rank == 1 else work.wait(10)
 
     assert run_ranks(2, body, faults=faults)[1] == 2.0
 
@@ -278,7 +280,7 @@ def test_a_sendrecv_that_got_the_wrong_shape_still_sends():
     def body(backend):
         other = 1 - backend.rank
         like = np.ones(2 + backend.rank)
-        return ferrodist.sendrecv(np.ones(2), other, like, other, backend, timeout=5)
+        return ferrodist.sendrecv(np.ones(2), other, other, backend, like=like, timeout=5)
 
     first, second = errors_by_rank(2, body)
     assert first is None
@@ -289,7 +291,7 @@ def test_many_tags_and_asked_errors_leave_nothing_behind():
     def body(backend):
         other = 1 - backend.rank
         for tag in range(200):
-            ferrodist.sendrecv(1, other, 0, other, backend, tag=tag)
+            ferrodist.sendrecv(1, other, other, backend, tag=tag)
         for size in range(20):
             x = np.ones(1 + size + backend.rank)
             assert ferrodist.allreduce(x, backend, async_op=True).exception(10) is not None

@@ -160,7 +160,7 @@ def test_point_to_point_messages_survive_delays_copies_and_overtaking():
             for number in range(30):
                 ferrodist.send(np.full(3, number), 1, backend, tag=number % 2)
             return []
-        return [ferrodist.recv(np.empty(3, int), 0, backend, tag=n % 2)[0] for n in range(30)]
+        return [ferrodist.recv(0, backend, like=np.empty(3, int), tag=n % 2)[0] for n in range(30)]
 
     assert run_ranks(2, body, faults=faults)[1] == list(range(30))
 
@@ -170,7 +170,7 @@ def test_a_corrupted_point_to_point_message_is_a_protocol_error():
         if backend.rank == 0:
             return ferrodist.send(np.arange(9), 1, backend)
         with pytest.raises(ProtocolError, match="bytes from rank 0 cannot be right") as caught:
-            ferrodist.recv(np.empty(9, int), 0, backend)
+            ferrodist.recv(0, backend, like=np.empty(9, int))
         return caught.value.rank
 
     assert run_ranks(2, body, faults=Faults(corrupt=1.0)) == [None, 0]

@@ -351,7 +351,7 @@ WAITS = {
     "between": (2, lambda backend: ferrodist.allreduce(np.ones(3), backend)),
     "large": (2, lambda backend: ferrodist.allreduce(np.ones(MEGABYTE), backend)),
     "object": (1, lambda backend: ferrodist.broadcast_object(None, backend, 3)),
-    "message": (2, lambda backend: ferrodist.recv(np.ones(3), 3, backend)),
+    "message": (2, lambda backend: ferrodist.recv(3, backend, like=np.ones(3))),
     "split": (0, lambda backend: backend.split([0, 1, 2, 3])),
 }
 

@@ -76,7 +76,7 @@ def test_calls_of_other_kinds_and_errors_leave_nothing_behind(start, environment
             ferrodist.allreduce(large, backend)
             ferrodist.allreduce(large, backend, async_op=True).wait(20)
             ferrodist.allreduce({"a": large, "b": 1}, backend)
-            ferrodist.sendrecv(large, peer, large, peer, backend)
+            ferrodist.sendrecv(large, peer, peer, backend, like=large)
             ferrodist.all_gather_object("x", backend)
             with pytest.raises(ferrodist.CollectiveMismatch):
                 ferrodist.allreduce(np.ones(2 + backend.rank), backend)
@@ -99,7 +99,7 @@ def test_groups_made_and_closed_leave_nothing_behind(start, backend_name, number
             with backend.split([0, 1]) as group:
                 ferrodist.allreduce(1, group)
                 ferrodist.allreduce(large, group)  # takes a stage in shared memory
-                ferrodist.sendrecv(1, 1 - group.rank, 0, 1 - group.rank, group)  # and a queue
+                ferrodist.sendrecv(1, 1 - group.rank, 1 - group.rank, group)  # and a queue
 
         if backend_name != "shared_memory":
             return growth(work, number), 0

@@ -150,8 +150,8 @@ def test_messages_sent_before_leaving_arrive(start):
             return 0
         pipe.recv()
         like = np.zeros(2000, int)
-        total = sum(int(ferrodist.recv(like, 1, backend)[-1]) for _ in range(200))
-        error, _ = error_and_time(ferrodist.recv, like, 1, backend)
+        total = sum(int(ferrodist.recv(1, backend, like=like)[-1]) for _ in range(200))
+        error, _ = error_and_time(ferrodist.recv, 1, backend)
         return total, error
 
     with start(2, body) as job:
@@ -171,7 +171,7 @@ REFUSED_IN_CHILDREN = [
     lambda backend: ferrodist.barrier(backend, timeout=5),
     lambda backend: ferrodist.allreduce(1, backend, async_op=True),
     lambda backend: ferrodist.send(np.ones(3), 1 - backend.rank, backend),
-    lambda backend: ferrodist.recv(np.ones(3), 1 - backend.rank, backend),
+    lambda backend: ferrodist.recv(1 - backend.rank, backend, like=np.ones(3)),
     lambda backend: ferrodist.broadcast_object(1, backend),
     lambda backend: backend.split([0, 1]),
     lambda backend: backend.empty(3, "int8"),
@@ -215,7 +215,7 @@ def test_a_death_is_noticed_although_a_forked_child_lives_on(start):
             pipe.recv()  # until the test ends
             os._exit(0)
         pipe.send("ready")
-        return error_and_time(ferrodist.recv, 0, 1 - backend.rank, backend)
+        return error_and_time(ferrodist.recv, 1 - backend.rank, backend)
 
     with start(2, body) as job:
         for rank in job:

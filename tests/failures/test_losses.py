@@ -452,7 +452,7 @@ def test_survivors_may_split_off_after_a_loss_but_not_after_an_abort():
         if backend.rank == 0:
             backend.abort("enough")
         with pytest.raises(GroupAborted):
-            ferrodist.recv(0, 1 - group.rank, group)
+            ferrodist.recv(1 - group.rank, group)
         with pytest.raises(GroupAborted):
             backend.split([0, 1])
         return total

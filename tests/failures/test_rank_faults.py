@@ -44,7 +44,7 @@ def greet_survivors(backend: Any, lost: int) -> list[int]:
     peers = [rank for rank in range(backend.world_size) if rank not in (backend.rank, lost)]
     for peer in peers:
         ferrodist.send(100 * backend.rank + peer, peer, backend)
-    return [ferrodist.recv(0, peer, backend) for peer in peers]
+    return [ferrodist.recv(peer, backend) for peer in peers]
 
 
 def tell_of_long_waits(pipe: Any) -> None:
@@ -223,9 +223,9 @@ def test_a_rank_that_dies_while_ranks_differ_is_named_all_the_same(start, soon, 
 
 
 MESSAGES = {
-    "receives": lambda backend: ferrodist.recv(np.ones(3), 1, backend),
+    "receives": lambda backend: ferrodist.recv(1, backend, like=np.ones(3)),
     "sends much": lambda backend: ferrodist.send(np.ones(MEGABYTE), 1, backend),
-    "exchanges": lambda backend: ferrodist.sendrecv(1, 2, 0, 1, backend),
+    "exchanges": lambda backend: ferrodist.sendrecv(1, 2, 1, backend),
     "splits": lambda backend: backend.split([2, 1, 0]),
 }
 
@@ -508,7 +508,7 @@ WAITS = {
     "large": lambda backend: ferrodist.allreduce(np.ones(MEGABYTE), backend),
     "general": lambda backend: ferrodist.barrier(backend, timeout=None),
     "object": lambda backend: ferrodist.broadcast_object(None, backend, 2),
-    "message": lambda backend: ferrodist.recv(np.ones(3), 2, backend),
+    "message": lambda backend: ferrodist.recv(2, backend, like=np.ones(3)),
     "split": lambda backend: backend.split([0, 1, 2]),
 }
 

@@ -271,7 +271,9 @@ def test_a_damaged_message_is_not_handed_out(start_tcp_job):
         while True:
             for count in (3, 200_000):
                 like = x[:count]
-                if not np.array_equal(ferrodist.sendrecv(like, peer, like, peer, backend), like):
+                if not np.array_equal(
+                    ferrodist.sendrecv(like, peer, peer, backend, like=like), like
+                ):
                     return "wrong"
 
     for position in (JOINED, JOINED + 90, 30_000, 900_000):

@@ -25,7 +25,7 @@ from ferrodist import DistributedError, GroupAborted, ProtocolError, _native
 from ferrodist.backends.framing import pack_array_header
 from ferrodist.backends.peers import _SETTINGS_NBYTES, _SETTINGS_TAG
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.buffer import DType
+from ferrodist.buffer import ArrayKind, DType
 from ferrodist.config import Config
 from ferrodist.rendezvous import Job as Place
 from ferrodist.rendezvous.mesh import join_mesh
@@ -57,7 +57,7 @@ class Impostor:
 
     def _agree(self, words: bytes) -> None:
         """Answer to the settings of rank 0, and wait until it has heard it, or is gone."""
-        header = pack_array_header(DType.UINT8, (_SETTINGS_NBYTES,))
+        header = pack_array_header(DType.UINT8, (_SETTINGS_NBYTES,), ArrayKind.BYTES)
         letter = struct.pack("<H", len(header)) + header + words.ljust(_SETTINGS_NBYTES, b"\0")
         answer = self.frame("eager", letter, tag=_SETTINGS_TAG)
         self.socket.sendall(answer)
@@ -152,7 +152,7 @@ def _forged(one: Impostor) -> bytes:
 
 CALLS: list[Callable[[Any], Any]] = [
     lambda backend: ferrodist.allreduce(np.ones(3), backend),
-    lambda backend: ferrodist.recv(np.ones(3), 1, backend),
+    lambda backend: ferrodist.recv(1, backend, like=np.ones(3)),
     lambda backend: ferrodist.send(np.ones(100_000), 1, backend),
     lambda backend: ferrodist.scatter(None, backend, 1),
     lambda backend: backend.split([0, 1]),
@@ -209,7 +209,7 @@ def meet_impostors(start_tcp_job: Any, cases: list[tuple[Nonsense, Any]]) -> lis
                 for frame in nonsense(impostor):
                     impostor.socket.sendall(frame)
                 impostor.socket.shutdown(socket.SHUT_WR)
-                ferrodist.recv(number, 0, backend)
+                ferrodist.recv(0, backend, like=number)
         return results
 
     with start_tcp_job(2, body) as job:
@@ -273,7 +273,7 @@ def test_settings_that_cannot_be_read_are_an_error_in_words(start_tcp_job, words
         place = Place(name, backend.rank, 2, secret)
         if backend.rank == 1:
             with Impostor(place, words).socket:
-                return ferrodist.recv(0, 0, backend)
+                return ferrodist.recv(0, backend)
         error, _ = error_and_time(lambda: TcpBackend.join(place, config=Config(join_timeout=5)))
         ferrodist.send(1, 1, backend)
         return error
@@ -304,7 +304,7 @@ def test_a_rank_without_a_file_to_spare_works_on(start_tcp_job):
         work = ferrodist.allreduce(np.full(100_000, backend.rank), group, async_op=True)
         peer = (backend.rank + 1) % 3, (backend.rank + 2) % 3
         came = ferrodist.sendrecv(
-            np.full(50_000, backend.rank), peer[0], np.ones(50_000, int), peer[1], backend
+            np.full(50_000, backend.rank), peer[0], peer[1], backend, like=np.ones(50_000, int)
         )
         with pytest.raises(ferrodist.SizeMismatch):
             ferrodist.allreduce(np.ones(2 + backend.rank), backend)
@@ -356,7 +356,7 @@ def test_a_rank_without_memory_for_a_message_says_so_and_the_group_goes_on(start
             pipe.send("ready")
             pipe.recv()
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            found = error_of(lambda: ferrodist.recv(x, 0, backend, timeout=20))
+            found = error_of(lambda: ferrodist.recv(0, backend, like=x, timeout=20))
         elif backend.rank == 0:
             pipe.recv()
             found = error_of(lambda: ferrodist.send(x, 1, backend))

@@ -30,7 +30,7 @@ def test_a_message_with_another_tag_is_mentioned():
         try:
             if backend.rank == 0:
                 return ferrodist.send(1, 1, backend, tag=7)
-            return ferrodist.recv(0, 0, backend, tag=8, timeout=0.2)
+            return ferrodist.recv(0, backend, tag=8, timeout=0.2)
         finally:
             done.wait(20)
 

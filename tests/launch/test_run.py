@@ -241,7 +241,7 @@ def test_the_first_of_several_errors_is_raised():
     def fail_in_turn(backend):
         ferrodist.barrier(backend)
         if backend.rank == 0:
-            ferrodist.recv(np.zeros(1), 1, backend)
+            ferrodist.recv(1, backend, like=np.zeros(1))
         if backend.rank == 1:
             raise ValueError("first")
 

@@ -13,11 +13,12 @@ from ferrodist.backends.framing import (
     FrameError,
     decode,
     encode,
+    pack_array_form,
     pack_array_header,
-    unpack_array_header,
+    unpack_message,
     unpack_shape,
 )
-from ferrodist.buffer import MAX_AXES, DType
+from ferrodist.buffer import MAX_AXES, ArrayKind, DType
 
 BITS_32, BITS_64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 FRAMES = st.builds(Frame, BITS_64, BITS_64, BITS_64, st.binary(max_size=100), BITS_32)
@@ -196,18 +197,21 @@ def test_a_field_that_does_not_fit_its_place_is_refused_and_not_cut(tag):
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
-@given(st.sampled_from(DType), SHAPES)
-def test_an_array_header_reads_back(dtype, shape):
+KINDS = st.sampled_from([kind for kind in ArrayKind if kind is not ArrayKind.NUMBER])
+
+
+@given(st.sampled_from(DType), SHAPES, KINDS)
+def test_an_array_header_reads_back(dtype, shape, kind):
     content = bytes(math.prod(shape) * dtype.itemsize)
-    found = unpack_array_header(memoryview(pack_array_header(dtype, shape) + content))
-    assert found[:2] == (dtype, shape)
-    assert bytes(found[2]) == content
+    found = unpack_message(memoryview(pack_array_header(dtype, shape, kind) + content))
+    assert found[:3] == (dtype, shape, kind)
+    assert bytes(found[3]) == content
 
 
 @given(st.binary(max_size=60))
 def test_an_array_header_out_of_bounds_is_refused(data):
     try:
-        dtype, shape, content = unpack_array_header(memoryview(data))
+        dtype, shape, _, content = unpack_message(memoryview(data))
     except FrameError:
         return
     assert math.prod(shape) * dtype.itemsize == len(content)
@@ -215,19 +219,19 @@ def test_an_array_header_out_of_bounds_is_refused(data):
 
 @given(st.sampled_from(DType), SHAPES, st.data())
 def test_an_array_header_with_a_flipped_bit_fits_its_content_or_is_refused(dtype, shape, data):
-    header = pack_array_header(dtype, shape)
+    header = pack_array_header(dtype, shape, ArrayKind.NUMPY)
     place = data.draw(st.integers(0, 8 * len(header) - 1))
     content = bytes(math.prod(shape) * dtype.itemsize)
     try:
-        found = unpack_array_header(memoryview(flipped(header + content, place)))
+        found = unpack_message(memoryview(flipped(header + content, place)))
     except FrameError:
         return
-    assert math.prod(found[1]) * found[0].itemsize == len(found[2])
+    assert math.prod(found[1]) * found[0].itemsize == len(found[3])
 
 
 @given(st.sampled_from(DType), SHAPES, st.data())
 def test_an_array_header_cut_short_is_refused(dtype, shape, data):
-    header = pack_array_header(dtype, shape)
+    header = pack_array_form(dtype, shape)
     cut = header[: data.draw(st.integers(0, len(header) - 1))]
     with pytest.raises(FrameError):
         unpack_shape(cut)
@@ -235,10 +239,10 @@ def test_an_array_header_cut_short_is_refused(dtype, shape, data):
 
 @given(st.sampled_from(DType), st.lists(BITS_64, max_size=MAX_AXES).map(tuple))
 def test_a_shape_of_any_numbers_reads_back_without_its_content(dtype, shape):
-    assert unpack_shape(pack_array_header(dtype, shape)) == (dtype, shape)
+    assert unpack_shape(pack_array_form(dtype, shape)) == (dtype, shape)
     if math.prod(shape) > 0:
         with pytest.raises(FrameError, match="do not fit"):
-            unpack_array_header(memoryview(pack_array_header(dtype, shape)))
+            unpack_message(memoryview(pack_array_header(dtype, shape, ArrayKind.NUMPY)))
 
 
 @given(st.integers(len(DType), 255))
@@ -254,6 +258,13 @@ def test_too_many_axes_are_refused_though_they_are_there(axes):
 
 
 def test_a_shape_whose_product_overflows_is_refused_without_allocating():
-    header = pack_array_header(DType.FLOAT64, (2**62, 2**62))
+    header = pack_array_header(DType.FLOAT64, (2**62, 2**62), ArrayKind.NUMPY)
     with pytest.raises(FrameError, match="do not fit"):
-        unpack_array_header(memoryview(header))
+        unpack_message(memoryview(header))
+
+
+def test_an_unknown_kind_of_array_and_a_number_with_a_shape_are_refused():
+    header = pack_array_form(DType.FLOAT64, (1,))
+    for kind in (b"", bytes([0]), bytes([max(ArrayKind) + 1]), bytes([ArrayKind.NUMBER])):
+        with pytest.raises(FrameError):
+            unpack_message(memoryview(header + kind + bytes(8)))

@@ -35,7 +35,7 @@ class Engine:
         return make_calls(backend, x, out) | {
             "allreduce new": lambda: ferrodist.allreduce(x, backend),
             "allreduce async": lambda: self.start_allreduce(x, out)(),
-            "sendrecv": lambda: ferrodist.sendrecv(x, peer, out, peer, backend, out=out),
+            "sendrecv": lambda: ferrodist.sendrecv(x, peer, peer, backend, out=out),
             "window": self._window(x, out),
             "posted": self._posted(x, out),
         }
@@ -49,7 +49,7 @@ class Engine:
             sends = [ferrodist.send(x, 1, backend, async_op=True) for _ in range(number)]
             for send in sends:
                 send.wait()
-            ferrodist.recv(x, 1, backend, out=out[: len(x)])
+            ferrodist.recv(1, backend, out=out[: len(x)])
 
         def get() -> None:
             for receive in self._post(x, out):
@@ -63,7 +63,7 @@ class Engine:
         backend = self.backend
 
         def give() -> None:
-            ferrodist.recv(x, 1, backend, out=out[: len(x)])
+            ferrodist.recv(1, backend, out=out[: len(x)])
             for _ in range(len(out) // len(x)):
                 ferrodist.send(x, 1, backend)
 
@@ -77,7 +77,7 @@ class Engine:
 
     def _post(self, x: Array, out: Array) -> list[Any]:
         rows, backend = out.reshape(-1, len(x)), self.backend
-        return [ferrodist.recv(row, 0, backend, out=row, async_op=True) for row in rows]
+        return [ferrodist.recv(0, backend, out=row, async_op=True) for row in rows]
 
     def start_allreduce(self, x: Array, out: Array) -> Call:
         """Begin an allreduce and return what waits for its end."""

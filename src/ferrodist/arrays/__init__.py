@@ -14,8 +14,9 @@ from ferrodist.arrays.convert import (
     new_result,
     numpy_result,
     parse_form,
+    received_array,
 )
-from ferrodist.arrays.library import InputArray, Library, OutputArray, Span
+from ferrodist.arrays.library import InputArray, Library, OutputArray, Span, type_name
 from ferrodist.arrays.memory_overlap import Overlap, OverlapKind, find_crossing, overlap
 from ferrodist.arrays.python_objects import check_number
 from ferrodist.arrays.trees import flatten, is_tree
@@ -31,6 +32,8 @@ __all__ = [
     "flatten",
     "is_tree",
     "array_over",
+    "received_array",
+    "type_name",
     "form_like",
     "parse_form",
     "Form",

@@ -32,7 +32,7 @@ from ferrodist.arrays.python_objects import (
     PYTHON_NUMBERS,
     exports_memory,
 )
-from ferrodist.buffer import DTYPES_BY_LABEL, DType
+from ferrodist.buffer import DTYPES_BY_LABEL, ArrayKind, DType
 from ferrodist.errors import BackendUnavailable, InvalidArgument, UnsupportedArray
 
 # The common types, found in one step.
@@ -182,6 +182,36 @@ def _torch_over(memory: np.ndarray[Any, Any], form: Form) -> Any:
 _MAKERS: dict[str, Callable[[np.ndarray[Any, Any], Form], Any]] = {
     "numpy": _numpy_over,
     "torch": _torch_over,
+}
+
+
+def received_array(
+    memory: np.ndarray[Any, Any], dtype: DType, shape: tuple[int, ...], kind: ArrayKind
+) -> Any:
+    """Make what a message holds of its bytes, which are nobody else's.
+
+    It is what was sent where its library is imported here, else a NumPy array.
+    """
+    if kind is ArrayKind.TORCH and "torch" in sys.modules:
+        return _torch_over(memory, Form(dtype, shape, "torch"))
+    array = _numpy_over(memory, Form(dtype, shape, "numpy"))
+    return _FROM_NUMPY[kind](array) if kind in _FROM_NUMPY else array
+
+
+def _jax_of(array: np.ndarray[Any, Any]) -> Any:
+    if "jax" not in sys.modules:
+        return array
+    return importlib.import_module("ferrodist.arrays.jax_arrays").from_numpy(array)
+
+
+_FROM_NUMPY: dict[ArrayKind, Callable[[np.ndarray[Any, Any]], Any]] = {
+    ArrayKind.NUMPY_SCALAR: lambda one: one[()],
+    ArrayKind.NUMBER: lambda one: one.item(),
+    ArrayKind.JAX: _jax_of,
+    ArrayKind.BYTES: lambda one: one.tobytes(),
+    ArrayKind.BYTEARRAY: lambda one: bytearray(one.data),
+    ArrayKind.PYTHON_ARRAY: lambda one: array.array(one.dtype.char, one.tobytes()),
+    ArrayKind.MEMORY: lambda one: one.data,
 }
 
 

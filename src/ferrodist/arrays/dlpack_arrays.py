@@ -26,7 +26,7 @@ from ferrodist.arrays.library import (
     type_name,
 )
 from ferrodist.arrays.numpy_arrays import known_buffer, out_result
-from ferrodist.buffer import DType
+from ferrodist.buffer import ArrayKind, DType
 
 _CPU = 1  # kDLCPU in dlpack.h
 
@@ -37,7 +37,8 @@ class DlpackArrays:
     def as_input(self, x: Any, where: str) -> InputArray:
         """View the array's bytes, or a packed copy of them."""
         buffer = known_buffer(_open(x, functools.partial(refuse, where)), where)
-        _native.register_adapted(type(x), _from_numpy)  # from the second one on it is native code's
+        # From the second one on it is native code's.
+        _native.register_adapted(type(x), _from_numpy, ArrayKind.NUMPY)
         return InputArray(buffer, self, x)
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:

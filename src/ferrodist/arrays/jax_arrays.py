@@ -25,7 +25,7 @@ from ferrodist.arrays.library import (
     span_of,
 )
 from ferrodist.arrays.numpy_arrays import known_buffer
-from ferrodist.buffer import DType
+from ferrodist.buffer import ArrayKind, DType
 
 
 class JaxArrays:
@@ -36,8 +36,10 @@ class JaxArrays:
         problem = _find_problem(x)
         if problem is not None:
             raise refuse(where, *problem)
-        _native.register_adapted(type(x), _put_beside)  # from the second one on it is native code's
-        return InputArray(known_buffer(np.asarray(x), where), self, x)
+        # From the second one on it is native code's.
+        _native.register_adapted(type(x), _put_beside, ArrayKind.JAX)
+        kind = ArrayKind.JAX if _device(x).platform == "cpu" else ArrayKind.NUMPY
+        return InputArray(known_buffer(np.asarray(x), where), self, x, kind)
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate host memory, which moves to the device of ``taken`` at the end."""
@@ -60,13 +62,23 @@ def _put_beside(x: Any, host: np.ndarray[Any, Any]) -> Any:
     """Put ``host`` on the device of ``x``, committed to it only if ``x`` is."""
     if not getattr(x, "committed", True) and _goes_to_device_of(x, host):
         return jax.numpy.asarray(host)  # the quickest way; it may share the memory, which is ours
-    with contextlib.ExitStack() as stack:
-        if host.dtype.itemsize >= 8 and not jax.config.jax_enable_x64:
-            stack.enter_context(_enabled_x64())  # else JAX would halve the dtype
+    with _keeping_dtype(host), contextlib.ExitStack() as stack:
         if getattr(x, "committed", True):
             return jax.device_put(host, _sharding(x))
         stack.enter_context(jax.default_device(_device(x)))
         return jax.device_put(host)
+
+
+def from_numpy(host: np.ndarray[Any, Any]) -> Any:
+    """Make an array of one that is nobody else's, where JAX puts arrays by default."""
+    with _keeping_dtype(host):
+        return jax.numpy.asarray(host)
+
+
+def _keeping_dtype(host: np.ndarray[Any, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Keep JAX from halving a dtype of 64 bits."""
+    is_halved = host.dtype.itemsize >= 8 and not jax.config.jax_enable_x64
+    return _enabled_x64() if is_halved else contextlib.nullcontext()
 
 
 def _goes_to_device_of(x: Any, host: np.ndarray[Any, Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
+from ferrodist.buffer import DTYPES_BY_LABEL, ArrayKind, Buffer, DType
 from ferrodist.errors import DistributedError, InvalidArgument, UnsupportedArray
 
 HOST = "host"
@@ -29,13 +29,18 @@ class InputArray(NamedTuple):
     """An array that a caller passed in.
 
     ``buffer`` is the user's memory, or a packed copy of it. ``array`` is the user's object; results
-    take their kind, dtype and device from it.
+    take their kind, dtype and device from it. ``kind`` is what a message says that it is.
     """
 
     buffer: Buffer
     library: Library
     array: Any
-    is_number: bool = False
+    kind: ArrayKind = ArrayKind.NUMPY
+
+    @property
+    def is_number(self) -> bool:
+        """True for Python numbers."""
+        return self.kind is ArrayKind.NUMBER
 
     @property
     def span(self) -> Span | None:
@@ -131,8 +136,8 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
         bfloat16: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
     except ImportError as error:
         raise UnsupportedArray(
-            "a NumPy array of bfloat16 needs the package ml_dtypes; install it, or pass an array "
-            "of the library you want back",
+            "a NumPy array of bfloat16 needs the package ml_dtypes; install it, or import torch "
+            "and use its tensors",
             got="bfloat16",
         ) from error
     return bfloat16

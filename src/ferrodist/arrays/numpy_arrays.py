@@ -24,7 +24,7 @@ from ferrodist.arrays.library import (
     refuse_out,
     span_of,
 )
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import ArrayKind, Buffer, DType
 from ferrodist.errors import UnsupportedArray
 
 
@@ -58,7 +58,7 @@ class NumpyScalars:
     def as_input(self, x: Any, where: str) -> InputArray:
         """Copy the scalar."""
         array = np.asarray(x)
-        return InputArray(known_buffer(array, where), self, array)
+        return InputArray(known_buffer(array, where), self, array, ArrayKind.NUMPY_SCALAR)
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Make room for a scalar, or for an array of them."""

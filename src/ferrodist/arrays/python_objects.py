@@ -27,7 +27,7 @@ from ferrodist.arrays.library import (
     type_name,
 )
 from ferrodist.arrays.numpy_arrays import known_buffer, out_result
-from ferrodist.buffer import DType
+from ferrodist.buffer import ArrayKind, DType
 from ferrodist.reduce_op import ReduceOp
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class PythonNumbers:
         if dtype is DType.INT64 and not INT64_MIN <= number <= INT64_MAX:
             raise refuse(where, f"the int {_short(number)}, outside int64", "pass float(x)")
         array = np.array(number, numpy_dtype(dtype))
-        return InputArray(buffer_of(array, dtype), self, number, is_number=True)
+        return InputArray(buffer_of(array, dtype), self, number, ArrayKind.NUMBER)
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Make room for a number, or for a NumPy array of them."""
@@ -111,12 +111,20 @@ def _number(array: np.ndarray[Any, Any]) -> Any:
 # Others, such as mmap and ctypes arrays, come back as memoryview.
 
 
+_KINDS: dict[type, ArrayKind] = {
+    bytes: ArrayKind.BYTES,
+    bytearray: ArrayKind.BYTEARRAY,
+    array.array: ArrayKind.PYTHON_ARRAY,
+}
+
+
 class PythonBuffers:
     """Exporters of memory, seen through a NumPy view that understands format and strides."""
 
     def as_input(self, x: Any, where: str) -> InputArray:
         """View the exporter's bytes, or a packed copy of them."""
-        return InputArray(known_buffer(_open(x, functools.partial(refuse, where)), where), self, x)
+        buffer = known_buffer(_open(x, functools.partial(refuse, where)), where)
+        return InputArray(buffer, self, x, _KINDS.get(type(x), ArrayKind.MEMORY))
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate an object of the same type and format."""

@@ -31,7 +31,7 @@ from ferrodist.arrays.library import (
     refuse_out,
     type_name,
 )
-from ferrodist.buffer import DType
+from ferrodist.buffer import ArrayKind, DType
 
 _DTYPES: dict[Any, DType] = {getattr(torch, dtype.label): dtype for dtype in DType}
 
@@ -52,7 +52,8 @@ class TorchTensors:
         host = x.detach().resolve_conj().resolve_neg().cpu()
         if host._is_zerotensor():  # which has no memory
             host = host.clone()
-        return InputArray(buffer_of(_as_numpy(host), dtype), self, x)
+        kind = ArrayKind.TORCH if _is_on_host(x) else ArrayKind.NUMPY
+        return InputArray(buffer_of(_as_numpy(host), dtype), self, x, kind)
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate a plain tensor, which moves to the device of ``taken`` at the end."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.arrays import Form, array_over, form_like, parse_form
+from ferrodist.arrays import Form, InputArray, OutputArray, array_over, form_like, parse_form
 from ferrodist.backends import failures
 from ferrodist.backends.call_methods import CallMethods
 from ferrodist.backends.failures import LeaveReason
@@ -165,27 +165,35 @@ class Backend(CallMethods, abc.ABC):
         """Do what a wait that lasts does besides waiting."""
 
     @abc.abstractmethod
-    def _send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def _send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message; return when ``source`` may change."""
 
     @abc.abstractmethod
-    def _start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+    def _start_send(
+        self, source: InputArray, peer: int, tag: int, deadline: Deadline
+    ) -> Work[None]:
         """Send a message; the Work is done when ``source`` may change."""
 
     @abc.abstractmethod
-    def _recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
-        """Receive the next message with this tag into ``target``."""
+    def _recv(self, target: OutputArray | None, peer: int, tag: int, deadline: Deadline) -> Any:
+        """Receive the next message with this tag; without a target whatever array comes."""
 
     @abc.abstractmethod
     def _start_recv(
-        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
-    ) -> Work[T]:
-        """Receive in the background; ``finish`` makes the result of the Work."""
+        self, target: OutputArray | None, peer: int, tag: int, deadline: Deadline
+    ) -> Work[Any]:
+        """Receive in the background."""
 
     @abc.abstractmethod
     def _sendrecv(
-        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> None:
+        self,
+        source: InputArray,
+        to: int,
+        target: OutputArray | None,
+        peer: int,
+        tag: int,
+        deadline: Deadline,
+    ) -> Any:
         """Send and receive at once; a ring of these never deadlocks."""
 
     @abc.abstractmethod

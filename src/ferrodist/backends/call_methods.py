@@ -34,12 +34,34 @@ class CallMethods:
             reproducible: bool | None = ...,
         ) -> Any: ...
 
+        def allreduce_(
+            self,
+            x: Any,
+            op: ReduceOp | str = ...,
+            *,
+            timeout: Timeout = ...,
+            async_op: bool = ...,
+            algorithm: Algorithm = ...,
+            reproducible: bool | None = ...,
+        ) -> Any: ...
+
         def broadcast(
             self,
             x: Any,
             root: int = ...,
             *,
             out: Any = ...,
+            timeout: Timeout = ...,
+            async_op: bool = ...,
+            algorithm: Algorithm = ...,
+            reproducible: bool | None = ...,
+        ) -> Any: ...
+
+        def broadcast_(
+            self,
+            x: Any,
+            root: int = ...,
+            *,
             timeout: Timeout = ...,
             async_op: bool = ...,
             algorithm: Algorithm = ...,
@@ -173,10 +195,10 @@ class CallMethods:
 
         def recv(
             self,
-            like: Any,
             src: int,
             *,
             out: Any = ...,
+            like: Any = ...,
             tag: int = ...,
             timeout: Timeout = ...,
             async_op: bool = ...,
@@ -186,10 +208,10 @@ class CallMethods:
             self,
             x: Any,
             dst: int,
-            like: Any,
             src: int,
             *,
             out: Any = ...,
+            like: Any = ...,
             tag: int = ...,
             timeout: Timeout = ...,
         ) -> Any: ...

@@ -13,7 +13,7 @@ import struct
 from typing import NamedTuple
 
 from ferrodist import _native
-from ferrodist.buffer import MAX_AXES, DType
+from ferrodist.buffer import MAX_AXES, ArrayKind, DType
 
 POINT_TO_POINT = 0  # the sequence number of messages that belong to no collective
 
@@ -56,13 +56,19 @@ def decode(data: bytes | bytearray, source: int, number: int) -> Frame:
     return Frame(group, sequence, fingerprint, payload, tag)
 
 
-# A point-to-point message begins with what it holds: B dtype, B number of axes, Q length of each.
+# A point-to-point message begins with what it holds: B dtype, B number of axes, Q length of each,
+# B kind of array. A receiver compares all but the last.
 _ARRAY = struct.Struct("<BB")
 
 
-def pack_array_header(dtype: DType, shape: tuple[int, ...]) -> bytes:
-    """Lay out dtype and shape."""
+def pack_array_form(dtype: DType, shape: tuple[int, ...]) -> bytes:
+    """Lay out dtype and shape: what a header begins with."""
     return _ARRAY.pack(dtype, len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
+
+
+def pack_array_header(dtype: DType, shape: tuple[int, ...], kind: ArrayKind) -> bytes:
+    """Lay out dtype, shape and kind."""
+    return pack_array_form(dtype, shape) + bytes([kind])
 
 
 def unpack_shape(header: bytes | memoryview) -> tuple[DType, tuple[int, ...]]:
@@ -77,10 +83,18 @@ def unpack_shape(header: bytes | memoryview) -> tuple[DType, tuple[int, ...]]:
     return DType(code), struct.unpack_from(f"<{axes}Q", payload, _ARRAY.size)
 
 
-def unpack_array_header(payload: memoryview) -> tuple[DType, tuple[int, ...], memoryview]:
-    """Read dtype, shape and content; raise FrameError unless they fit each other."""
+def unpack_message(payload: memoryview) -> tuple[DType, tuple[int, ...], ArrayKind, memoryview]:
+    """Read dtype, shape, kind and content; raise FrameError unless they fit each other."""
     dtype, shape = unpack_shape(payload)
-    content = payload[_ARRAY.size + 8 * len(shape) :]
+    end = _ARRAY.size + 8 * len(shape)
+    code, content = payload[end : end + 1].tobytes(), payload[end + 1 :]
+    if not code or code[0] not in _KINDS:
+        raise FrameError("the array header has no known kind of array")
     if math.prod(shape) * dtype.itemsize != len(content):
         raise FrameError(f"{len(content)} bytes do not fit {dtype.label}{list(shape)}")
-    return dtype, shape, content
+    if code[0] == ArrayKind.NUMBER and shape:
+        raise FrameError(f"a number has no shape, got {list(shape)}")
+    return dtype, shape, ArrayKind(code[0]), content
+
+
+_KINDS = frozenset(ArrayKind)

@@ -7,16 +7,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import numpy as np
 
 from ferrodist import _native
+from ferrodist.arrays import InputArray, OutputArray, received_array
 from ferrodist.backends import failures
 from ferrodist.backends.base import Backend
 from ferrodist.backends.failures import LeaveReason, StatusCode
-from ferrodist.backends.framing import FrameError, pack_array_header, unpack_shape
+from ferrodist.backends.framing import (
+    FrameError,
+    pack_array_form,
+    pack_array_header,
+    unpack_message,
+    unpack_shape,
+)
 from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.request_work import name_of_message
-from ferrodist.buffer import Buffer
+from ferrodist.buffer import ArrayKind, DType
 from ferrodist.call import Leaf, Site, caller_site
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
@@ -28,30 +37,58 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Target = OutputArray | None
+"""Where a message goes; None: it says itself what it is, and becomes an array of its own."""
+
+
+def header_of(source: InputArray) -> bytes:
+    """Lay out what a message holds."""
+    return pack_array_header(source.buffer.dtype, source.buffer.shape, source.kind)
+
+
+def deliver(payload: memoryview, target: Target, what: str, peer: int, rank: int) -> Any:
+    """Put a whole message where it goes and return the array.
+
+    Raises FrameError if it is none, SizeMismatch if it is not what its receiver expects.
+    """
+    dtype, shape, kind, content = unpack_message(payload)
+    if target is None:
+        return received_array(np.frombuffer(bytearray(content), np.uint8), dtype, shape, kind)
+    found, expected = Leaf("", dtype, shape), leaf_of_target(target)
+    if found != expected:
+        raise failures.unexpected(what, peer, rank, found, expected)
+    target.buffer.memory[:] = content
+    return target.finish()
+
+
+def leaf_of_target(target: OutputArray) -> Leaf:
+    """Describe what a receiver expects."""
+    return Leaf("", target.buffer.dtype, target.buffer.shape)
+
 
 class Sender(Protocol):
     """What moves the messages of one rank."""
 
-    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
 
     def sendrecv(
-        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> None:
-        """Send and receive at once."""
+        self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
+    ) -> Any:
+        """Send and receive at once; return what came."""
 
 
 class ThreadSender(Sender, Protocol):
     """One whose calls in flight need threads."""
 
     def post(
-        self, source: Buffer, peer: int, tag: int, deadline: Deadline
+        self, source: InputArray, peer: int, tag: int, deadline: Deadline
     ) -> tuple[str, Callable[[], None] | None]:
         """Send a message; return what to call it, and how to wait until ``source`` may change."""
 
     def line_up(
-        self, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], None]]:
+        self, target: Target, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], Any]]:
         """Take a place among the receivers; return what to call it, and how to receive."""
 
 
@@ -84,19 +121,19 @@ class MessagingBackend(Backend):
 
     _messenger: Sender
 
-    def _send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def _send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message; beyond 64 KB wait until the receiver has it."""
         self._check_usable()
         with self._aborting_on_interrupt("send"):
             self._messenger.send(source, peer, tag, deadline)
 
     def _sendrecv(
-        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> None:
+        self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
+    ) -> Any:
         """Post the outgoing message, receive, and only then wait for the receiver."""
         self._check_usable()
         with self._aborting_on_interrupt("sendrecv"):
-            self._messenger.sendrecv(source, to, target, peer, tag, deadline)
+            return self._messenger.sendrecv(source, to, target, peer, tag, deadline)
 
     @contextmanager
     def _aborting_on_interrupt(self, what: str) -> Iterator[None]:
@@ -121,30 +158,24 @@ class ThreadMessagingBackend(MessagingBackend):
         super().__init__(rank, world_size, config)
         self._messages: list[threading.Thread] = []  # those in flight
 
-    def _start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+    def _start_send(
+        self, source: InputArray, peer: int, tag: int, deadline: Deadline
+    ) -> Work[None]:
         """Send now, wait for the receiver in the background."""
         self._check_usable()
         what, settle = self._messenger.post(source, peer, tag, deadline)
         return self._in_background(what, settle)
 
-    def _recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
-        """Receive the next message with this tag into ``target``."""
+    def _recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Any:
+        """Receive the next message with this tag."""
         self._check_usable()
         with self._aborting_on_interrupt("recv"):
-            self._messenger.line_up(target, peer, tag, deadline)[1]()
+            return self._messenger.line_up(target, peer, tag, deadline)[1]()
 
-    def _start_recv(
-        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
-    ) -> Work[T]:
+    def _start_recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Work[Any]:
         """Take a place in the line of receivers now, receive in the background."""
         self._check_usable()
-        what, receive = self._messenger.line_up(target, peer, tag, deadline)
-
-        def receive_and_finish() -> T:
-            receive()
-            return finish()
-
-        return self._in_background(what, receive_and_finish)
+        return self._in_background(*self._messenger.line_up(target, peer, tag, deadline))
 
     def _in_background(self, what: str, run: Callable[[], T] | None) -> Work[T]:
         """Finish a message on a thread of its own: it never queues behind a collective."""
@@ -235,9 +266,10 @@ class MessageCall:
         return failures.lost(self.what, peer, backend.rank, how, tags)
 
     def _misfit(self, found: bytes, peer: int) -> BaseException:
-        assert self._expected is not None  # else nothing could differ from it
         try:
             leaf = Leaf("", *unpack_shape(found))
+            if self._expected is None:
+                raise FrameError(f"a message of {leaf} that has not its size")
         except FrameError as flaw:
             return failures.damaged(self.what, peer, self.backend.rank, str(flaw))
         return failures.unexpected(self.what, peer, self.backend.rank, leaf, self._expected)
@@ -254,46 +286,47 @@ class ProcessMessenger:
         self.backend = weakref.proxy(backend)  # which holds on to this
         self._group = backend.group
 
-    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
         call = MessageCall(self.backend, peer, -1, tag, deadline)
         self._wait(call, self._isend(call, source, peer, tag), holds_caller=True)
 
-    def recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
-        """Receive the next message with this tag into ``target``."""
+    def recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Any:
+        """Receive the next message with this tag."""
         call = MessageCall(self.backend, -1, peer, tag, deadline, _leaf(target))
-        self._wait(call, self._irecv(target, peer, tag), holds_caller=False)
+        receiving = self._irecv(target, peer, tag)
+        self._wait(call, receiving, holds_caller=False)
+        return receiving.array() if target is None else target.finish()
 
-    def start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+    def start_send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> Work[None]:
         """Post a send; the Work is done when ``source`` may change."""
         self._refuse_if_gone(MessageCall(self.backend, peer, -1, tag, deadline), peer)
-        header = pack_array_header(source.dtype, source.shape)
+        header, memory = header_of(source), source.buffer.memory
         work: Work[None] = self._group.start_send(
-            self.backend, peer, tag, header, source.memory, deadline.end, deadline.seconds
+            self.backend, peer, tag, header, memory, deadline.end, deadline.seconds
         )
         return work
 
-    def start_recv(
-        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
-    ) -> Work[T]:
-        """Post a receive; ``finish`` makes the result of the Work."""
-        header = pack_array_header(target.dtype, target.shape)
-        work: Work[T] = self._group.start_recv(
-            self.backend, peer, tag, header, target.memory, deadline.end, deadline.seconds, finish
+    def start_recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Work[Any]:
+        """Post a receive."""
+        finish = None if target is None else target.finish
+        work: Work[Any] = self._group.start_recv(
+            self.backend, peer, tag, *_expect(target), deadline.end, deadline.seconds, finish
         )
         return work
 
     def sendrecv(
-        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> None:
+        self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
+    ) -> Any:
         """Send and receive at once; if nothing is received the message is withdrawn.
 
         A message that came but does not fit is this rank's own affair: its own goes out.
         """
         call = MessageCall(self.backend, to, peer, tag, deadline, _leaf(target))
         sending = self._isend(call, source, to, tag)
+        receiving = self._irecv(target, peer, tag)
         try:
-            self._wait(call, self._irecv(target, peer, tag), holds_caller=False)
+            self._wait(call, receiving, holds_caller=False)
         except (SizeMismatch, ProtocolError):
             self._wait(call, sending, holds_caller=True)
             raise
@@ -301,20 +334,19 @@ class ProcessMessenger:
             sending.abandon(StatusCode.LATE)
             raise
         self._wait(call, sending, holds_caller=False)
+        return receiving.array() if target is None else target.finish()
 
-    def _isend(self, call: MessageCall, source: Buffer, peer: int, tag: int) -> _native.Request:
+    def _isend(self, call: MessageCall, source: InputArray, peer: int, tag: int) -> _native.Request:
         self._refuse_if_gone(call, peer)
-        header = pack_array_header(source.dtype, source.shape)
-        return self._group.isend(peer, tag, header, source.memory)
+        return self._group.isend(peer, tag, header_of(source), source.buffer.memory)
 
     def _refuse_if_gone(self, call: MessageCall, peer: int) -> None:
         self.backend.refuse_if_aborted()
         if self._group.is_gone(peer):
             raise call.failure(self.backend.loss_of(peer), peer, None)
 
-    def _irecv(self, target: Buffer, peer: int, tag: int) -> _native.Request:
-        header = pack_array_header(target.dtype, target.shape)
-        return self._group.irecv(peer, tag, header, target.memory)
+    def _irecv(self, target: Target, peer: int, tag: int) -> _native.Request:
+        return self._group.irecv(peer, tag, *_expect(target))
 
     def _wait(self, call: MessageCall, request: _native.Request, *, holds_caller: bool) -> None:
         """Wait for a request, which is over in any case; raise what became of it."""
@@ -334,8 +366,16 @@ class ProcessMessenger:
 _OF_CYCLES = (StatusCode.LATE, StatusCode.LOST)
 
 
-def _leaf(target: Buffer) -> Leaf:
-    return Leaf("", target.dtype, target.shape)
+def _leaf(target: Target) -> Leaf | None:
+    return None if target is None else leaf_of_target(target)
+
+
+def _expect(target: Target) -> tuple[bytes, memoryview | None]:
+    """What the header of a message must begin with, and the memory for it."""
+    if target is None:
+        return b"", None
+    buffer = target.buffer
+    return pack_array_form(buffer.dtype, buffer.shape), buffer.memory
 
 
 def _message_error(
@@ -364,5 +404,8 @@ def _message_error(
 
 _native.set_message_hooks(
     message_error=_message_error,
+    make_received=lambda memory, dtype, shape, kind: received_array(
+        memory, DType(dtype), shape, ArrayKind(kind)
+    ),
     on_message_interrupt=lambda backend, name, error: backend._abort_if_foreign(error, name),
 )

@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.arrays import InputArray, as_input, as_output
 from ferrodist.backends.failures import LeaveReason, describe, died
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import DType
 from ferrodist.call import MAX_TAG
 from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
@@ -168,10 +169,10 @@ def _receive_difference(backend: TcpBackend, peer: int, deadline: Deadline) -> s
 
 
 def _receive(backend: TcpBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
-    message = _pack({})
-    backend._messenger.recv(message, peer, _SETTINGS_TAG, deadline)
+    target = as_output(bytearray(_SETTINGS_NBYTES), DType.UINT8, (_SETTINGS_NBYTES,))
+    message = backend._messenger.recv(target, peer, _SETTINGS_TAG, deadline)
     try:
-        found = json.loads(bytes(message.memory).rstrip(b"\0").decode())
+        found = json.loads(message.rstrip(b"\0").decode())
     except RecursionError as error:
         raise ValueError("settings that are nested too deep") from error
     if not isinstance(found, dict):
@@ -190,6 +191,5 @@ def _settings(config: Config) -> dict[str, Any]:
     return found
 
 
-def _pack(settings: dict[str, Any]) -> Buffer:
-    data = bytearray(json.dumps(settings).encode().ljust(_SETTINGS_NBYTES, b"\0"))
-    return Buffer(memoryview(data), DType.UINT8, (_SETTINGS_NBYTES,), data)
+def _pack(settings: dict[str, Any]) -> InputArray:
+    return as_input(json.dumps(settings).encode().ljust(_SETTINGS_NBYTES, b"\0"))

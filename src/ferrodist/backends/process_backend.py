@@ -15,11 +15,12 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
 from ferrodist import _native
 from ferrodist._native import Status
+from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.executor import Planner
@@ -34,11 +35,10 @@ from ferrodist.backends.failures import (
     unpack_group_error,
     unpack_leave_reason,
 )
-from ferrodist.backends.p2p import MessagingBackend, ProcessMessenger
+from ferrodist.backends.p2p import MessagingBackend, ProcessMessenger, Target
 from ferrodist.backends.peers import ExitStatuses
 from ferrodist.backends.request_work import end_callbacks_thread
 from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
-from ferrodist.buffer import Buffer
 from ferrodist.call import Kind, Site, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
@@ -135,23 +135,23 @@ class ProcessBackend(MessagingBackend):
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _recv(self, target: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
-        """Receive the next message with this tag into ``target``."""
+    def _recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Any:
+        """Receive the next message with this tag."""
         self._check_usable()
         with self._aborting_on_interrupt("recv"):
-            self._messenger.recv(target, peer, tag, deadline)
+            return self._messenger.recv(target, peer, tag, deadline)
 
-    def _start_send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> Work[None]:
+    def _start_send(
+        self, source: InputArray, peer: int, tag: int, deadline: Deadline
+    ) -> Work[None]:
         """Post a send; the Work is done when ``source`` may change."""
         self._check_usable()
         return self._messenger.start_send(source, peer, tag, deadline)
 
-    def _start_recv(
-        self, target: Buffer, peer: int, tag: int, deadline: Deadline, finish: Callable[[], T]
-    ) -> Work[T]:
-        """Post a receive; ``finish`` makes the result of the Work."""
+    def _start_recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Work[Any]:
+        """Post a receive."""
         self._check_usable()
-        return self._messenger.start_recv(target, peer, tag, deadline, finish)
+        return self._messenger.start_recv(target, peer, tag, deadline)
 
     def _await_works(self) -> None:
         super()._await_works()

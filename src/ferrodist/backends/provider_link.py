@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
 from ferrodist.backends.failures import (
     GroupError,
@@ -20,9 +22,10 @@ from ferrodist.backends.failures import (
     unpack_group_error,
     unpack_leave_reason,
 )
-from ferrodist.backends.framing import FrameError, pack_array_header, unpack_shape
+from ferrodist.backends.framing import FrameError, pack_array_form, unpack_shape
+from ferrodist.backends.p2p import Lanes, Target, deliver, header_of, leaf_of_target
 from ferrodist.backends.provider import Provider, Request
-from ferrodist.buffer import MAX_AXES, Buffer
+from ferrodist.buffer import MAX_AXES, DType
 from ferrodist.call import Leaf, caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -256,7 +259,7 @@ def _sleep(request: Request, nap: float, deadline: Deadline) -> None:
 # -- point-to-point calls --------------------------------------------------------------------------
 
 
-_LARGEST_HEADER = len(pack_array_header(0, (0,) * MAX_AXES))  # type: ignore[arg-type]
+_LARGEST_HEADER = len(pack_array_form(DType.BOOL, (0,) * MAX_AXES)) + 1
 
 
 class _Message:
@@ -277,6 +280,12 @@ class _Message:
         """Wait for a request."""
         with self.naming(peer):
             self.link.wait([(peer, request)], self._check, self.deadline)
+
+    def look(self, peer: int) -> float:
+        """Raise if waiting for this peer is over, else say how long to wait on."""
+        self.link.poll()
+        self._check([peer])
+        return min(max(self.deadline.remaining(), 0.0), _POLL)
 
     def _check(self, peers: list[int]) -> None:
         link, (peer,) = self.link, peers
@@ -310,15 +319,16 @@ class ProviderMessenger:
 
     def __init__(self, link: ProviderLink) -> None:
         self._link = link
+        self._lanes = Lanes()
 
-    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
         settle = self.post(source, peer, tag, deadline)[1]
         if settle is not None:
             settle()
 
     def post(
-        self, source: Buffer, peer: int, tag: int, deadline: Deadline
+        self, source: InputArray, peer: int, tag: int, deadline: Deadline
     ) -> tuple[str, Callable[[], None] | None]:
         """Send a message; return what to call it, and how to wait until ``source`` may change."""
         name = f"send(dst={peer}, tag={tag})"
@@ -327,15 +337,15 @@ class ProviderMessenger:
         return name, None if request.test() else lambda: message.wait(request, peer)
 
     def line_up(
-        self, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], None]]:
-        """Post a receive; return what to call it, and how to wait for it."""
+        self, target: Target, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], Any]]:
+        """Take a place among the receivers; return what to call it, and how to receive."""
         name = f"recv(src={peer}, tag={tag})"
-        return name, self._irecv(_Message(self._link, name, deadline), target, peer, tag)
+        return name, self._line_up(_Message(self._link, name, deadline), target, peer, tag)
 
     def sendrecv(
-        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> None:
+        self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
+    ) -> Any:
         """Send and receive at once; if nothing is received the message is taken back.
 
         A message that came but does not fit is this rank's own affair: its own goes out.
@@ -344,7 +354,7 @@ class ProviderMessenger:
         message = _Message(self._link, name, deadline)
         request = self._isend(message, source, to, tag)
         try:
-            self._irecv(message, target, peer, tag)()
+            received = self._line_up(message, target, peer, tag)()
         except (SizeMismatch, ProtocolError):
             message.wait(request, to)
             raise
@@ -352,42 +362,73 @@ class ProviderMessenger:
             request.cancel()
             raise
         message.wait(request, to)
+        return received
 
-    def _isend(self, message: _Message, source: Buffer, peer: int, tag: int) -> Request:
+    def _isend(self, message: _Message, source: InputArray, peer: int, tag: int) -> Request:
         self._check_open()
         if self._link.left(peer) is not None:
             raise message.lost(peer)
-        data = pack_array_header(source.dtype, source.shape) + source.memory
+        data = header_of(source) + source.buffer.memory
         with message.naming(peer):
             return self._link.isend(data, peer, tag)
 
-    def _irecv(self, message: _Message, target: Buffer, peer: int, tag: int) -> Callable[[], None]:
+    def _line_up(self, message: _Message, target: Target, peer: int, tag: int) -> Callable[[], Any]:
         self._check_open()
-        header = pack_array_header(target.dtype, target.shape)
-        memory = bytearray(max(_LARGEST_HEADER, len(header) + target.nbytes))
-        with message.naming(peer):
-            request = self._link.irecv(memory, peer, tag)
+        lane, number = self._lanes.draw(peer, tag)
 
-        def receive() -> None:
-            message.wait(request, peer)
-            self._unpack(message, memoryview(memory), header, target, peer)
+        def receive() -> Any:
+            try:
+                lane.wait(number, lambda: message.look(peer))
+                return self._receive(message, target, peer, tag)
+            finally:
+                self._lanes.leave(lane, number, peer, tag)
 
         return receive
+
+    def _receive(self, message: _Message, target: Target, peer: int, tag: int) -> Any:
+        """Receive when it is this one's turn: no other receive may take the message probed for."""
+        if target is None:
+            probe = _Probe(self._link.provider, peer, tag)
+            message.wait(probe, peer)
+            nbytes = probe.nbytes
+        else:
+            nbytes = _LARGEST_HEADER + target.buffer.nbytes
+        memory = bytearray(nbytes)
+        with message.naming(peer):
+            request = self._link.irecv(memory, peer, tag)
+        message.wait(request, peer)
+        return self._unpack(message, memoryview(memory), target, peer)
 
     def _check_open(self) -> None:
         self._link.poll()
         self._link.refuse_if_aborted()
 
-    def _unpack(
-        self, message: _Message, memory: memoryview, header: bytes, target: Buffer, peer: int
-    ) -> None:
-        if memory[: len(header)] == header:
-            target.memory[:] = memory[len(header) : len(header) + target.nbytes]
-            return
+    def _unpack(self, message: _Message, memory: memoryview, target: Target, peer: int) -> Any:
+        rank = self._link.rank
         try:
-            found = Leaf("", *unpack_shape(memory))
+            if target is not None:  # its memory may be longer than the message
+                found, expected = Leaf("", *unpack_shape(memory)), leaf_of_target(target)
+                if found != expected:
+                    raise failures.unexpected(message.what, peer, rank, found, expected)
+                memory = memory[: len(pack_array_form(*found[1:])) + 1 + target.buffer.nbytes]
+            return deliver(memory, target, message.what, peer, rank)
         except FrameError as error:
-            text = str(error)
-            raise failures.damaged(message.what, peer, self._link.rank, text) from error
-        expected = Leaf("", target.dtype, target.shape)
-        raise failures.unexpected(message.what, peer, self._link.rank, found, expected)
+            raise failures.damaged(message.what, peer, rank, str(error)) from error
+
+
+class _Probe:
+    """A wait for the next message of a rank that nobody receives, to learn its length."""
+
+    def __init__(self, provider: Provider, peer: int, tag: int) -> None:
+        self._provider, self._peer, self._tag = provider, peer, tag
+        self.nbytes = 0
+
+    def test(self) -> bool:
+        """Tell whether it is there."""
+        found = self._provider.iprobe(self._peer, self._tag)
+        self.nbytes = found or 0
+        return found is not None
+
+    def cancel(self) -> bool:
+        """Give it up: there is nothing to take back, but a message that has just come is there."""
+        return not self.test()

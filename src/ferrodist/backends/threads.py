@@ -9,15 +9,16 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from ferrodist import _native
+from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.executor import Planner, execute_plan
 from ferrodist.backends.failures import LeaveReason
-from ferrodist.backends.framing import Frame, FrameError, pack_array_header, unpack_array_header
-from ferrodist.backends.p2p import Lanes, ThreadMessagingBackend
+from ferrodist.backends.framing import Frame, FrameError
+from ferrodist.backends.p2p import Lanes, Target, ThreadMessagingBackend, deliver, header_of
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.backends.thread_control import (
     CallHook,
@@ -30,7 +31,7 @@ from ferrodist.backends.thread_control import (
 from ferrodist.backends.thread_faults import Faults
 from ferrodist.backends.thread_links import Expected, SendRequest, Switch, ThreadTransport
 from ferrodist.buffer import Buffer
-from ferrodist.call import Kind, Leaf
+from ferrodist.call import Kind
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -326,7 +327,7 @@ class Messenger:
         self._status = control.statuses[rank]
         self._lanes = Lanes()
 
-    def send(self, source: Buffer, peer: int, tag: int, deadline: Deadline) -> None:
+    def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
         what = f"send(dst={peer}, tag={tag})"
         hook = SendHook(self._control, self._rank, peer, what, deadline)
@@ -339,7 +340,7 @@ class Messenger:
             sends.remove(hook)
 
     def post(
-        self, source: Buffer, peer: int, tag: int, deadline: Deadline
+        self, source: InputArray, peer: int, tag: int, deadline: Deadline
     ) -> tuple[str, Callable[[], None] | None]:
         """Send a message; return what to call it, and how to wait until ``source`` may change."""
         what = f"send(dst={peer}, tag={tag})"
@@ -348,8 +349,8 @@ class Messenger:
         return what, None if request.is_taken else lambda: self._transport.settle(request, hook)
 
     def line_up(
-        self, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], None]]:
+        self, target: Target, peer: int, tag: int, deadline: Deadline
+    ) -> tuple[str, Callable[[], Any]]:
         """Take a place among the receivers; return what to call it, and how to receive."""
         what = f"recv(src={peer}, tag={tag})"
         hook = MessageHook(self._control, self._rank, what, deadline)
@@ -357,8 +358,8 @@ class Messenger:
         return what, lambda: self._receive(lane, number, target, peer, tag, hook)
 
     def sendrecv(
-        self, source: Buffer, to: int, target: Buffer, peer: int, tag: int, deadline: Deadline
-    ) -> None:
+        self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
+    ) -> Any:
         """Send and receive at once; if nothing is received the message is taken back.
 
         A message that came but does not fit is this rank's own affair: its own goes out.
@@ -368,7 +369,7 @@ class Messenger:
         receiving = MessageHook(self._control, self._rank, what, deadline)
         request = self._post(source, to, tag, sending)
         try:
-            self._receive(*self._draw(peer, tag), target, peer, tag, receiving)
+            received = self._receive(*self._draw(peer, tag), target, peer, tag, receiving)
         except (SizeMismatch, ProtocolError):
             self._transport.settle(request, sending)
             raise
@@ -376,11 +377,11 @@ class Messenger:
             self._transport.take_back(request)
             raise
         self._transport.settle(request, sending)
+        return received
 
-    def _post(self, source: Buffer, peer: int, tag: int, hook: MessageHook) -> SendRequest:
-        header = pack_array_header(source.dtype, source.shape)
-        to = self._control.members[peer]
-        return self._transport.post(to, self._control.group, tag, header, source.memory, hook)
+    def _post(self, source: InputArray, peer: int, tag: int, hook: MessageHook) -> SendRequest:
+        to, group, memory = self._control.members[peer], self._control.group, source.buffer.memory
+        return self._transport.post(to, group, tag, header_of(source), memory, hook)
 
     def _draw(self, peer: int, tag: int) -> tuple[_native.Tickets, int]:
         self._count_receive(1)
@@ -390,11 +391,11 @@ class Messenger:
         self,
         lane: _native.Tickets,
         number: int,
-        target: Buffer,
+        target: Target,
         peer: int,
         tag: int,
         hook: MessageHook,
-    ) -> None:
+    ) -> Any:
         source = self._control.members[peer]
         hook.is_receiving = True
         try:
@@ -403,7 +404,11 @@ class Messenger:
         finally:
             self._count_receive(-1)
             self._lanes.leave(lane, number, peer, tag)
-        _unpack(memoryview(payload), target, peer, hook)
+        try:
+            return deliver(memoryview(payload), target, hook.what, peer, hook.rank)
+        except FrameError as error:
+            hook.damaged(source, str(error))
+            raise
 
     def _count_receive(self, change: int) -> None:
         with self._control.switch.lock:
@@ -414,15 +419,3 @@ class Messenger:
     def _poll(self, hook: MessageHook, source: int) -> float:
         with self._control.switch.lock:
             return hook.poll(source)
-
-
-def _unpack(payload: memoryview, target: Buffer, peer: int, hook: MessageHook) -> None:
-    try:
-        dtype, shape, content = unpack_array_header(payload)
-    except FrameError as error:
-        hook.damaged(hook.control.members[peer], str(error))
-        raise
-    found, expected = Leaf("", dtype, shape), Leaf("", target.dtype, target.shape)
-    if found != expected:
-        raise failures.unexpected(hook.what, peer, hook.rank, found, expected)
-    target.memory[:] = content

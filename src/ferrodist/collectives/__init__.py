@@ -9,8 +9,10 @@ from ferrodist.collectives.dense import (
     all_gather,
     all_to_all,
     allreduce,
+    allreduce_,
     barrier,
     broadcast,
+    broadcast_,
     exscan,
     gather,
     reduce,
@@ -29,7 +31,9 @@ from ferrodist.collectives.uneven import all_gather_uneven, all_to_all_uneven, s
 
 __all__ = [
     "allreduce",
+    "allreduce_",
     "broadcast",
+    "broadcast_",
     "reduce",
     "all_gather",
     "all_gather_uneven",

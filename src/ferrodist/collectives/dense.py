@@ -23,6 +23,7 @@ from ferrodist.collectives.fast_path import (
 )
 from ferrodist.collectives.plan import (
     Group,
+    InPlaceOptions,
     No,
     Op,
     Options,
@@ -85,6 +86,49 @@ def allreduce(
 
 
 @overload
+def allreduce_(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: Yes, **rest: Unpack[InPlaceOptions]
+) -> Work[T]: ...
+@overload
+def allreduce_(
+    x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[InPlaceOptions]
+) -> T: ...
+def allreduce_(
+    x: Any,
+    backend: Group = None,
+    op: Op = ReduceOp.SUM,
+    *,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Combine the arrays of all ranks in place: ``allreduce`` with ``out=x``.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def fill(backend):
+        ...     x = np.full(2, backend.rank)
+        ...     ferrodist.allreduce_(x, backend)
+        ...     return x
+        >>> run_ranks(3, fill)[0]
+        array([3, 3])
+    """
+    call: Any = allreduce  # which of its overloads is said by async_op
+    return call(
+        x,
+        backend,
+        op,
+        out=x,
+        timeout=timeout,
+        async_op=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+
+
+@overload
 def broadcast(
     x: T, backend: Group = None, root: int = ..., *, async_op: Yes, **rest: Unpack[Options]
 ) -> Work[T]: ...
@@ -125,6 +169,54 @@ def broadcast(
         reproducible=reproducible,
     )
     return execute(request, x, out)
+
+
+@overload
+def broadcast_(
+    x: T, backend: Group = None, root: int = ..., *, async_op: Yes, **rest: Unpack[InPlaceOptions]
+) -> Work[T]: ...
+@overload
+def broadcast_(
+    x: T,
+    backend: Group = None,
+    root: int = ...,
+    *,
+    async_op: No = ...,
+    **rest: Unpack[InPlaceOptions],
+) -> T: ...
+def broadcast_(
+    x: Any,
+    backend: Group = None,
+    root: int = 0,
+    *,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+) -> Any:
+    """Overwrite ``x`` with the array of ``root``: ``broadcast`` with ``out=x``.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def fill(backend):
+        ...     x = np.full(2, backend.rank)
+        ...     ferrodist.broadcast_(x, backend, root=2)
+        ...     return x
+        >>> run_ranks(3, fill)[0]
+        array([2, 2])
+    """
+    call: Any = broadcast  # which of its overloads is said by async_op
+    return call(
+        x,
+        backend,
+        root,
+        out=x,
+        timeout=timeout,
+        async_op=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
 
 
 @overload

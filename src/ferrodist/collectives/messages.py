@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
-from ferrodist.arrays import OutputArray, as_input, as_output, new_result
+from ferrodist.arrays import (
+    OutputArray,
+    OverlapKind,
+    as_input,
+    as_output,
+    new_result,
+    overlap,
+    type_name,
+)
 from ferrodist.backends.base import Backend
 from ferrodist.backends.registry import current_backend
 from ferrodist.call import MAX_TAG
+from ferrodist.collectives.methods import hide_mistaken
 from ferrodist.collectives.plan import Group, No, Yes, open_backend, open_deadline
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import InvalidArgument, SelfSend
 from ferrodist.work import Work
-
-T = TypeVar("T")
 
 
 @overload
@@ -58,7 +65,7 @@ def send(
         >>> def pass_on(backend):
         ...     if backend.rank == 0:
         ...         return ferrodist.send(np.arange(3), 1, backend)
-        ...     return ferrodist.recv(np.empty(3, int), 0, backend)
+        ...     return ferrodist.recv(0, backend)
         >>> run_ranks(2, pass_on)
         [None, array([0, 1, 2])]
     """
@@ -76,101 +83,125 @@ def send(
     backend = open_backend(backend, "send")
     peer = _check_peer(backend, dst, "send")
     deadline = open_deadline(backend, timeout)
-    source = as_input(x, "send: x").buffer
+    source = as_input(x, "send: x")
     start = backend._start_send if async_op else backend._send
     return start(source, peer, _check_tag(tag), deadline)
 
 
 @overload
 def recv(
-    like: T,
     src: int,
     backend: Group = None,
     *,
     out: Any = ...,
+    like: Any = ...,
     tag: int = ...,
     timeout: Timeout = ...,
     async_op: Yes,
-) -> Work[T]: ...
+) -> Work[Any]: ...
 @overload
 def recv(
-    like: T,
     src: int,
     backend: Group = None,
     *,
     out: Any = ...,
+    like: Any = ...,
     tag: int = ...,
     timeout: Timeout = ...,
     async_op: No = ...,
-) -> T: ...
+) -> Any: ...
+@hide_mistaken
 def recv(
-    like: Any,
     src: int,
     backend: Group = None,
-    *,
+    *mistaken: Any,
     out: Any = None,
+    like: Any = None,
     tag: int = 0,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
 ) -> Any:
-    """Receive the next message of rank ``src`` with this tag.
+    """Receive the next message of rank ``src`` with this tag and return what was sent.
 
-    ``like`` gives kind, dtype and shape and is not written. A message of another dtype or shape
-    raises SizeMismatch here, is dropped, and harms nobody else.
+    It has the dtype and shape of what was sent, and its kind where that library is imported here;
+    else it is a NumPy array. ``out`` is filled and returned instead. ``like`` gives the dtype and
+    shape that must come, and the kind of the result. A message that does not fit ``out`` or
+    ``like`` raises SizeMismatch here, is dropped, and harms nobody else.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def pass_on(backend):
+        ...     if backend.rank == 0:
+        ...         return ferrodist.send(2.5, 1, backend)
+        ...     return ferrodist.recv(0, backend)
+        >>> run_ranks(2, pass_on)
+        [None, 2.5]
     """
-    if timeout is DEFAULT:
+    if timeout is DEFAULT and not mistaken:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_irecv" if async_op else "_fast_recv", None)
-        done = NotImplemented if fast is None else fast(group, like, src, out, tag)
+        done = NotImplemented if fast is None else fast(group, src, out, like, tag)
         if done is not NotImplemented:
             return done
+    _refuse_array(src, "recv(src) returns what was sent, recv(src, out=x) fills x")
+    if mistaken:
+        raise TypeError(f"recv() takes src and backend by position, got {2 + len(mistaken)}")
     backend = open_backend(backend, "recv")
     peer = _check_peer(backend, src, "recv")
     deadline = open_deadline(backend, timeout)
-    result = _room_like(like, out)
-    tag = _check_tag(tag)
-    if async_op:
-        return backend._start_recv(result.buffer, peer, tag, deadline, result.finish)
-    backend._recv(result.buffer, peer, tag, deadline)
-    return result.finish()
+    target = _target(out, like, "recv")
+    start = backend._start_recv if async_op else backend._recv
+    return start(target, peer, _check_tag(tag), deadline)
 
 
 def sendrecv(
     x: Any,
     dst: int,
-    like: T,
     src: int,
     backend: Group = None,
     *,
     out: Any = None,
+    like: Any = None,
     tag: int = 0,
     timeout: Timeout = DEFAULT,
-) -> T:
+) -> Any:
     """Send ``x`` to ``dst`` and receive from ``src`` at once: a ring of these never deadlocks.
+
+    Returns what was received, as ``recv`` does. ``out`` may be ``x``.
 
     Example:
         >>> import ferrodist
         >>> from ferrodist.testing import run_ranks
         >>> def shift(backend):
         ...     right, left = (backend.rank + 1) % 3, (backend.rank - 1) % 3
-        ...     return ferrodist.sendrecv(backend.rank, right, 0, left, backend)
+        ...     return ferrodist.sendrecv(backend.rank, right, left, backend)
         >>> run_ranks(3, shift)
         [2, 0, 1]
     """
     if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_sendrecv", None)
-        done = NotImplemented if fast is None else fast(group, x, dst, like, src, out, tag)
+        done = NotImplemented if fast is None else fast(group, x, dst, src, out, like, tag)
         if done is not NotImplemented:
-            return done  # type: ignore[no-any-return] # it comes from native code
+            return done
+    _refuse_array(src, "sendrecv(x, dst, src, out=y) fills y")
     backend = open_backend(backend, "sendrecv")
     to, peer = _check_peer(backend, dst, "sendrecv"), _check_peer(backend, src, "sendrecv")
     deadline = open_deadline(backend, timeout)
-    source = as_input(x, "sendrecv: x").buffer
-    result = _room_like(like, out)
-    backend._sendrecv(source, to, result.buffer, peer, _check_tag(tag), deadline)
-    answer: T = result.finish()
-    return answer
+    source = as_input(x, "sendrecv: x")
+    target = _target(out, like, "sendrecv")
+    if target is not None and overlap(source, target).kind is not OverlapKind.NONE:
+        source = source._replace(buffer=source.buffer.copy())  # what comes may come first
+    return backend._sendrecv(source, to, target, peer, _check_tag(tag), deadline)
+
+
+def _refuse_array(src: Any, advice: str) -> None:
+    """Answer those who pass the array to be filled where the rank belongs, as in MPI and torch."""
+    if hasattr(src, "dtype") and getattr(src, "shape", ()) != ():
+        raise InvalidArgument(
+            f"src is a rank, got a {type_name(src)}; {advice}", got=type_name(src)
+        )
 
 
 def _check_peer(backend: Backend, peer: int, what: str) -> int:
@@ -190,8 +221,13 @@ def _check_tag(tag: int) -> int:
     return number
 
 
-def _room_like(like: Any, out: Any) -> OutputArray:
-    taken = as_input(like, "recv: like")
+def _target(out: Any, like: Any, what: str) -> OutputArray | None:
+    """Make room for what must come; None if it may be anything."""
+    if like is not None:
+        wanted = as_input(like, f"{what}: like")
+        form = wanted.buffer.dtype, wanted.buffer.shape
+        return new_result(wanted, form[1]) if out is None else as_output(out, *form)
     if out is None:
-        return new_result(taken, taken.buffer.shape)
-    return as_output(out, taken.buffer.dtype, taken.buffer.shape)
+        return None
+    buffer = as_input(out, f"{what}: out").buffer
+    return as_output(out, buffer.dtype, buffer.shape)

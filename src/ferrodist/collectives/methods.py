@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Makes a public function a method of every backend too: the same call, without ``backend``."""
+"""Makes a public function a method of every backend too: the same call, without ``backend``.
+
+And hides from signatures what takes arguments that are mistakes, to answer them.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import Any
+from typing import Any, TypeVar
 
 from ferrodist.backends.base import Backend
 
 _ABSENT: Any = object()
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def hide_mistaken(function: F) -> F:
+    """Leave the parameters called ``mistaken`` out of what help and editors show."""
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.name != "mistaken"]
+    function.__dict__["__signature__"] = signature.replace(parameters=shown)
+    return function
 
 
 def attach(function: Callable[..., Any]) -> None:

@@ -53,13 +53,18 @@ Yes = Literal[True]
 No = Literal[False]
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments that most collectives share, for their typed signatures."""
+class InPlaceOptions(TypedDict, total=False):
+    """The keyword arguments of collectives that write into ``x``, for their typed signatures."""
 
-    out: Any
     timeout: Timeout
     algorithm: Algorithm
     reproducible: bool | None
+
+
+class Options(InPlaceOptions, total=False):
+    """The keyword arguments that most collectives share, for their typed signatures."""
+
+    out: Any
 
 
 class Request:

@@ -267,7 +267,7 @@ def make_calls(backend: ferrodist.Backend, x: Array, out: Array) -> dict[str, Ca
     def ping_pong() -> None:
         if is_root:
             ferrodist.send(x, peer, backend)
-        ferrodist.recv(out, peer, backend, out=out)
+        ferrodist.recv(peer, backend, out=out)
         if not is_root:
             ferrodist.send(x, peer, backend)
 

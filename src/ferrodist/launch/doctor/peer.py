@@ -373,7 +373,7 @@ def _ping(backend: TcpBackend) -> tuple[float, float]:
     for _ in range(_NUM_PINGS):
         sent, begin = time.time_ns(), time.perf_counter_ns()
         ferrodist.send(np.zeros(1, np.int64), _LISTENER, backend)
-        ferrodist.recv(there, _LISTENER, backend, out=there)
+        ferrodist.recv(_LISTENER, backend, out=there)
         trip = time.perf_counter_ns() - begin
         trips.append((trip, int(there[0]) - (sent + trip // 2)))
     # The offset is best known from the trip that was held up least.
@@ -384,7 +384,7 @@ def _answer_pings(backend: TcpBackend) -> None:
     """Do the other side's half of ``_ping``."""
     question = np.zeros(1, np.int64)
     for _ in range(_NUM_PINGS):
-        ferrodist.recv(question, _CALLER, backend, out=question)
+        ferrodist.recv(_CALLER, backend, out=question)
         ferrodist.send(np.array([time.time_ns()]), _CALLER, backend)
 
 
@@ -406,10 +406,10 @@ def _send_much(backend: TcpBackend, to: int) -> float:
 def _receive_much(backend: TcpBackend, source: int) -> float:
     """Do the other side's half of ``_send_much``."""
     chunk = np.zeros(_CHUNK_NBYTES, np.uint8)
-    ferrodist.recv(chunk, source, backend, out=chunk)
+    ferrodist.recv(source, backend, out=chunk)
     begin, num_chunks = time.perf_counter(), 0
     while num_chunks < _MOST_CHUNKS and chunk[0] != _LAST:
-        ferrodist.recv(chunk, source, backend, out=chunk)
+        ferrodist.recv(source, backend, out=chunk)
         num_chunks += 1
     speed = num_chunks * _CHUNK_NBYTES / max(time.perf_counter() - begin, 1e-9)
     _send_floats(backend, source, speed)
@@ -421,8 +421,7 @@ def _send_floats(backend: TcpBackend, to: int, *values: float) -> None:
 
 
 def _receive_floats(backend: TcpBackend, source: int, count: int) -> list[float]:
-    values = np.zeros(count, np.float64)
-    ferrodist.recv(values, source, backend, out=values)
+    values = ferrodist.recv(source, backend, like=np.zeros(count))
     return [float(value) for value in values]
 
 

@@ -34,7 +34,7 @@ def _expect_group(trial: Trial, group: Backend, ranks: Sequence[int]) -> None:
     trial.expect_equal(total, float(sum(ranks)), "allreduce in the group")
     if last > 0:
         right, left = (group.rank + 1) % len(ranks), (group.rank - 1) % len(ranks)
-        got = ferrodist.sendrecv(mine, right, mine, left, group)
+        got = ferrodist.sendrecv(mine, right, left, group, like=mine)
         trial.expect_array(got, np.array([[ranks[left], left]]), what="sendrecv in the group")
 
 
@@ -145,7 +145,7 @@ def _late_member(trial: Trial) -> None:
         trial.expect_equal(getattr(error, "missing", None), [1], "missing")
         ferrodist.send(0, 0, trial.backend, tag=1)
     else:
-        ferrodist.recv(0, trial.world - 1, trial.backend, tag=1)  # until the other has given up
+        ferrodist.recv(trial.world - 1, trial.backend, tag=1)  # until the other has given up
     trial.expect_error(GroupAborted, lambda: ferrodist.allreduce(1, group))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ def _expect_numbers(trial: Trial, got: Array, *wanted: int) -> None:
 def _sendrecv_ring(trial: Trial) -> None:
     right, left = _around(trial)
     x, like = _like(trial), _like(trial)
-    got = sendrecv(x, right, like, left, trial.backend, tag=trial.case.number)
+    got = sendrecv(x, right, left, trial.backend, like=like, tag=trial.case.number)
     _expect_from(trial, got, left)
     _expect_from(trial, like, trial.rank)  # like is not written
     _expect_from(trial, x, trial.rank)
@@ -59,13 +60,13 @@ def _small_send_ring(trial: Trial) -> None:
     """Up to 64 KB a send does not wait, so all ranks may send first."""
     right, left = _around(trial)
     send(_like(trial), right, trial.backend)
-    _expect_from(trial, recv(_like(trial), left, trial.backend), left)
+    _expect_from(trial, recv(left, trial.backend, like=_like(trial)), left)
 
 
 def _async_ring(trial: Trial) -> None:
     right, left = _around(trial)
     works = [
-        recv(_like(trial), left, trial.backend, async_op=True),
+        recv(left, trial.backend, like=_like(trial), async_op=True),
         send(_like(trial), right, trial.backend, async_op=True),
     ]
     trial.expect(all(isinstance(work, Work) for work in works), "async_op=True must give a Work")
@@ -77,18 +78,44 @@ def _async_ring(trial: Trial) -> None:
 def _out_ring(trial: Trial) -> None:
     right, left = _around(trial)
     out, like = _like(trial), _like(trial)
-    got = sendrecv(_like(trial), right, like, left, trial.backend, out=out)
+    got = sendrecv(_like(trial), right, left, trial.backend, out=out, like=like)
     trial.expect(got is out, "out was not returned")
     _expect_from(trial, out, left)
     send(_like(trial), right, trial.backend)
-    trial.expect(recv(like, left, trial.backend, out=out) is out, "out was not returned")
+    trial.expect(recv(left, trial.backend, out=out, like=like) is out, "out was not returned")
     _expect_from(trial, out, left)
+
+
+def _unknown_ring(trial: Trial) -> None:
+    """Without out= and like= a receive returns what was sent, of the sender's kind."""
+    right, left = _around(trial)
+    library = trial.case.library_of(left)
+    if library in ("torch", "jax") and library not in sys.modules:
+        library = "numpy"  # it is not imported here
+    coming = recv(left, trial.backend, tag=1, async_op=True)
+    got = [sendrecv(_like(trial), right, left, trial.backend)]
+    works = [send(_like(trial), right, trial.backend, tag=tag, async_op=True) for tag in (1, 2)]
+    got.append(recv(left, trial.backend, tag=2, timeout=trial.backend.timeout))
+    got.append(coming.wait(trial.backend.timeout))
+    for work in works:
+        work.wait(trial.backend.timeout)
+    wanted = values_of(trial.case, left, trial.world)
+    for one in got:
+        trial.expect_array(one, wanted, library=library, dtype=trial.case.dtype)
+
+
+def _in_place_ring(trial: Trial) -> None:
+    """What is received may take the place of what is sent."""
+    right, left = _around(trial)
+    mine = np.arange(LARGE, dtype=np.float32) + trial.rank
+    trial.expect(sendrecv(mine, right, left, trial.backend, out=mine) is mine, "not out")
+    trial.expect_array(mine, np.arange(LARGE, dtype=np.float32) + left)
 
 
 def _large_ring(trial: Trial) -> None:
     right, left = _around(trial)
     mine = np.arange(LARGE, dtype=np.float32) + trial.rank
-    got = sendrecv(mine, right, np.empty_like(mine), left, trial.backend)
+    got = sendrecv(mine, right, left, trial.backend, like=np.empty_like(mine))
     trial.expect_array(got, np.arange(LARGE, dtype=np.float32) + left)
 
 
@@ -108,11 +135,11 @@ def _crossing_tags(trial: Trial) -> None:
             send(np.array([tag]), trial.world - 1, trial.backend, tag=tag)
     elif receives:
         for tag in sorted(tags):
-            _expect_numbers(trial, recv(np.array([0]), 0, trial.backend, tag=tag), tag)
+            _expect_numbers(trial, recv(0, trial.backend, tag=tag), tag)
 
 
 def _order_of_one_tag(trial: Trial) -> None:
-    """Small and large messages with one tag stay in order, whoever waits for them."""
+    """Small and large messages with one tag stay in order, whoever waits for what of them."""
     sends, receives = _is_end(trial)
     sizes = [1, LARGE, 2, 3, LARGE, 4]
     if sends:
@@ -123,8 +150,8 @@ def _order_of_one_tag(trial: Trial) -> None:
         for work in works:
             work.wait(trial.backend.timeout)
     elif receives:
-        likes = [np.empty(size, int) for size in sizes]
-        coming = [recv(like, 0, trial.backend, tag=5, async_op=True) for like in likes]
+        likes = [np.empty(size, int) if size % 2 else None for size in sizes]
+        coming = [recv(0, trial.backend, like=like, tag=5, async_op=True) for like in likes]
         for number, (message, size) in enumerate(zip(coming, sizes, strict=True)):
             trial.expect_array(message.wait(trial.backend.timeout), np.full(size, number))
 
@@ -135,7 +162,7 @@ def _across_collectives(trial: Trial) -> None:
     send(_like(trial), right, trial.backend, tag=9)
     barrier(trial.backend)
     trial.expect_in_step()
-    _expect_from(trial, recv(_like(trial), left, trial.backend, tag=9), left)
+    _expect_from(trial, recv(left, trial.backend, like=_like(trial), tag=9), left)
 
 
 def _every_pair(trial: Trial) -> None:
@@ -144,7 +171,7 @@ def _every_pair(trial: Trial) -> None:
     for peer in others:
         send(np.array([trial.rank, peer]), peer, trial.backend, tag=trial.rank)
     for peer in reversed(others):
-        got = recv(np.array([0, 0]), peer, trial.backend, tag=peer)
+        got = recv(peer, trial.backend, tag=peer)
         _expect_numbers(trial, got, peer, trial.rank)
 
 
@@ -156,7 +183,7 @@ def _sender_may_write(trial: Trial) -> None:
         send(x, trial.world - 1, trial.backend)
         x[:] = -1
     elif receives:
-        _expect_numbers(trial, recv(x, 0, trial.backend), 0, 1, 2)
+        _expect_numbers(trial, recv(0, trial.backend, like=x), 0, 1, 2)
 
 
 # -- what goes wrong is the receiver's alone -------------------------------------------------------
@@ -171,11 +198,11 @@ def _unexpected_message(trial: Trial) -> None:
     elif receives:
         _expect_unexpected(trial, np.zeros(3))
         _expect_unexpected(trial, np.zeros((3, 2)))
-        _expect_numbers(trial, recv(np.array([0]), 0, trial.backend), 4)
+        _expect_numbers(trial, recv(0, trial.backend, like=np.array([0])), 4)
 
 
 def _expect_unexpected(trial: Trial, like: Array) -> None:
-    error = trial.expect_error(SizeMismatch, lambda: recv(like, 0, trial.backend))
+    error = trial.expect_error(SizeMismatch, lambda: recv(0, trial.backend, like=like))
     trial.expect(error is None or error.rank == 0, "the error must name the sender")
 
 
@@ -184,7 +211,7 @@ def _nobody_sends(trial: Trial) -> None:
     left = _around(trial)[1]
     if trial.rank == 0:
         error = trial.expect_error(
-            CollectiveTimeout, lambda: recv(0, left, trial.backend, tag=77, timeout=_SHORT)
+            CollectiveTimeout, lambda: recv(left, trial.backend, tag=77, timeout=_SHORT)
         )
         missing = None if error is None else error.missing
         trial.expect_equal(missing, [left], "missing")
@@ -196,6 +223,8 @@ SCENARIOS: dict[str, Callable[[Trial], None]] = {
     "small_send_ring": _small_send_ring,
     "async_ring": _async_ring,
     "out_ring": _out_ring,
+    "unknown_ring": _unknown_ring,
+    "in_place_ring": _in_place_ring,
     "large_ring": _large_ring,
     "crossing_tags": _crossing_tags,
     "order_of_one_tag": _order_of_one_tag,
@@ -206,5 +235,12 @@ SCENARIOS: dict[str, Callable[[Trial], None]] = {
     "nobody_sends": _nobody_sends,
 }
 
-RINGS = ("sendrecv_ring", "small_send_ring", "async_ring", "out_ring", "across_collectives")
+RINGS = (
+    "sendrecv_ring",
+    "small_send_ring",
+    "async_ring",
+    "out_ring",
+    "across_collectives",
+    "unknown_ring",
+)
 """The scenarios that take the arrays of their case."""

@@ -111,7 +111,7 @@ def _wrong_sizes() -> Refusals:
 def _recv(out: Any) -> Attempt:
     def attempt(backend: Backend) -> object:
         peer = (backend.rank + 1) % backend.world_size
-        return ferrodist.recv(zeros(2), peer, backend, out=out)
+        return ferrodist.recv(peer, backend, out=out, like=zeros(2))
 
     return attempt
 
@@ -204,11 +204,11 @@ def _ranks() -> Refusals:
     yield "root is a float", Refusal(InvalidRank, _bad_root("broadcast", lambda b: 0.0))
     yield "root is a bool", Refusal(InvalidRank, _bad_root("reduce", lambda b: False))
     yield "send to self", Refusal(SelfSend, lambda b: ferrodist.send(1, b.rank, b))
-    yield "recv from self", Refusal(SelfSend, lambda b: ferrodist.recv(1, b.rank, b))
-    both = Refusal(SelfSend, lambda b: ferrodist.sendrecv(1, b.rank, 1, b.rank, b))
+    yield "recv from self", Refusal(SelfSend, lambda b: ferrodist.recv(b.rank, b))
+    both = Refusal(SelfSend, lambda b: ferrodist.sendrecv(1, b.rank, b.rank, b))
     yield "sendrecv with self", both
     yield "send to rank W", Refusal(InvalidRank, lambda b: ferrodist.send(1, b.world_size, b))
-    yield "recv from rank -1", Refusal(InvalidRank, lambda b: ferrodist.recv(1, -1, b))
+    yield "recv from rank -1", Refusal(InvalidRank, lambda b: ferrodist.recv(-1, b))
 
 
 def _members() -> Refusals:
