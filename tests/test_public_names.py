@@ -40,6 +40,10 @@ OPTIONS = ["out", "timeout", "async_op", "algorithm", "reproducible"]
 SIGNATURES = {
     "init": ("backend", ["timeout"]),
     "run": ("fn ranks", ["args", "timeout", "grace"]),
+    "rank": ("", []),
+    "world_size": ("", []),
+    "local_rank": ("", []),
+    "is_initialized": ("", []),
     "average_gradients": ("tree backend", ["weight"]),
     "shard_indices": (
         "num_samples backend",

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.base import Backend, Statistics
-from ferrodist.backends.registry import init
+from ferrodist.backends.registry import init, is_initialized, local_rank, rank, world_size
 from ferrodist.collectives import (
     all_gather,
     all_gather_object,
@@ -78,6 +78,10 @@ __all__ = [
     # start
     "init",
     "run",
+    "rank",
+    "world_size",
+    "local_rank",
+    "is_initialized",
     # training
     "DDP",
     "Bucket",

@@ -324,3 +324,32 @@ def test_a_forked_child_is_told_whose_backend_it_is_and_ends_nothing():
         """
     )
     assert (code, output.splitlines()[-2:], errors) == (0, ["17 False", "end"], "")
+
+
+FACTS = (ferrodist.rank, ferrodist.world_size, ferrodist.local_rank)
+
+
+def test_before_init_nobody_knows_its_rank() -> None:
+    assert not ferrodist.is_initialized()
+    for fact in FACTS:
+        with pytest.raises(NotInitialized, match=r"call ferrodist\.init\(\) first"):
+            fact()
+
+
+def test_a_rank_is_known_from_init_on_and_does_not_change() -> None:
+    backend = ferrodist.init()
+    facts = (backend.rank, backend.world_size, backend.local_rank)
+    assert ferrodist.is_initialized()
+    assert tuple(fact() for fact in FACTS) == facts
+    backend.close()
+    assert not ferrodist.is_initialized()
+    assert tuple(fact() for fact in FACTS) == facts
+
+
+def test_a_forked_child_is_not_initialized() -> None:
+    ferrodist.init()
+    child = os.fork()
+    if child == 0:
+        os._exit(10 * ferrodist.is_initialized() + ferrodist.world_size())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert ferrodist.is_initialized()

@@ -26,7 +26,7 @@ from ferrodist.config import (
     environment,
     variable,
 )
-from ferrodist.errors import BackendUnavailable, InvalidArgument
+from ferrodist.errors import BackendUnavailable, InvalidArgument, NotInitialized
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -115,6 +115,58 @@ def init(backend: str | None = None, *, timeout: Timeout = DEFAULT) -> Backend:
 
 def current_backend() -> Backend | None:
     """Return what ``init`` made; None before."""
+    return _process.backend
+
+
+def is_initialized() -> bool:
+    """Tell whether ``init`` has been called; False after close(), and in a forked child.
+
+    Example:
+        >>> import ferrodist
+        >>> ferrodist.is_initialized()
+        False
+    """
+    made = _process.backend
+    return made is not None and not made.is_closed and not made.is_forked
+
+
+def rank() -> int:
+    """Return this process's rank in the world that ``init`` joined.
+
+    Example:
+        >>> import ferrodist
+        >>> ferrodist.rank()
+        Traceback (most recent call last):
+        ferrodist.errors.NotInitialized: rank: call ferrodist.init() first
+    """
+    return _made("rank").rank
+
+
+def world_size() -> int:
+    """Return how many ranks the world has that ``init`` joined.
+
+    Example:
+        >>> import ferrodist
+        >>> print(f"one of {ferrodist.world_size()} ranks")  # doctest: +SKIP
+        one of 4 ranks
+    """
+    return _made("world_size").world_size
+
+
+def local_rank() -> int:
+    """Return this process's rank among those on its host, to choose a device by.
+
+    Example:
+        >>> import ferrodist, torch
+        >>> torch.cuda.set_device(ferrodist.local_rank())  # doctest: +SKIP
+    """
+    return _made("local_rank").local_rank
+
+
+def _made(what: str) -> Backend:
+    """Return what ``init`` made, closed or not: who this process is does not change."""
+    if _process.backend is None:
+        raise NotInitialized(f"{what}: call ferrodist.init() first")
     return _process.backend
 
 
