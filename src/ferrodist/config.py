@@ -234,4 +234,8 @@ def check_timeout(timeout: Any) -> float | None:
         raise InvalidArgument(
             f"timeout must be seconds above zero, a timedelta or None, got {timeout!r}", got=timeout
         )
-    return None if seconds == float("inf") else float(seconds)
+    try:
+        return None if seconds == float("inf") else float(seconds)
+    except OverflowError as error:  # an int, and so long that nobody wants to read it
+        text = "timeout is more seconds than a float can hold; None waits for ever"
+        raise InvalidArgument(text) from error

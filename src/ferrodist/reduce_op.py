@@ -24,7 +24,7 @@ class ReduceOp(enum.IntEnum):
     BXOR = 7
 
     @classmethod
-    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+    def parse(cls, op: ReduceOp | str | None) -> ReduceOp:
         """Accept a member or its name, in either case."""
         if isinstance(op, cls):
             return op
@@ -34,5 +34,11 @@ class ReduceOp(enum.IntEnum):
         raise InvalidArgument(f"unknown reduce op {op!r}; known: {known}", got=op)
 
 
-BY_NAME = {spelling: op for op in ReduceOp for spelling in (op.name, op.name.lower())}
-"""The members by their names, in upper and in lower case."""
+_NAMES = {
+    **ReduceOp.__members__,
+    "AVG": ReduceOp.MEAN,  # as in torch
+    "AVERAGE": ReduceOp.MEAN,  # as in Horovod
+    "PRODUCT": ReduceOp.PROD,  # as in both
+}
+BY_NAME = {spelling: op for name, op in _NAMES.items() for spelling in (name, name.lower())}
+"""The members by their names, and by what others call them, in upper and in lower case."""

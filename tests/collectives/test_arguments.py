@@ -392,3 +392,111 @@ def test_a_timeout_of_centuries_is_none(start):
 
     with start(2, body) as job:
         assert job.results() == [2.0, 2.0]
+
+
+def test_a_timeout_beyond_all_floats_is_refused():
+    refused(2, InvalidArgument, lambda b: ferrodist.barrier(b, timeout=10**400), match="for ever")
+    (backend,) = SimulatedBackend.create_group(1)
+    with pytest.raises(InvalidArgument, match="for ever"):
+        backend.timeout = 10**400
+
+
+@pytest.mark.parametrize(
+    "call",
+    [ferrodist.allreduce, ferrodist.reduce, ferrodist.reduce_scatter],
+    ids=lambda f: f.__name__,
+)
+def test_no_op_is_not_a_sum(start, call):
+    def body(backend, pipe):
+        with pytest.raises(InvalidArgument, match="unknown reduce op None; known: sum"):
+            call(np.ones(2), backend, op=None)
+        return float(ferrodist.allreduce(1.0, backend))
+
+    with start(2, body) as job:
+        assert job.results() == [2.0, 2.0]
+
+
+def test_integers_of_numpy_are_ranks_everywhere(start):
+    def body(backend, pipe):
+        zero, one = np.int32(0), np.uint8(1)
+        found = [
+            ferrodist.broadcast(backend.rank + 7, backend, one),
+            ferrodist.broadcast_object(backend.rank, backend, np.int64(1)),
+        ]
+        if backend.rank == 0:
+            ferrodist.send(5, one, backend)
+        else:
+            found.append(ferrodist.recv(zero, backend))
+        group = backend.split(np.arange(2))
+        return [*found, group.world_size]
+
+    with start(2, body) as job:
+        assert job.results() == [[8, 1, 2], [8, 1, 5, 2]]
+
+
+@pytest.mark.parametrize("rank", [1.0, np.float64(1)])
+def test_a_float_is_no_rank_and_the_text_says_int(rank):
+    refused(2, InvalidRank, lambda b: ferrodist.broadcast(1, b, rank), match=r"pass int\(")
+    refused(2, InvalidRank, lambda b: ferrodist.send(1, rank, b), match=r"pass int\(")
+    refused(2, InvalidRank, lambda b: b.split([0, rank]), match=r"pass int\(")
+
+
+# -- mistakes that are likely, and their answers ---------------------------------------------------
+
+MISTAKES = {
+    "op for backend": (
+        lambda b: ferrodist.allreduce(np.ones(2), "mean"),
+        r"allreduce\(x, op='mean'\)",
+    ),
+    "member for backend": (
+        lambda b: ferrodist.reduce_scatter(1, ferrodist.ReduceOp.MAX),
+        "op='max'",
+    ),
+    "root for backend": (lambda b: ferrodist.broadcast(np.ones(2), 0), r"broadcast\(x, root=0\)"),
+    "root of an object": (lambda b: ferrodist.broadcast_object(1, np.int64(1)), "root=1"),
+    "backend for dst": (lambda b: ferrodist.send(1, b, 1), r"before the backend: send\(x, dst"),
+    "backend for src": (lambda b: ferrodist.recv(b, 1), r"before the backend: recv\(src"),
+    "backend first": (
+        lambda b: ferrodist.sendrecv(1, b, 1, 1),
+        r"sendrecv\(x, dst, src, backend\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_stands_where_the_backend_or_the_rank_belongs_is_answered(name):
+    call, answer = MISTAKES[name]
+    refused(2, InvalidArgument, call, match=answer)
+
+
+KEYWORDS = {
+    "src": (lambda b: ferrodist.broadcast(1, src=0), "here it is root="),
+    "dst": (lambda b: ferrodist.reduce(1, b, dst=0), "here it is root="),
+    "src of a method": (lambda b: b.scatter(None, src=1), "here it is root="),
+    "src of an object": (lambda b: ferrodist.broadcast_object(1, src=0), "here it is root="),
+    "group": (lambda b: ferrodist.allreduce(1, group=b), "here it is backend="),
+    "group of a barrier": (lambda b: ferrodist.barrier(group=b), "here it is backend="),
+    "source": (lambda b: ferrodist.recv(source=1), "src"),
+    "dest": (lambda b: ferrodist.send(1, 0, b, dest=1), "here it is dst="),
+    "nonsense": (lambda b: ferrodist.allreduce(1, b, nonsense=1), "keyword argument 'nonsense'$"),
+    "src of all": (lambda b: ferrodist.allreduce(1, b, src=1), "keyword argument 'src'$"),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_a_keyword_of_torch_or_mpi_is_answered_with_ours(name):
+    call, answer = KEYWORDS[name]
+    refused(2, TypeError, call, match=answer)
+
+
+@pytest.mark.parametrize(
+    ("name", "op"), [("avg", "mean"), ("average", "mean"), ("AVG", "mean"), ("product", "prod")]
+)
+def test_what_others_call_an_op_is_that_op(start, name, op):
+    def body(backend, pipe):
+        x = np.arange(3.0) + backend.rank + 1
+        found, wanted = (ferrodist.allreduce(x, backend, one) for one in (name, op))
+        return np.array_equal(found, wanted)
+
+    with start(2, body) as job:
+        assert job.results() == [True, True]

@@ -356,8 +356,12 @@ class Backend(CallMethods, abc.ABC):
         except TypeError:
             number = -1
         if not 0 <= number < self.world_size:
+            is_float = isinstance(rank, (float, np.floating))
+            why = (
+                "a float: pass int(...)" if is_float else f"they go from 0 to {self.world_size - 1}"
+            )
             raise InvalidRank(
-                f"{what} {rank!r} is not a rank: they go from 0 to {self.world_size - 1}",
+                f"{what} {rank!r} is not a rank: {why}",
                 rank=rank,
                 world_size=self.world_size,
                 this_rank=self.rank,

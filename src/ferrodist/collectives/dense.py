@@ -21,6 +21,7 @@ from ferrodist.collectives.fast_path import (
     fast_path,
     fast_start,
 )
+from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import (
     Group,
     InPlaceOptions,
@@ -47,6 +48,7 @@ def allreduce(
 def allreduce(
     x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
+@hide_mistaken
 def allreduce(
     x: Any,
     backend: Group = None,
@@ -57,6 +59,7 @@ def allreduce(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Combine the arrays of all ranks, element by element; every rank gets the result.
 
@@ -69,6 +72,8 @@ def allreduce(
         >>> run_ranks(3, lambda b: ferrodist.allreduce(np.full(2, b.rank), b))[0]
         array([3, 3])
     """
+    if mistaken:
+        raise refuse_keyword("allreduce", mistaken)
     if timeout is DEFAULT and algorithm is None and reproducible is None:
         done = (fast_start if async_op else fast_path)(ALLREDUCE, backend, x, out, op, -1)
         if done is not NotImplemented:
@@ -93,6 +98,7 @@ def allreduce_(
 def allreduce_(
     x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[InPlaceOptions]
 ) -> T: ...
+@hide_mistaken
 def allreduce_(
     x: Any,
     backend: Group = None,
@@ -102,6 +108,7 @@ def allreduce_(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Combine the arrays of all ranks in place: ``allreduce`` with ``out=x``.
 
@@ -115,6 +122,8 @@ def allreduce_(
         >>> run_ranks(3, fill)[0]
         array([3, 3])
     """
+    if mistaken:
+        raise refuse_keyword("allreduce_", mistaken)
     call: Any = allreduce  # which of its overloads is said by async_op
     return call(
         x,
@@ -136,6 +145,7 @@ def broadcast(
 def broadcast(
     x: T, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
+@hide_mistaken
 def broadcast(
     x: Any,
     backend: Group = None,
@@ -146,6 +156,7 @@ def broadcast(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Give every rank the array of ``root``; the others pass one of the same dtype and shape.
 
@@ -155,6 +166,8 @@ def broadcast(
         >>> run_ranks(3, lambda b: ferrodist.broadcast(np.full(2, b.rank), b, root=2))[0]
         array([2, 2])
     """
+    if mistaken:
+        raise refuse_keyword("broadcast", mistaken)
     if timeout is DEFAULT and algorithm is None and reproducible is None:
         done = (fast_start if async_op else fast_path)(BROADCAST, backend, x, out, None, root)
         if done is not NotImplemented:
@@ -184,6 +197,7 @@ def broadcast_(
     async_op: No = ...,
     **rest: Unpack[InPlaceOptions],
 ) -> T: ...
+@hide_mistaken
 def broadcast_(
     x: Any,
     backend: Group = None,
@@ -193,6 +207,7 @@ def broadcast_(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Overwrite ``x`` with the array of ``root``: ``broadcast`` with ``out=x``.
 
@@ -206,6 +221,8 @@ def broadcast_(
         >>> run_ranks(3, fill)[0]
         array([2, 2])
     """
+    if mistaken:
+        raise refuse_keyword("broadcast_", mistaken)
     call: Any = broadcast  # which of its overloads is said by async_op
     return call(
         x,
@@ -239,6 +256,7 @@ def reduce(
     async_op: No = ...,
     **rest: Unpack[Options],
 ) -> T | None: ...
+@hide_mistaken
 def reduce(
     x: Any,
     backend: Group = None,
@@ -250,6 +268,7 @@ def reduce(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Combine the arrays of all ranks on ``root``; the other ranks get None.
 
@@ -259,6 +278,8 @@ def reduce(
         >>> run_ranks(3, lambda b: ferrodist.reduce(b.rank + 1, b, root=1, op="prod"))
         [None, 6, None]
     """
+    if mistaken:
+        raise refuse_keyword("reduce", mistaken)
     if timeout is DEFAULT and algorithm is None and reproducible is None:
         done = (fast_start if async_op else fast_path)(REDUCE, backend, x, out, op, root)
         if done is not NotImplemented:
@@ -284,6 +305,7 @@ def all_gather(
 def all_gather(
     x: Any, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
 ) -> Any: ...
+@hide_mistaken
 def all_gather(
     x: Any,
     backend: Group = None,
@@ -293,6 +315,7 @@ def all_gather(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Join the arrays of all ranks along axis 0, in rank order, on every rank.
 
@@ -305,6 +328,8 @@ def all_gather(
         >>> run_ranks(3, lambda b: ferrodist.all_gather(np.array([b.rank]), b))[0]
         array([0, 1, 2])
     """
+    if mistaken:
+        raise refuse_keyword("all_gather", mistaken)
     if timeout is DEFAULT and algorithm is None and reproducible is None:
         done = (fast_start if async_op else fast_path)(ALL_GATHER, backend, x, out, None, -1)
         if done is not NotImplemented:
@@ -328,6 +353,7 @@ def gather(
 def gather(
     x: Any, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> Any: ...
+@hide_mistaken
 def gather(
     x: Any,
     backend: Group = None,
@@ -338,6 +364,7 @@ def gather(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Join the arrays of all ranks along axis 0 on ``root``; the other ranks get None.
 
@@ -347,6 +374,8 @@ def gather(
         >>> run_ranks(2, lambda b: ferrodist.gather(b.rank, b))
         [array([0, 1]), None]
     """
+    if mistaken:
+        raise refuse_keyword("gather", mistaken)
     if timeout is DEFAULT and algorithm is None and reproducible is None:
         done = (fast_start if async_op else fast_path)(GATHER, backend, x, out, None, root)
         if done is not NotImplemented:
@@ -371,6 +400,7 @@ def reduce_scatter(
 def reduce_scatter(
     x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
+@hide_mistaken
 def reduce_scatter(
     x: Any,
     backend: Group = None,
@@ -381,6 +411,7 @@ def reduce_scatter(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Combine the arrays of all ranks; rank r gets part r of the result, cut along axis 0.
 
@@ -392,6 +423,8 @@ def reduce_scatter(
         >>> run_ranks(2, lambda b: ferrodist.reduce_scatter(np.arange(4), b))
         [array([0, 2]), array([4, 6])]
     """
+    if mistaken:
+        raise refuse_keyword("reduce_scatter", mistaken)
     if timeout is DEFAULT and algorithm is None and reproducible is None:
         done = (fast_start if async_op else fast_path)(REDUCE_SCATTER, backend, x, out, op, -1)
         if done is not NotImplemented:
@@ -502,6 +535,7 @@ def all_to_all(
 def all_to_all(
     x: T, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
+@hide_mistaken
 def all_to_all(
     x: Any,
     backend: Group = None,
@@ -511,6 +545,7 @@ def all_to_all(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Send part i of ``x`` to rank i and join what the others sent here, in rank order.
 
@@ -520,6 +555,8 @@ def all_to_all(
         >>> run_ranks(2, lambda b: ferrodist.all_to_all(np.arange(2) + 10 * b.rank, b))
         [array([ 0, 10]), array([ 1, 11])]
     """
+    if mistaken:
+        raise refuse_keyword("all_to_all", mistaken)
     if timeout is DEFAULT and algorithm is None and reproducible is None:
         done = (fast_start if async_op else fast_path)(ALL_TO_ALL, backend, x, out, None, -1)
         if done is not NotImplemented:
@@ -535,7 +572,8 @@ def all_to_all(
     return execute(request, x, out)
 
 
-def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT) -> None:
+@hide_mistaken
+def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT, **mistaken: Any) -> None:
     """Return when every rank has called it.
 
     Example:
@@ -544,6 +582,8 @@ def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT) -> None:
         >>> run_ranks(2, ferrodist.barrier)
         [None, None]
     """
+    if mistaken:
+        raise refuse_keyword("barrier", mistaken)
     if timeout is DEFAULT and fast_path(BARRIER, backend, None, None, None, -1) is None:
         return
     execute_barrier(Request(Kind.BARRIER, backend, timeout=timeout))

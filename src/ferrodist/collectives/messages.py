@@ -18,7 +18,7 @@ from ferrodist.arrays import (
 from ferrodist.backends.base import Backend
 from ferrodist.backends.registry import current_backend
 from ferrodist.call import MAX_TAG
-from ferrodist.collectives.methods import hide_mistaken
+from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import Group, No, Yes, open_backend, open_deadline
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import InvalidArgument, SelfSend
@@ -45,6 +45,7 @@ def send(
     timeout: Timeout = ...,
     async_op: No = ...,
 ) -> None: ...
+@hide_mistaken
 def send(
     x: Any,
     dst: int,
@@ -53,6 +54,7 @@ def send(
     tag: int = 0,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
+    **mistaken: Any,
 ) -> Work[None] | None:
     """Send an array to rank ``dst``; returns when ``x`` may change.
 
@@ -69,6 +71,8 @@ def send(
         >>> run_ranks(2, pass_on)
         [None, array([0, 1, 2])]
     """
+    if mistaken:
+        raise refuse_keyword("send", mistaken)
     if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
         if async_op:
@@ -80,6 +84,7 @@ def send(
             fast = getattr(group, "_fast_send", None)
             if fast is not None and fast(group, x, dst, tag) is None:
                 return None
+    _refuse_backend(dst, "send(x, dst, backend)")
     backend = open_backend(backend, "send")
     peer = _check_peer(backend, dst, "send")
     deadline = open_deadline(backend, timeout)
@@ -114,12 +119,13 @@ def recv(
 def recv(
     src: int,
     backend: Group = None,
-    *mistaken: Any,
+    *extra: Any,
     out: Any = None,
     like: Any = None,
     tag: int = 0,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
+    **mistaken: Any,
 ) -> Any:
     """Receive the next message of rank ``src`` with this tag and return what was sent.
 
@@ -138,15 +144,18 @@ def recv(
         >>> run_ranks(2, pass_on)
         [None, 2.5]
     """
-    if timeout is DEFAULT and not mistaken:
+    if mistaken:
+        raise refuse_keyword("recv", mistaken)
+    if timeout is DEFAULT and not extra:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_irecv" if async_op else "_fast_recv", None)
         done = NotImplemented if fast is None else fast(group, src, out, like, tag)
         if done is not NotImplemented:
             return done
+    _refuse_backend(src, "recv(src, backend)")
     _refuse_array(src, "recv(src) returns what was sent, recv(src, out=x) fills x")
-    if mistaken:
-        raise TypeError(f"recv() takes src and backend by position, got {2 + len(mistaken)}")
+    if extra:
+        raise TypeError(f"recv() takes src and backend by position, got {2 + len(extra)}")
     backend = open_backend(backend, "recv")
     peer = _check_peer(backend, src, "recv")
     deadline = open_deadline(backend, timeout)
@@ -155,6 +164,7 @@ def recv(
     return start(target, peer, _check_tag(tag), deadline)
 
 
+@hide_mistaken
 def sendrecv(
     x: Any,
     dst: int,
@@ -165,6 +175,7 @@ def sendrecv(
     like: Any = None,
     tag: int = 0,
     timeout: Timeout = DEFAULT,
+    **mistaken: Any,
 ) -> Any:
     """Send ``x`` to ``dst`` and receive from ``src`` at once: a ring of these never deadlocks.
 
@@ -179,12 +190,15 @@ def sendrecv(
         >>> run_ranks(3, shift)
         [2, 0, 1]
     """
+    if mistaken:
+        raise refuse_keyword("sendrecv", mistaken)
     if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_sendrecv", None)
         done = NotImplemented if fast is None else fast(group, x, dst, src, out, like, tag)
         if done is not NotImplemented:
             return done
+    _refuse_backend(dst, "sendrecv(x, dst, src, backend)")
     _refuse_array(src, "sendrecv(x, dst, src, out=y) fills y")
     backend = open_backend(backend, "sendrecv")
     to, peer = _check_peer(backend, dst, "sendrecv"), _check_peer(backend, src, "sendrecv")
@@ -194,6 +208,12 @@ def sendrecv(
     if target is not None and overlap(source, target).kind is not OverlapKind.NONE:
         source = source._replace(buffer=source.buffer.copy())  # what comes may come first
     return backend._sendrecv(source, to, target, peer, _check_tag(tag), deadline)
+
+
+def _refuse_backend(peer: Any, form: str) -> None:
+    """Answer those who pass the backend before the rank."""
+    if isinstance(peer, Backend):
+        raise InvalidArgument(f"the rank comes before the backend: {form}", got=type_name(peer))
 
 
 def _refuse_array(src: Any, advice: str) -> None:

@@ -18,11 +18,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def hide_mistaken(function: F) -> F:
-    """Leave the parameters called ``mistaken`` out of what help and editors show."""
+    """Leave what takes arguments that are mistakes out of what help and editors show."""
     signature = inspect.signature(function)
-    shown = [p for p in signature.parameters.values() if p.name != "mistaken"]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    shown = [p for p in signature.parameters.values() if p.kind not in variable]
     function.__dict__["__signature__"] = signature.replace(parameters=shown)
     return function
+
+
+# What torch, MPI and Horovod call the arguments of these calls.
+_BACKEND = dict.fromkeys(("group", "process_group", "comm", "process_set"), "backend")
+_ROOT = dict.fromkeys(("src", "dst", "root_rank", "rank"), "root")
+_PEERS = {"dest": "dst", "source": "src"}
+_ARRAYS = {"tensor": "x", "obj": "value", "object_list": "value"}
+
+
+def refuse_keyword(name: str, mistaken: dict[str, Any]) -> TypeError:
+    """Make the error for a keyword that a call does not have, with the one that was meant."""
+    keyword = next(iter(mistaken))
+    text = f"{name}() got an unexpected keyword argument {keyword!r}"
+    meant = (_BACKEND | _ROOT | _PEERS | _ARRAYS).get(keyword)
+    if meant in inspect.signature(getattr(Backend, name)).parameters or meant == "backend":
+        text += f"; here it is {meant}="
+    return TypeError(text)
 
 
 def attach(function: Callable[..., Any]) -> None:

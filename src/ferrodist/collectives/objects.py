@@ -22,6 +22,7 @@ from ferrodist.arrays import as_input, new_result
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
 from ferrodist.call import Kind
+from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import Group, Request
 from ferrodist.collectives.uneven import as_buffer, tell_numbers
 from ferrodist.config import DEFAULT, Timeout
@@ -235,6 +236,7 @@ def _is_installed(name: str) -> bool:
 # -- the calls -------------------------------------------------------------------------------------
 
 
+@hide_mistaken
 def broadcast_object(
     value: Any,
     backend: Group = None,
@@ -243,6 +245,7 @@ def broadcast_object(
     pickle: bool = False,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
+    **mistaken: Any,
 ) -> Any:
     """Give every rank the object of ``root``; what the others pass is not looked at.
 
@@ -253,11 +256,14 @@ def broadcast_object(
         >>> run_ranks(2, lambda b: ferrodist.broadcast_object(settings.get(b.rank), b))
         [{'lr': 0.1}, {'lr': 0.1}]
     """
+    if mistaken:
+        raise refuse_keyword("broadcast_object", mistaken)
     request = Request(Kind.BROADCAST_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
     data = encode(value, pickle, "the object") if request.is_root else b""
     return _execute(_BroadcastObject, request, [data], pickle)
 
 
+@hide_mistaken
 def all_gather_object(
     value: Any,
     backend: Group = None,
@@ -265,6 +271,7 @@ def all_gather_object(
     pickle: bool = False,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
+    **mistaken: Any,
 ) -> Any:
     """Give every rank the list of the objects of all, in rank order.
 
@@ -274,11 +281,14 @@ def all_gather_object(
         >>> run_ranks(2, lambda b: ferrodist.all_gather_object((b.rank, "ok"), b))[1]
         [(0, 'ok'), (1, 'ok')]
     """
+    if mistaken:
+        raise refuse_keyword("all_gather_object", mistaken)
     request = Request(Kind.ALL_GATHER_OBJECT, backend, timeout=timeout, is_async=async_op)
     data = encode(value, pickle, "the object")
     return _execute(_GatherObject, request, [data], pickle)
 
 
+@hide_mistaken
 def gather_object(
     value: Any,
     backend: Group = None,
@@ -287,6 +297,7 @@ def gather_object(
     pickle: bool = False,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
+    **mistaken: Any,
 ) -> Any:
     """Give ``root`` the list of the objects of all ranks; the other ranks get None.
 
@@ -296,11 +307,14 @@ def gather_object(
         >>> run_ranks(2, lambda b: ferrodist.gather_object({b.rank}, b))
         [[{0}, {1}], None]
     """
+    if mistaken:
+        raise refuse_keyword("gather_object", mistaken)
     request = Request(Kind.GATHER_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
     data = encode(value, pickle, "the object")
     return _execute(_GatherObject, request, [data], pickle)
 
 
+@hide_mistaken
 def scatter_object(
     values: Sequence[Any] | None,
     backend: Group = None,
@@ -309,6 +323,7 @@ def scatter_object(
     pickle: bool = False,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
+    **mistaken: Any,
 ) -> Any:
     """Give rank r the object ``values[r]`` of ``root``; the other ranks pass None.
 
@@ -319,6 +334,8 @@ def scatter_object(
         >>> run_ranks(2, lambda b: ferrodist.scatter_object(parts.get(b.rank), b))
         ['a', 'b']
     """
+    if mistaken:
+        raise refuse_keyword("scatter_object", mistaken)
     request = Request(Kind.SCATTER_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
     parts = _encode_each(request, values, pickle) if request.is_root else []
     return _execute(_ScatterObject, request, parts, pickle)

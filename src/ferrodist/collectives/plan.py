@@ -88,7 +88,7 @@ class Request:
         if kind.is_rooted:
             self.root = self.backend._check_rank(root, f"{kind.label}: root")
         self.deadline = open_deadline(self.backend, timeout)
-        self.op = None if op is None else ReduceOp.parse(op)
+        self.op = ReduceOp.parse(op) if kind.is_reduction else None
         self.reproducible = (
             self.backend.reproducible if reproducible is None else bool(reproducible)
         )
@@ -155,10 +155,25 @@ def open_backend(backend: Backend | None, what: str) -> Backend:
         raise NotInitialized(f"{what}: call ferrodist.init() first, or pass a backend")
     if not isinstance(backend, Backend):
         raise InvalidArgument(
-            f"{what}: backend must be a Backend, got {type(backend).__name__}", got=backend
+            f"{what}: backend must be a Backend, got {type(backend).__name__}"
+            f"{_meant_instead(backend, what)}",
+            got=backend,
         )
     backend._check_usable()
     return backend
+
+
+def _meant_instead(backend: Any, what: str) -> str:
+    """Guess what was meant by an argument that stands where the backend belongs."""
+    kind = next((kind for kind in Kind if kind.label == what), None)
+    if kind is not None and kind.is_reduction and isinstance(backend, (str, ReduceOp)):
+        op = backend.name.lower() if isinstance(backend, ReduceOp) else backend
+        return f"; the operation comes after it, or as {what}(x, op={op!r})"
+    if kind is not None and kind.is_rooted and hasattr(backend, "__index__"):
+        return f"; the root comes after it, or as {what}(x, root={backend})"
+    if type(backend).__module__.startswith("torch."):
+        return ", a group of torch; pass what init() or backend.split() gave"
+    return ""
 
 
 def open_deadline(backend: Backend, timeout: Timeout) -> Deadline:

@@ -25,6 +25,7 @@ from ferrodist.backends.running_call import (
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
+from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import (
     Group,
     No,
@@ -55,6 +56,7 @@ def scatter(
 def scatter(
     x: Any, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> Any: ...
+@hide_mistaken
 def scatter(
     x: Any,
     backend: Group = None,
@@ -65,6 +67,7 @@ def scatter(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Cut the array of ``root`` along axis 0 and give part r to rank r.
 
@@ -77,6 +80,8 @@ def scatter(
         >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
         [array([0, 1]), array([2, 3])]
     """
+    if mistaken:
+        raise refuse_keyword("scatter", mistaken)
     if timeout is DEFAULT and algorithm is None and reproducible is None:
         done = (fast_start if async_op else fast_path)(SCATTER, backend, x, out, None, root)
         if done is not NotImplemented:
@@ -184,6 +189,7 @@ def all_gather_uneven(
 def all_gather_uneven(
     x: Any, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
 ) -> Any: ...
+@hide_mistaken
 def all_gather_uneven(
     x: Any,
     backend: Group = None,
@@ -193,6 +199,7 @@ def all_gather_uneven(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Join the arrays of all ranks along axis 0; that axis may differ in length between ranks.
 
@@ -202,6 +209,8 @@ def all_gather_uneven(
         >>> run_ranks(3, lambda b: ferrodist.all_gather_uneven(np.full(b.rank, b.rank), b))[0]
         array([1, 2, 2])
     """
+    if mistaken:
+        raise refuse_keyword("all_gather_uneven", mistaken)
     request = Request(
         Kind.ALL_GATHER_UNEVEN,
         backend,
@@ -228,6 +237,7 @@ class _AllGatherUneven(_SizedCall):
         running.collective(Kind.ALL_GATHER, self.taken.buffer, self.result.buffer, args)
 
 
+@hide_mistaken
 def all_to_all_uneven(
     x: Any,
     send_counts: Sequence[int],
@@ -239,6 +249,7 @@ def all_to_all_uneven(
     async_op: bool = False,
     algorithm: Algorithm = None,
     reproducible: bool | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Send ``send_counts[i]`` rows of ``x`` to rank i; return what came, and the rows from each.
 
@@ -254,6 +265,8 @@ def all_to_all_uneven(
         >>> run_ranks(2, swap)
         [(array([0]), [0, 1]), (array([0, 1]), [2, 0])]
     """
+    if mistaken:
+        raise refuse_keyword("all_to_all_uneven", mistaken)
     request = Request(
         Kind.ALL_TO_ALL_UNEVEN,
         backend,
