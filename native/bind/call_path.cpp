@@ -14,11 +14,22 @@
 #include "bind/tree.hpp"
 #include "bind/work.hpp"
 #include "bind/flying_call.hpp"
+#include "core/out_of_memory.hpp"
 #include "net/executor.hpp"
 
 namespace nb = nanobind;
 
 namespace ferrodist::bind {
+
+void set_memory_error(const std::bad_alloc& error, std::size_t nbytes) {
+    const bool says_size = dynamic_cast<const core::OutOfMemory*>(&error) != nullptr;
+    if (says_size) {
+        PyErr_SetString(PyExc_MemoryError, error.what());
+    } else {
+        PyErr_Format(PyExc_MemoryError, "no memory for what a call on %zu bytes needs besides its arrays", nbytes);
+    }
+}
+
 namespace {
 
 using shm::Kind;
@@ -125,7 +136,7 @@ public:
             hook_.take_back();
         } catch (const std::bad_alloc& error) {  // no room for what it needs besides the arrays
             hook_.take_back();
-            PyErr_SetString(PyExc_MemoryError, error.what());
+            set_memory_error(error, one.nbytes);
             keep_error();
         }
         return !status_.failed();
@@ -257,7 +268,7 @@ PyObject* scatter(Group& group, CollectiveCall& call, Arguments args, const Plac
         running.keep_error();
         return running.fail();
     } catch (const std::bad_alloc& error) {
-        PyErr_SetString(PyExc_MemoryError, error.what());
+        set_memory_error(error);
         running.keep_error();
         return running.fail();
     }
@@ -470,7 +481,8 @@ private:
             return;
         }
         if (is_out_of_memory_) {
-            error = nb::steal(PyObject_CallFunction(PyExc_MemoryError, "s", "no memory for what the call needs"));
+            set_memory_error(std::bad_alloc(), one_.nbytes);
+            error = nb::steal(fetch_exception());
         }
         Py_XDECREF(raise_failure(args_, call_, status_, error, ticket_, 1, nb::none(), site_));
         error_ = nb::steal(fetch_exception());

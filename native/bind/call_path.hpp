@@ -34,6 +34,9 @@ bool can_call(const SharedGroup& group);
 bool can_call(const TcpGroup& group);
 bool can_call(const HybridGroup& group);
 
+// Sets a MemoryError that says the size: of the array there was no memory for, or of those the call is about.
+void set_memory_error(const std::bad_alloc& error, std::size_t nbytes = 0);
+
 using FastFunction = PyObject* (*)(PyObject* self, PyObject* const* args, Py_ssize_t num_args);
 
 // Nothing may leave a C function as a C++ exception; no other number of arguments gets in.
@@ -47,7 +50,7 @@ PyObject* call_safely(PyObject* self, PyObject* const* args, Py_ssize_t num_args
     } catch (nanobind::python_error& error) {
         error.restore();
     } catch (const std::bad_alloc& error) {
-        PyErr_SetString(PyExc_MemoryError, error.what());
+        set_memory_error(error);
     } catch (const std::exception& error) {
         PyErr_SetString(PyExc_RuntimeError, error.what());
     }

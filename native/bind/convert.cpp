@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "bind/gil.hpp"
+#include "core/out_of_memory.hpp"
 #include "core/warm_memory.hpp"
 
 namespace nb = nanobind;
@@ -396,7 +397,11 @@ bool InputArray::view(const dlpack::Tensor& tensor) {
 }
 
 bool InputArray::pack(const std::ptrdiff_t* strides) {
-    packed_ = std::make_unique_for_overwrite<std::byte[]>(nbytes);
+    try {
+        packed_ = std::make_unique_for_overwrite<std::byte[]>(nbytes);
+    } catch (const std::bad_alloc&) {
+        throw core::OutOfMemory(nbytes);
+    }
     std::byte* into = packed_.get();
     pack_axis(into, data, *this, strides, 0);
     data = packed_.get();

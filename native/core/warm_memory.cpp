@@ -10,6 +10,7 @@
 #include <unordered_map>
 
 #include "core/forks.hpp"
+#include "core/out_of_memory.hpp"
 
 namespace ferrodist {
 namespace {
@@ -90,10 +91,11 @@ bool is_usable() {
 }  // namespace
 
 void* take_warm(std::size_t nbytes) {
-    if (is_usable()) {
-        return pool().take(nbytes);
+    try {
+        return is_usable() ? pool().take(nbytes) : ::operator new(nbytes);
+    } catch (const std::bad_alloc&) {
+        throw core::OutOfMemory(nbytes);
     }
-    return ::operator new(nbytes);
 }
 
 void release_warm(void* block) noexcept {

@@ -15,20 +15,11 @@
 #include <string>
 
 #include "core/forks.hpp"
+#include "core/out_of_memory.hpp"
 
 namespace ferrodist::shm {
 
 using namespace core;
-
-// Not enough memory, or not enough of what memory needs; says how much of what.
-class OutOfMemory : public std::bad_alloc {
-public:
-    explicit OutOfMemory(std::string text) : text_(std::move(text)) {}
-    const char* what() const noexcept override { return text_.c_str(); }
-
-private:
-    std::string text_;
-};
 
 // A file descriptor mapped for reading and writing, unmapped at the end.
 class Mapping {
