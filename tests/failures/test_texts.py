@@ -222,3 +222,50 @@ def test_errors_of_a_group_say_which_group():
 
     errors = errors_by_rank(4, body)
     assert "(in the group of world ranks [3, 1])" in str(errors[1])
+
+
+def test_a_split_of_a_group_says_whose_ranks_it_names(start):
+    def body(backend, pipe):
+        if backend.rank == 0:
+            return []
+        group = backend.split([2, 1])
+        found = []
+        for call in (
+            lambda: group.split([group.rank, 5]),
+            lambda: group.split([1 - group.rank]),
+            lambda: group.split([0, 0, 1]),
+            lambda: group.split([]),
+        ):
+            with pytest.raises(ferrodist.InvalidArgument) as caught:
+                call()
+            found.append(str(caught.value))
+        if group.rank == 0:
+            with pytest.raises(ferrodist.CollectiveTimeout) as late:
+                group.split([0, 1], timeout=0.2)
+            found.append(str(late.value))
+        ferrodist.barrier(group)
+        return found
+
+    with start(3, body) as job:
+        _, first, second = job.results()
+    name = "(in the group of world ranks [2, 1]):"
+    assert all(name in text for text in (*first, *second))
+    assert f"split([0, 1]) {name} rank 1 did not call it" in second[-1]
+
+
+def test_a_split_of_a_group_of_threads_says_whose_ranks_it_names():
+    def body(backend):
+        if backend.rank == 0:
+            return ""
+        group = backend.split([2, 1])
+        if group.rank == 1:
+            ferrodist.recv(0, group)
+            return ""
+        with pytest.raises(ferrodist.CollectiveTimeout) as late:
+            group.split([0, 1], timeout=0.2)
+        ferrodist.send(1, 1, group)
+        return str(late.value)
+
+    text = run_ranks(3, body)[2]
+    assert "split([0, 1]) (in the group of world ranks [2, 1]): rank 1 did not call it" in text
+    assert text.count("in the group") == 1

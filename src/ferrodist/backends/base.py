@@ -368,24 +368,33 @@ class Backend(CallMethods, abc.ABC):
             )
         return number
 
+    @property
+    def _group_name(self) -> str:
+        """Whose ranks an error speaks of, where they are not those of the world; else empty."""
+        return ""
+
+    def _name_split(self, members: Sequence[Any]) -> str:
+        """Name a call of split in errors; the ranks are those of this group."""
+        return f"split({list(members)}){self._group_name}"
+
     def _check_members(self, ranks: Any) -> tuple[int, ...]:
         """Refuse what is not a list of ranks that this one is in."""
         if not isinstance(ranks, Iterable):
             text = f"split({ranks!r}): expected a list of ranks"
             raise InvalidArgument(text, got=ranks, this_rank=self.rank)
         members = tuple(ranks)
+        what = self._name_split(members)
         if not members:
-            raise InvalidWorldSize(
-                "split([]): a group needs at least one rank", this_rank=self.rank
-            )
-        members = tuple(self._check_rank(rank, "split: member") for rank in members)
+            text = f"{what}: a group needs at least one rank"
+            raise InvalidWorldSize(text, this_rank=self.rank)
+        members = tuple(self._check_rank(rank, f"{what}: member") for rank in members)
         if len(set(members)) != len(members):
             twice = next(rank for rank in members if members.count(rank) > 1)
-            raise InvalidRank(f"split({list(members)}): rank {twice} is named twice", rank=twice)
+            raise InvalidRank(f"{what}: rank {twice} is named twice", rank=twice)
         if self.rank not in members:
             raise InvalidRank(
-                f"split({list(members)}): called by rank {self.rank}, which is not a member; "
-                "only members call split",
+                f"{what}: called by rank {self.rank}, which is not a member; only members call "
+                "split",
                 rank=self.rank,
                 this_rank=self.rank,
             )

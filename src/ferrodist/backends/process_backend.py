@@ -419,6 +419,10 @@ class ProcessBackend(MessagingBackend):
         """Whose ranks an error speaks of, where they are not those of the world."""
         return f" (in the group of world ranks {list(self.members)})" if self._parent else ""
 
+    @property
+    def _group_name(self) -> str:
+        return self.group_name
+
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up, and every group split off it."""
         self._check_process()
@@ -492,7 +496,7 @@ class ProcessBackend(MessagingBackend):
         status: Status,
     ) -> BaseException:
         """Make the error of a split that did not come about; it is this rank's own."""
-        what = f"split({list(members)})"
+        what = self._name_split(members)
         code, rank = status.code, status.failed_rank
         if code == StatusCode.INTERRUPTED and status.error is not None:
             self.abort(f"{failures.describe(status.error)} (in split)")

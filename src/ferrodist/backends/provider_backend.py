@@ -89,6 +89,10 @@ class ProviderBackend(ThreadMessagingBackend):
         """How many ranks are on this host."""
         return self._provider.local_world_size
 
+    @property
+    def _group_name(self) -> str:
+        return self._link.group_name
+
     # -- a call ---------------------------------------------------------------------------------
 
     def _begin_call(self, running: RunningCall) -> None:
@@ -317,7 +321,7 @@ class ProviderBackend(ThreadMessagingBackend):
         )
 
     def _check_split(self, members: Sequence[int], absent: list[int], deadline: Deadline) -> None:
-        what, facts = f"split({list(members)})", {"this_rank": self.rank}
+        what, facts = self._name_split(members), {"this_rank": self.rank}
         self._link.refuse_if_aborted()
         for peer in absent:
             if (leave_reason := self._link.left(peer)) is not None:

@@ -184,7 +184,10 @@ class Control:
 
     def set_error(self, new: GroupError) -> None:
         """Announce a group error, unless one was given that concerns the same ranks. Lock held."""
-        new = new._replace(text=new.text + self.group_name)
+        self.announce(new._replace(text=new.text + self.group_name))
+
+    def announce(self, new: GroupError) -> None:
+        """Announce a group error whose text says whose ranks it names. Lock held."""
         if not new.is_final:
             self._mismatch = new
         elif all(final.sequence > new.sequence for final in self._finals):
@@ -469,7 +472,7 @@ class SplitHook:
         self.members = members
         self.rank = rank
         self.deadline = deadline
-        self.what = f"split({list(members)})"
+        self.what = f"split({list(members)}){parent.group_name}"
 
     def absent(self) -> list[int]:
         """List the members, as ranks of the parent, that have not called split."""
@@ -480,7 +483,7 @@ class SplitHook:
         """Raise the group error on the new group, bring one about if it is due."""
         due = None if self.control.final is not None else self._due()
         if due is not None:
-            self.control.set_error(due)
+            self.control.announce(due)
         if self.control.final is not None:
             raise self.control.final.now(self.rank)
         return self.deadline.remaining()

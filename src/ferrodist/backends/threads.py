@@ -181,6 +181,10 @@ class SimulatedBackend(ThreadMessagingBackend):
                 self._transport.sleep(parent.members[self.rank], hook)
         return control
 
+    @property
+    def _group_name(self) -> str:
+        return self._control.group_name
+
     # -- collectives ----------------------------------------------------------------------------
 
     def _begin_call(self, running: RunningCall) -> None:
