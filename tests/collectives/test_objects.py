@@ -286,3 +286,22 @@ class Rebuilds:
 def _rebuild():
     backend = Rebuilds.backends[threading.current_thread().name]
     return ferrodist.allreduce(1, backend, timeout=5)
+
+
+def test_an_array_of_objects_in_an_object_is_not_told_of_the_call_that_failed():
+    for value in ([np.array([None])], [np.array(["text"])]):
+        with pytest.raises(TypeError, match="pass pickle=True") as caught:
+            encode(value, False, "the object")
+        assert "_object" not in str(caught.value)
+
+
+def test_the_advice_for_what_is_no_array_is_the_twin_of_the_call():
+    (alone,) = SimulatedBackend.create_group(1)
+    for call, twin in (
+        (ferrodist.gather, "use gather_object"),
+        (ferrodist.scatter, "use scatter_object"),
+        (ferrodist.all_to_all, "use broadcast_object or all_gather_object"),
+        (ferrodist.all_gather_uneven, "use broadcast_object or all_gather_object"),
+    ):
+        with pytest.raises(TypeError, match=twin):
+            call([np.array([None])], alone)

@@ -16,7 +16,15 @@ from ferrodist.arrays.convert import (
     parse_form,
     received_array,
 )
-from ferrodist.arrays.library import InputArray, Library, OutputArray, Span, type_name
+from ferrodist.arrays.library import (
+    InputArray,
+    Library,
+    OutputArray,
+    Span,
+    advise_objects,
+    numpy_dtype,
+    type_name,
+)
 from ferrodist.arrays.memory_overlap import Overlap, OverlapKind, find_crossing, overlap
 from ferrodist.arrays.python_objects import check_number
 from ferrodist.arrays.trees import flatten, is_tree
@@ -33,6 +41,8 @@ __all__ = [
     "is_tree",
     "array_over",
     "received_array",
+    "advise_objects",
+    "numpy_dtype",
     "type_name",
     "form_like",
     "parse_form",

@@ -18,6 +18,7 @@ from ferrodist.arrays.library import (
     InputArray,
     Library,
     OutputArray,
+    advise_objects,
     find_dtype,
     fresh,
     numpy_dtype,
@@ -57,7 +58,7 @@ def as_input(x: Any, where: str = "x") -> InputArray:
     """
     library = _find_library(x)
     if library is None:
-        raise refuse(where, _describe(x), _advise(x))
+        raise refuse(where, _describe(x), _advise(x, where))
     return library.as_input(x, where)
 
 
@@ -119,14 +120,14 @@ def _describe(x: Any) -> str:
     return f"the type {x.__qualname__}" if isinstance(x, type) else f"a {type_name(x)}"
 
 
-def _advise(x: Any) -> str:
+def _advise(x: Any, where: str) -> str:
     if hasattr(x, "__cuda_array_interface__"):
         return "pass cupy.asarray(x), or copy it to the host"
     if hasattr(x, "__array__") or hasattr(x, "__array_interface__"):
         return "pass np.asarray(x)"
     if hasattr(x, "__next__"):
         return "pass list(x)"
-    return "pass an array or a number, or use broadcast_object or all_gather_object"
+    return f"pass an array or a number, or {advise_objects(where)}"
 
 
 # -- new arrays ------------------------------------------------------------------------------------

@@ -94,6 +94,17 @@ def refuse(where: str, what: str, advice: str) -> UnsupportedArray:
     return UnsupportedArray(f"{where} is {what}; {advice}", got=what)
 
 
+_TWINS = ("broadcast", "all_gather", "gather", "scatter")  # calls that objects have, too
+
+
+def advise_objects(where: str) -> str:
+    """Say what sends an object that is no array, by the call that ``where`` begins with."""
+    call, colon, _ = where.partition(":")
+    if not colon:  # it is inside an object
+        return "pass pickle=True on every rank"
+    return f"use {call}_object" if call in _TWINS else "use broadcast_object or all_gather_object"
+
+
 def refuse_out(what: str, advice: str) -> InvalidArgument:
     """Make the error for an ``out`` that cannot be written."""
     return InvalidArgument(f"out is {what}; {advice}", got=what)

@@ -14,6 +14,7 @@ from ferrodist.arrays.library import (
     Library,
     OutputArray,
     Span,
+    advise_objects,
     as_it_is,
     buffer_of,
     check_out,
@@ -96,16 +97,16 @@ def known_buffer(array: np.ndarray[Any, Any], where: str) -> Buffer:
 
 def refuse_dtype(dtype: np.dtype[Any], where: str) -> UnsupportedArray:
     """Make the error for a dtype ferrodist does not move, with what to do about it."""
-    kind, advice = _why_not(dtype)
+    kind, advice = _why_not(dtype, where)
     return refuse(where, f"an array of {kind} dtype {dtype}", advice)
 
 
-def _why_not(dtype: np.dtype[Any]) -> tuple[str, str]:
+def _why_not(dtype: np.dtype[Any], where: str) -> tuple[str, str]:
     if dtype.names is not None:
         return "structured", "pass its fields one by one, such as {'a': x['a'], 'b': x['b']}"
     if dtype.kind in "OSUT":
         kind = "object" if dtype.kind == "O" else "string"
-        return kind, "convert it to numbers, or use broadcast_object or all_gather_object"
+        return kind, f"convert it to numbers, or {advise_objects(where)}"
     if dtype.kind in "mM":
         return "datetime", "call .astype('int64') first"
     if not dtype.isnative:

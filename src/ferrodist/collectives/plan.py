@@ -13,6 +13,7 @@ from ferrodist.arrays import (
     OutputArray,
     Overlap,
     OverlapKind,
+    advise_objects,
     as_input,
     as_output,
     check_number,
@@ -299,7 +300,8 @@ def execute(request: Request, x: Any, out: Any) -> Any:
         raise _refuse_none(request)
     if is_tree(x) and request.kind not in _TAKES_TREES:
         raise UnsupportedArray(
-            f"{request.kind.label}: x is a {type(x).__name__}, but this call takes a single array",
+            f"{request.kind.label}: x is a {type(x).__name__}, but this call takes a single array; "
+            f"join its parts, or {advise_objects(request.kind.label + ':')}",
             got=type(x).__name__,
         )
     named, rebuild = flatten(x)
