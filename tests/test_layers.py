@@ -88,7 +88,7 @@ def test_only_the_command_line_imports_click_and_rich():
 
 def test_nothing_reads_code_from_data():
     allowed = {
-        "collectives/objects.py": {"pickle.loads"},  # asked for by name: pickle=True
+        "collectives/codec.py": {"pickle.loads"},  # asked for by name: pickle=True
         # between a process and those it has started itself, through files only they have open
         "launch/spawn.py": {"pickle.loads"},
         "launch/worker.py": {"pickle.loads"},

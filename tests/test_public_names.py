@@ -38,7 +38,7 @@ def test_every_public_thing_says_what_it_is(name):
 
 OPTIONS = ["out", "timeout", "async_op", "algorithm", "reproducible"]
 SIGNATURES = {
-    "init": ("backend", ["timeout"]),
+    "init": ("backend", ["timeout", "pickle"]),
     "run": ("fn ranks", ["args", "timeout", "grace"]),
     "rank": ("", []),
     "world_size": ("", []),
@@ -70,6 +70,7 @@ SIGNATURES = {
     "broadcast_object": ("value backend root", ["pickle", "timeout", "async_op"]),
     "all_gather_object": ("value backend", ["pickle", "timeout", "async_op"]),
     "gather_object": ("value backend root", ["pickle", "timeout", "async_op"]),
+    "register_type": ("kind", []),
     "scatter_object": ("values backend root", ["pickle", "timeout", "async_op"]),
 }
 

@@ -35,6 +35,7 @@ from ferrodist.collectives import (
     send,
     sendrecv,
 )
+from ferrodist.collectives.codec import register_type
 from ferrodist.config import DEFAULT, DEFAULT_COLLECTIVE_TIMEOUT, Config
 from ferrodist.errors import (
     AuthenticationError,
@@ -117,6 +118,7 @@ __all__ = [
     "all_gather_object",
     "gather_object",
     "scatter_object",
+    "register_type",
     # what they are given and give back
     "ReduceOp",
     "Work",

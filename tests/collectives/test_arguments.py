@@ -43,6 +43,17 @@ def refused(world, error, call, match=None):
     assert run_ranks(world, body) == [world] * world
 
 
+def refused_by_root(world, error, call, match=None):
+    """Check that what rank 0 refuses all ranks raise, and that the group is still in step."""
+
+    def body(backend):
+        with pytest.raises(error, match=match):
+            call(backend)
+        return ferrodist.allreduce(1, backend)
+
+    assert run_ranks(world, body) == [world] * world
+
+
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, None])
 def test_a_world_needs_at_least_one_rank(size):
     with pytest.raises(InvalidWorldSize):
@@ -124,14 +135,17 @@ def test_ints_that_could_wrap_are_refused():
     assert run_ranks(3, lambda b: ferrodist.allreduce(2**61, b)) == [3 * 2**61] * 3
 
 
-@pytest.mark.parametrize(
-    "call", [ferrodist.reduce_scatter, ferrodist.all_to_all, ferrodist.scatter]
-)
+def scatter_of_root(x, backend):
+    return ferrodist.scatter(x if backend.rank == 0 else None, backend)
+
+
+@pytest.mark.parametrize("call", [ferrodist.reduce_scatter, ferrodist.all_to_all, scatter_of_root])
 def test_shapes_that_cannot_be_cut_are_refused(call):
-    refused(2, SizeMismatch, lambda b: call(np.ones(3), b), match="3 elements, which 2 ranks")
-    refused(2, SizeMismatch, lambda b: call(np.ones(()), b))
-    refused(2, InvalidShape, lambda b: call(np.ones((3, 4)), b), match="axis 0 of x has length 3")
-    refused(2, InvalidShape, lambda b: call(np.ones((3, 0)), b))
+    check = refused if call is not scatter_of_root else refused_by_root
+    check(2, SizeMismatch, lambda b: call(np.ones(3), b), match="3 elements, which 2 ranks")
+    check(2, SizeMismatch, lambda b: call(np.ones(()), b))
+    check(2, InvalidShape, lambda b: call(np.ones((3, 4)), b), match="axis 0 of x has length 3")
+    check(2, InvalidShape, lambda b: call(np.ones((3, 0)), b))
 
 
 def test_anything_goes_in_a_world_of_one(alone):
@@ -334,7 +348,7 @@ def test_scatter_gives_the_kind_that_was_asked_for():
 
 
 def test_the_root_must_pass_an_array_to_scatter():
-    refused(2, UnsupportedArray, lambda b: ferrodist.scatter(None, b))
+    refused_by_root(2, UnsupportedArray, lambda b: ferrodist.scatter(None, b), match="x is None")
 
 
 def test_jax_arrays_are_never_out():

@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -353,3 +354,14 @@ def test_a_forked_child_is_not_initialized() -> None:
         os._exit(10 * ferrodist.is_initialized() + ferrodist.world_size())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert ferrodist.is_initialized()
+
+
+def test_pickle_for_all_object_calls_is_asked_for_once() -> None:
+    backend = ferrodist.init(pickle=True)
+    assert ferrodist.broadcast_object(Counter("aab")) == Counter("aab")
+    assert ferrodist.all_gather_object(Counter("a"), backend.split([0])) == [Counter("a")]
+    with pytest.raises(TypeError, match="pickle=True"):
+        ferrodist.broadcast_object(Counter(), pickle=False)
+    assert ferrodist.init(pickle=True) is ferrodist.init() is backend
+    with pytest.raises(InvalidArgument, match="with pickle=True"):
+        ferrodist.init(pickle=False)

@@ -94,6 +94,7 @@ class Backend(CallMethods, abc.ABC):
         self.config = config
         self._reproducible = config.reproducible
         self._timeout = config.timeout
+        self._pickle = False  # whether object calls pickle that do not say otherwise
         self._tickets = _native.Tickets()
         self._progress: Progress | None = None
         self._unasked: list[Work[Any]] = []
@@ -251,6 +252,11 @@ class Backend(CallMethods, abc.ABC):
     def reproducible(self, value: bool) -> None:
         self._reproducible = bool(value)
         self._note_change()
+
+    def _inherit(self, parent: Backend) -> None:
+        """Take over what calls of the group this one is split off go by."""
+        self.timeout, self.reproducible = parent.timeout, parent.reproducible
+        self._pickle = parent._pickle
 
     def _note_change(self) -> None:
         """Hear that timeout, reproducible or is_closed changed."""

@@ -221,13 +221,18 @@ class CallMethods:
             value: Any,
             root: int = ...,
             *,
-            pickle: bool = ...,
+            pickle: bool | None = ...,
             timeout: Timeout = ...,
             async_op: bool = ...,
         ) -> Any: ...
 
         def all_gather_object(
-            self, value: Any, *, pickle: bool = ..., timeout: Timeout = ..., async_op: bool = ...
+            self,
+            value: Any,
+            *,
+            pickle: bool | None = ...,
+            timeout: Timeout = ...,
+            async_op: bool = ...,
         ) -> Any: ...
 
         def gather_object(
@@ -235,7 +240,7 @@ class CallMethods:
             value: Any,
             root: int = ...,
             *,
-            pickle: bool = ...,
+            pickle: bool | None = ...,
             timeout: Timeout = ...,
             async_op: bool = ...,
         ) -> Any: ...
@@ -245,7 +250,7 @@ class CallMethods:
             values: Sequence[Any] | None,
             root: int = ...,
             *,
-            pickle: bool = ...,
+            pickle: bool | None = ...,
             timeout: Timeout = ...,
             async_op: bool = ...,
         ) -> Any: ...

@@ -484,7 +484,7 @@ class ProcessBackend(MessagingBackend):
         child = self._child(split.group(), world_ranks, members.index(self.rank))
         child._complete(self, identity, deadline)
         child._parent, child._id = self, identity  # a parent must outlive its groups
-        child.timeout, child.reproducible = self.timeout, self.reproducible
+        child._inherit(self)
         self._children.add(child)
         return child
 

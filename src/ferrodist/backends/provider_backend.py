@@ -304,7 +304,7 @@ class ProviderBackend(ThreadMessagingBackend):
         world_ranks = tuple(self._link.members[member] for member in members)
         link = ProviderLink(provider, world_ranks, self._link)
         made = type(self)(provider, self.config, _link=link)
-        made.timeout, made.reproducible = self.timeout, self.reproducible
+        made._inherit(self)
         made._parent = self  # a parent that is dropped would take its groups along
         self._children.add(made)
         return made

@@ -82,7 +82,9 @@ class _Process:
 _process = _Process()
 
 
-def init(backend: str | None = None, *, timeout: Timeout = DEFAULT) -> Backend:
+def init(
+    backend: str | None = None, *, timeout: Timeout = DEFAULT, pickle: bool | None = None
+) -> Backend:
     """Join the job this process was started for and return its backend.
 
     Every rank of the job calls it; it returns when all have come, or raises RendezvousError naming
@@ -92,8 +94,9 @@ def init(backend: str | None = None, *, timeout: Timeout = DEFAULT) -> Backend:
 
     ``backend`` is a name, ``Config.backend`` if there is none; by that it is shared memory on one
     host, and on several also TCP between them (``hybrid``). ``timeout`` is the deadline of calls
-    that are given none. A second call returns the same backend, or raises InvalidArgument if it
-    asks for something else.
+    that are given none. With ``pickle=True``, on all ranks, object calls send any object, and every
+    rank runs what another one sends. A second call returns the same backend, or raises
+    InvalidArgument if it asks for something else.
 
     Example:
         >>> import ferrodist
@@ -103,11 +106,12 @@ def init(backend: str | None = None, *, timeout: Timeout = DEFAULT) -> Backend:
     """
     with _process.lock:
         if _process.backend is not None:
-            return _check_same(_process.backend, backend, timeout)
+            return _check_same(_process.backend, backend, timeout, pickle)
         config = Config.from_environment()
         if timeout is not DEFAULT:
             config = replace(config, timeout=check_timeout(timeout))
         made = _join(backend, config)
+        made._pickle = bool(pickle)
         _process.backend = made
         ProgramEnd(made).watch()
         return made
@@ -170,7 +174,7 @@ def _made(what: str) -> Backend:
     return _process.backend
 
 
-def _check_same(made: Backend, name: str | None, timeout: Timeout) -> Backend:
+def _check_same(made: Backend, name: str | None, timeout: Timeout, pickle: bool | None) -> Backend:
     """Return the backend there is, unless something else is asked for."""
     made._check_process()
     if made.is_closed:
@@ -188,6 +192,12 @@ def _check_same(made: Backend, name: str | None, timeout: Timeout) -> Backend:
             "backend.timeout to change it",
             got=timeout,
             expected=made.timeout,
+        )
+    if pickle is not None and bool(pickle) != made._pickle:
+        raise InvalidArgument(
+            f"init() was called before, with pickle={made._pickle}; pass pickle= to the call that "
+            "needs another",
+            got=pickle,
         )
     return made
 

@@ -162,7 +162,7 @@ class SimulatedBackend(ThreadMessagingBackend):
         with self._aborting_on_interrupt("split"):
             control = self._join(members, deadline)
         backend = type(self)(self._world, control, members.index(self.rank), self.config)
-        backend.timeout, backend.reproducible = self.timeout, self.reproducible
+        backend._inherit(self)
         backend._parent = self  # a parent that is dropped would take its groups along
         return backend
 

@@ -66,14 +66,17 @@ def _on_error(
     backend.end_wait()
     deadline = Deadline(backend.timeout)
     running = RunningCall(backend, call, deadline, ticket=sequence, num_collectives=num_collectives)
+    refused = None
     with contextlib.ExitStack() as stack:
         stack.push(running)  # its ticket has come up already: only its end is left
         if part is not None:
             from ferrodist.collectives.uneven import refuse_part  # which is above this file
 
-            refuse_part(running, root, part, x, out)
-        raise backend.failure_of(running, _native.Status(status, failed_rank, error))
-    raise AssertionError("a call that failed has no error")
+            refused = refuse_part(running, root, part, x, out)
+        if refused is None:
+            raise backend.failure_of(running, _native.Status(status, failed_rank, error))
+    assert refused is not None  # a call that failed has an error
+    raise refused
 
 
 def _leaves_of(x: Any) -> tuple[Leaf, ...]:

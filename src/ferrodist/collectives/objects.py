@@ -1,239 +1,27 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Collectives of plain Python objects.
+"""Collectives of plain Python objects; ``codec`` says which, and how they become bytes.
 
-None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, set and arrays travel by
-msgpack; anything else is refused unless every rank passes ``pickle=True``.
+A rank whose object cannot be sent says so in the call: all ranks raise, and the group goes on.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import math
-import pickle
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ferrodist.arrays import as_input, new_result
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
-from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
+from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
+from ferrodist.collectives.codec import decode, encode
 from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import Group, Request
+from ferrodist.collectives.refusals import share_refusal, size_of_refusal
 from ferrodist.collectives.uneven import as_buffer, tell_numbers
 from ferrodist.config import DEFAULT, Timeout
-from ferrodist.errors import InvalidArgument, ProtocolError, UnsupportedArray
-
-# -- the codec -------------------------------------------------------------------------------------
-#
-# Objects to bytes and back, by msgpack with a few types of our own. Reading never runs code.
-#
-# Tuples and sets are lists that begin with a mark, so that nesting stays msgpack's own and
-# bounded. Pickle is used only where the caller asked for it by name, on both sides. Those are
-# threads of one process, or processes of one user on one host that have met as a job; a backend
-# that reaches further must authenticate its peers before it allows this.
-
-_MAX_DEPTH = 200
-_BIG_INT, _COMPLEX, _MARK, _ARRAY = range(1, 5)  # codes of msgpack's extension types
-_CONTAINERS: dict[type, bytes] = {tuple: b"t", set: b"s", frozenset: b"f"}
-_PLAIN = (type(None), bool, int, float, complex, bytes)
-_LIBRARIES = ("numpy", "torch", "jax")  # what an array may ask to be on arrival
-
-_PAIR = struct.Struct("<dd")
-_LENGTH = struct.Struct("<I")
-
-
-def encode(value: Any, use_pickle: bool, where: str) -> bytes:
-    """Lay an object out as bytes; raise a TypeError with type and place if it has none."""
-    if use_pickle:
-        return pickle.dumps(value)
-    import msgpack
-
-    _check(value, where, 0)
-    packed: bytes = msgpack.packb(value, default=_encode_special, strict_types=True)
-    return packed
-
-
-def decode(data: bytes | memoryview, use_pickle: bool) -> Any:
-    """Read an object back. Bytes that were not made by ``encode`` raise ProtocolError."""
-    if use_pickle:
-        return pickle.loads(data)  # asked for by name, on this rank too: see the module docstring
-    import msgpack
-
-    try:
-        return _unmarked(
-            msgpack.unpackb(
-                data,
-                ext_hook=_decode_special,
-                list_hook=_decode_list,
-                object_pairs_hook=_decode_pairs,
-                strict_map_key=False,
-            )
-        )
-    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"an object could not be read: {error}") from error
-    except (RuntimeError, OverflowError, ImportError, struct.error) as error:  # an array's library
-        raise ProtocolError(f"an array in an object could not be made: {error}") from error
-
-
-# -- what may travel -------------------------------------------------------------------------------
-
-
-def _check(value: Any, where: str, depth: int) -> None:
-    """Refuse what cannot travel, and say where in the object it is."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return
-    if depth > _MAX_DEPTH:
-        raise UnsupportedArray(
-            f"an object is nested more than {_MAX_DEPTH} deep, or contains itself"
-        )
-    if kind is str:
-        _check_text(value, where)
-    elif kind is dict:
-        for key, item in value.items():
-            _check(key, f"key {key!r} of {where}", depth + 1)
-            _check(item, f"{where}[{key!r}]", depth + 1)
-    elif kind is list or kind in _CONTAINERS:
-        for index, item in enumerate(value):
-            _check(item, f"{where}[{index}]", depth + 1)
-    elif _is_array(value):
-        as_input(value, where)
-    else:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        advice = "convert it, or pass pickle=True on every rank"
-        raise UnsupportedArray(f"{where} is a {name}, which cannot be sent; {advice}", got=name)
-
-
-def _check_text(value: str, where: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedArray(f"{where} is text with a lone surrogate; send bytes") from error
-
-
-# -- types of our own ------------------------------------------------------------------------------
-
-
-class _Mark:
-    """What a list begins with that was a tuple or a set."""
-
-    def __init__(self, make: Callable[[list[Any]], Any]) -> None:
-        self.make = make
-
-
-_MARKS = {name: _Mark(kind) for kind, name in _CONTAINERS.items()}
-
-
-def _encode_special(value: Any) -> Any:
-    import msgpack
-
-    kind = type(value)
-    if kind is int:  # msgpack's own end at 64 bits
-        size = value.bit_length() // 8 + 1
-        return msgpack.ExtType(_BIG_INT, value.to_bytes(size, "little", signed=True))
-    if kind is complex:
-        return msgpack.ExtType(_COMPLEX, _PAIR.pack(value.real, value.imag))
-    if kind in _CONTAINERS:
-        return [msgpack.ExtType(_MARK, _CONTAINERS[kind]), *value]
-    return msgpack.ExtType(_ARRAY, _encode_array(value))
-
-
-def _decode_special(code: int, data: bytes) -> Any:
-    if code == _BIG_INT:
-        return int.from_bytes(data, "little", signed=True)
-    if code == _COMPLEX:
-        return complex(*_PAIR.unpack(data))
-    if code == _MARK:
-        return _MARKS[data]
-    if code == _ARRAY:
-        return _decode_array(data)
-    raise ValueError(f"unknown type {code}")
-
-
-def _decode_list(items: list[Any]) -> Any:
-    if items and type(items[0]) is _Mark:
-        return items[0].make([_unmarked(item) for item in items[1:]])
-    return items
-
-
-def _decode_pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    return {_unmarked(key): _unmarked(value) for key, value in pairs}
-
-
-def _unmarked(value: Any) -> Any:
-    """Refuse a mark anywhere but at the head of a list."""
-    if type(value) is _Mark or (type(value) is list and any(type(v) is _Mark for v in value)):
-        raise ValueError("a mark stands where there is no list")
-    return value
-
-
-# -- arrays ----------------------------------------------------------------------------------------
-
-
-def _library_of(value: Any) -> str:
-    root = type(value).__module__.partition(".")[0]
-    return "jax" if root == "jaxlib" else root
-
-
-def _is_array(value: Any) -> bool:
-    return (
-        _library_of(value) in _LIBRARIES and hasattr(value, "dtype") and not isinstance(value, type)
-    )
-
-
-def _encode_array(value: Any) -> bytes:
-    """Lay an array out: the length of its description, the description, its bytes."""
-    import msgpack
-
-    buffer, is_scalar = as_input(value).buffer, isinstance(value, np.generic)
-    header = msgpack.packb([_library_of(value), buffer.dtype.label, list(buffer.shape), is_scalar])
-    return b"".join((_LENGTH.pack(len(header)), header, buffer.memory))
-
-
-def _decode_array(data: bytes) -> Any:
-    """Make an array of the sender's kind where that library is installed, else of NumPy."""
-    import msgpack
-
-    (length,) = _LENGTH.unpack_from(data)
-    start = _LENGTH.size + length
-    library, label, lengths, is_scalar = msgpack.unpackb(data[_LENGTH.size : start])
-    dtype, shape = DTYPES_BY_LABEL[label], tuple(lengths)
-    if library not in _LIBRARIES or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"not an array: {library} {shape}")
-    if is_scalar is not (is_scalar and shape == ()):
-        raise ValueError(f"not a scalar: {shape}")
-    content = memoryview(data)[start:]
-    if math.prod(shape) * dtype.itemsize != len(content):
-        raise ValueError(f"{label}{list(shape)} does not fit {len(content)} bytes")
-    result = new_result(as_input(_sample(library, label)), shape)
-    result.buffer.memory[:] = content
-    array = result.finish()
-    return array[()] if is_scalar else array
-
-
-def _sample(library: str, label: str) -> Any:
-    """Make an empty array of a library and dtype, for results to go by."""
-    if library == "torch" and _is_installed("torch"):
-        torch = importlib.import_module("torch")
-        return torch.empty(0, dtype=getattr(torch, label))
-    if library == "jax" and _is_installed("jax"):
-        with importlib.import_module("jax").enable_x64(True):  # else 64-bit dtypes are cut
-            return importlib.import_module("jax.numpy").zeros(0, label)
-    if label == "bfloat16":
-        return np.empty(0, importlib.import_module("ml_dtypes").bfloat16)
-    return np.empty(0, label)
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
-# -- the calls -------------------------------------------------------------------------------------
+from ferrodist.errors import InvalidArgument
 
 
 @hide_mistaken
@@ -242,7 +30,7 @@ def broadcast_object(
     backend: Group = None,
     root: int = 0,
     *,
-    pickle: bool = False,
+    pickle: bool | None = None,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
     **mistaken: Any,
@@ -259,8 +47,7 @@ def broadcast_object(
     if mistaken:
         raise refuse_keyword("broadcast_object", mistaken)
     request = Request(Kind.BROADCAST_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
-    data = encode(value, pickle, "the object") if request.is_root else b""
-    return _execute(_BroadcastObject, request, [data], pickle)
+    return _execute(_BroadcastObject, request, [value] if request.is_root else [], pickle)
 
 
 @hide_mistaken
@@ -268,7 +55,7 @@ def all_gather_object(
     value: Any,
     backend: Group = None,
     *,
-    pickle: bool = False,
+    pickle: bool | None = None,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
     **mistaken: Any,
@@ -284,8 +71,7 @@ def all_gather_object(
     if mistaken:
         raise refuse_keyword("all_gather_object", mistaken)
     request = Request(Kind.ALL_GATHER_OBJECT, backend, timeout=timeout, is_async=async_op)
-    data = encode(value, pickle, "the object")
-    return _execute(_GatherObject, request, [data], pickle)
+    return _execute(_GatherObject, request, [value], pickle)
 
 
 @hide_mistaken
@@ -294,7 +80,7 @@ def gather_object(
     backend: Group = None,
     root: int = 0,
     *,
-    pickle: bool = False,
+    pickle: bool | None = None,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
     **mistaken: Any,
@@ -310,8 +96,7 @@ def gather_object(
     if mistaken:
         raise refuse_keyword("gather_object", mistaken)
     request = Request(Kind.GATHER_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
-    data = encode(value, pickle, "the object")
-    return _execute(_GatherObject, request, [data], pickle)
+    return _execute(_GatherObject, request, [value], pickle)
 
 
 @hide_mistaken
@@ -320,7 +105,7 @@ def scatter_object(
     backend: Group = None,
     root: int = 0,
     *,
-    pickle: bool = False,
+    pickle: bool | None = None,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
     **mistaken: Any,
@@ -337,17 +122,20 @@ def scatter_object(
     if mistaken:
         raise refuse_keyword("scatter_object", mistaken)
     request = Request(Kind.SCATTER_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
-    parts = _encode_each(request, values, pickle) if request.is_root else []
-    return _execute(_ScatterObject, request, parts, pickle)
+    return _execute(_ScatterObject, request, values if request.is_root else [], pickle)
 
 
 @dataclass(slots=True, eq=False)
 class _ObjectCall(Prepared[Any]):
-    """A call on encoded objects: the sizes are told first, then the bytes travel."""
+    """A call on encoded objects: the sizes are told first, then the bytes travel.
+
+    ``refused`` is why this rank has none, or, after the call, what it raises.
+    """
 
     request: Request
     data: list[bytes]
     pickle: bool
+    refused: BaseException | None = None
     found: Buffer | None = None
     sizes: list[int] = field(default_factory=list)
 
@@ -355,57 +143,94 @@ class _ObjectCall(Prepared[Any]):
     def args(self) -> CollectiveArgs:
         return CollectiveArgs(root=self.request.args.root)
 
+    def run(self, running: RunningCall) -> None:
+        self.sizes = self.tell_sizes(running)
+        place = next((place for place, size in enumerate(self.sizes) if size < 0), None)
+        if place is None:
+            self.move(running)
+            return
+        rank = self.request.args.root if self.is_told_by_root else place
+        self.refused = share_refusal(running, rank, self.sizes[place], self.refused)
+
     def finish(self) -> Any:
+        if self.refused is not None:
+            raise self.refused
+        return self.result()
+
+    def result(self) -> Any:
+        """Make the object that has come."""
         assert self.found is not None
         return decode(self.found.memory, self.pickle)
 
-    def tell_sizes(self, running: RunningCall, num_sizes: int) -> list[int]:
-        """Give every rank the sizes of the root's bytes."""
-        sizes = np.array([len(one) for one in self.data] or [0] * num_sizes, np.int64)
-        buffer = as_buffer(sizes)
-        running.collective(Kind.BROADCAST, buffer, buffer, self.args._replace(in_place=True))
-        told: list[int] = sizes.tolist()
+    @property
+    def is_told_by_root(self) -> bool:
+        return self.request.kind in (Kind.BROADCAST_OBJECT, Kind.SCATTER_OBJECT)
+
+    def tell_sizes(self, running: RunningCall) -> list[int]:
+        """Give every rank the sizes of the root's bytes, or those of all ranks."""
+        world = running.backend.world_size if self.request.kind is Kind.SCATTER_OBJECT else 1
+        sizes = [len(one) for one in self.data] or [0] * world
+        if self.refused is not None:
+            sizes[0] = size_of_refusal(self.refused)
+        if self.is_told_by_root:
+            numbers = np.array(sizes, np.int64)
+            buffer = as_buffer(numbers)
+            running.collective(Kind.BROADCAST, buffer, buffer, self.args._replace(in_place=True))
+        else:
+            numbers = tell_numbers(running, sizes)[:, 0]
+        told: list[int] = numbers.tolist()
         return told
+
+    def move(self, running: RunningCall) -> None:
+        """Move the bytes, of which all know the sizes."""
+        raise NotImplementedError
 
 
 class _BroadcastObject(_ObjectCall):
-    def run(self, running: RunningCall) -> None:
-        (size,) = self.tell_sizes(running, 1)
-        found = _bytes(bytearray(self.data[0])) if self.request.is_root else _room(size)
+    def move(self, running: RunningCall) -> None:
+        is_root = self.request.is_root
+        found = _bytes(bytearray(self.data[0])) if is_root else _room(self.sizes[0])
         running.collective(Kind.BROADCAST, found, found, self.args._replace(in_place=True))
         self.found = found
 
 
 class _GatherObject(_ObjectCall):
-    def run(self, running: RunningCall) -> None:
+    def move(self, running: RunningCall) -> None:
         is_rooted = self.request.kind is Kind.GATHER_OBJECT
-        self.sizes = tell_numbers(running, [len(self.data[0])])[:, 0].tolist()
         self.found = None if is_rooted and not self.request.is_root else _room(sum(self.sizes))
         kind, args = Kind.GATHER if is_rooted else Kind.ALL_GATHER, self.args
         running.collective(kind, _bytes(self.data[0]), self.found, args._replace(counts=self.sizes))
 
-    def finish(self) -> list[Any] | None:
+    def result(self) -> list[Any] | None:
         return _decode_each(self.found, self.sizes, self.pickle)
 
 
 class _ScatterObject(_ObjectCall):
-    def run(self, running: RunningCall) -> None:
-        backend = running.backend
-        sizes = self.tell_sizes(running, backend.world_size)
+    def move(self, running: RunningCall) -> None:
         source = _bytes(b"".join(self.data)) if self.request.is_root else None
-        self.found = _room(sizes[backend.rank])
-        running.collective(Kind.SCATTER, source, self.found, self.args._replace(counts=sizes))
+        self.found = _room(self.sizes[running.backend.rank])
+        running.collective(Kind.SCATTER, source, self.found, self.args._replace(counts=self.sizes))
 
 
-def _execute(prepared: type[_ObjectCall], request: Request, data: list[bytes], pickle: bool) -> Any:
-    call = request.call(pickle=pickle)
-    return request.execute(prepared(call, request.deadline, request, data, pickle))
+def _execute(
+    prepared: type[_ObjectCall], request: Request, values: Any, pickle: bool | None
+) -> Any:
+    use_pickle = request.backend._pickle if pickle is None else bool(pickle)
+    call = request.call(pickle=use_pickle)
+    one = prepared(call, request.deadline, request, [], use_pickle)
+    try:
+        one.data = _encode_each(request, values, use_pickle)
+    except Exception as error:  # noqa: BLE001 -- whatever an object raises, those who wait are told
+        one.refused = error
+    return request.execute(one)
 
 
-def _encode_each(request: Request, values: Sequence[Any] | None, pickle: bool) -> list[bytes]:
+def _encode_each(request: Request, values: Any, pickle: bool) -> list[bytes]:
+    if request.kind is not Kind.SCATTER_OBJECT or not request.is_root:
+        return [encode(value, pickle, "the object") for value in values]
     world = request.backend.world_size
     found = len(values) if isinstance(values, (list, tuple)) else None
-    if values is None or found != world:
+    if found != world:
         raise InvalidArgument(
             f"scatter_object: the root must pass a list of {world} objects, one per rank, "
             f"got {type(values).__name__}{'' if found is None else f' of {found}'}",

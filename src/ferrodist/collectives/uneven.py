@@ -36,9 +36,11 @@ from ferrodist.collectives.plan import (
     leaf_of,
     result_shape,
 )
+from ferrodist.collectives.refusals import share_refusal, size_of_refusal
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import (
     CollectiveMismatch,
+    DistributedError,
     InvalidArgument,
     SizeMismatch,
     UnsupportedArray,
@@ -113,37 +115,56 @@ class _SizedCall(Prepared[Any]):
 
 
 def _prepare_scatter(request: Request, x: Any, out: Any) -> _Scatter:
-    taken = None if x is None and not request.is_root else as_input(x, "scatter: x")
-    part = None
-    if request.is_root:
-        assert taken is not None
-        part = Leaf("", taken.buffer.dtype, result_shape(request, taken))
-        if out is not None:
-            is_in_place(request, taken, as_output(out, part.dtype, part.shape))
+    taken, part, refused = None, None, None
+    try:
+        if x is not None or request.is_root:
+            taken = as_input(x, "scatter: x")
+        if request.is_root:
+            assert taken is not None
+            part = Leaf("", taken.buffer.dtype, result_shape(request, taken))
+            if out is not None:
+                is_in_place(request, taken, as_output(out, part.dtype, part.shape))
+    except DistributedError as error:
+        if not request.is_root:
+            raise
+        refused = error  # the others wait for their parts: they are told
     call = request.call(() if taken is None else (leaf_of(taken),), compared=())
-    return _Scatter(call, request.deadline, request, taken, out, part=part)
+    return _Scatter(call, request.deadline, request, taken, out, part=part, refused=refused)
 
 
 @dataclass(slots=True, eq=False)
 class _Scatter(_SizedCall):
     part: Leaf | None = None  # known to the root
+    refused: BaseException | None = None  # by the root; after the call, what this rank raises
 
     def run(self, running: RunningCall) -> None:
         request, taken = self.request, self.taken
-        found = _tell_part(running, request.args.root, self.part)
+        numbers = self._tell_part(running, request.args.root)
+        if numbers[0] < 0:
+            size = int(numbers[0])
+            self.refused = share_refusal(running, request.args.root, size, self.refused)
+            return
+        found = _read_part(numbers)
         self.result = _room_for_part(running, request.args.root, found, taken, self.out)
         source = taken.buffer if request.is_root and taken is not None else None
         running.collective(Kind.SCATTER, source, self.result.buffer, request.args)
 
+    def _tell_part(self, running: RunningCall, root: int) -> np.ndarray[Any, Any]:
+        """Tell every rank the dtype and shape of its part, or that there is none."""
+        numbers, part = np.zeros(2 + MAX_AXES, np.int64), self.part
+        if self.refused is not None:
+            numbers[0] = size_of_refusal(self.refused)
+        elif part is not None:
+            numbers[: 2 + len(part.shape)] = (part.dtype, len(part.shape), *part.shape)
+        buffer = as_buffer(numbers)
+        args = CollectiveArgs(root=root, in_place=True)
+        running.collective(Kind.BROADCAST, buffer, buffer, args)
+        return numbers
 
-def _tell_part(running: RunningCall, root: int, part: Leaf | None) -> Leaf:
-    """Tell every rank the dtype and shape of its part."""
-    numbers = np.zeros(2 + MAX_AXES, np.int64)
-    if part is not None:
-        numbers[: 2 + len(part.shape)] = (part.dtype, len(part.shape), *part.shape)
-    buffer = as_buffer(numbers)
-    running.collective(Kind.BROADCAST, buffer, buffer, CollectiveArgs(root=root, in_place=True))
-    return _read_part(numbers)
+    def finish(self) -> Any:
+        if self.refused is not None:
+            raise self.refused
+        return _SizedCall.finish(self)
 
 
 def _read_part(numbers: np.ndarray[Any, Any]) -> Leaf:
@@ -151,11 +172,20 @@ def _read_part(numbers: np.ndarray[Any, Any]) -> Leaf:
     return Leaf("", dtype, tuple(int(length) for length in numbers[2 : 2 + axes]))
 
 
-def refuse_part(running: RunningCall, root: int, told: bytes, x: Any, out: Any) -> None:
-    """Tell all ranks that what this one passed on the fast path does not fit its part."""
-    found = _read_part(np.frombuffer(told, np.int64))
+def refuse_part(
+    running: RunningCall, root: int, told: bytes, x: Any, out: Any
+) -> BaseException | None:
+    """Tell all ranks that what this one passed on the fast path does not fit its part.
+
+    If it is the root that refuses, return what to raise after the call.
+    """
+    numbers = np.frombuffer(told, np.int64)
+    if numbers[0] < 0:
+        return share_refusal(running, root, int(numbers[0]), None)
+    found = _read_part(numbers)
     taken = None if x is None else as_input(x, "scatter: x")
     _room_for_part(running, root, found, taken, out)
+    return None
 
 
 def _room_for_part(

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-import fractions
 import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -47,6 +52,22 @@ OBJECTS: dict[str, Callable[[int], Any]] = {
     "libraries": lambda rank: [
         to_library(np.arange(3, dtype=np.float32) + rank, name) for name in available_libraries()
     ],
+    "ordered": lambda rank: OrderedDict([("b", rank), ("a", [rank, bytearray([rank])])]),
+    "ranges": lambda rank: [range(rank), range(1, 9, rank + 1), slice(rank), slice(None, 2, -1)],
+    "times": lambda rank: [
+        datetime(2026, 11, 17, 8, rank, 1, 5, tzinfo=UTC),
+        datetime(2026, 3, 29, 2, 30, fold=rank % 2),
+        date(2000 + rank, 2, 29) if rank % 4 == 0 else date(2001, 1, 1 + rank),
+        time(23, 59, rank, tzinfo=timezone(timedelta(hours=rank % 12), "there")),
+        timedelta(days=-rank, microseconds=1),
+    ],
+    "values": lambda rank: [
+        Path("data") / str(rank),
+        UUID(int=2**127 + rank),
+        Decimal("1.50") + rank,
+        Fraction(rank, 7),
+    ],
+    "dtypes": lambda rank: [np.dtype(label) for label in ("float32", "<M8[ns]", ">i4")],
     "deep": lambda rank: _nest(rank, 30),
     "long": lambda rank: [rank] * 1000 * (rank + 1),
 }
@@ -61,7 +82,7 @@ def _nest(value: Any, depth: int) -> Any:
 def check_object(trial: Trial) -> None:
     """Pass one of the objects through one of the calls; with ``pickle`` anything goes."""
     is_pickled = trial.case.style == "pickle"
-    make = fractions_of if is_pickled else OBJECTS[trial.case.detail]
+    make = only_for_pickle if is_pickled else OBJECTS[trial.case.detail]
     options = {"pickle": True} if is_pickled else {}
     got = _call(trial, make, options)
     wanted = _wanted(trial, make)
@@ -69,9 +90,9 @@ def check_object(trial: Trial) -> None:
     trial.expect(wrong is None, f"{wrong}")
 
 
-def fractions_of(rank: int) -> Any:
+def only_for_pickle(rank: int) -> Any:
     """Return something only pickle can carry."""
-    return {"third": fractions.Fraction(rank, 3), "range": range(rank)}
+    return {"counts": Counter([rank]), "file": PurePosixPath(f"/data/{rank}")}
 
 
 def _call(trial: Trial, make: Callable[[int], Any], options: dict[str, Any]) -> Any:

@@ -34,13 +34,18 @@ Attempt = Callable[[Backend], object]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What to attempt, the error it must raise, words that must be in it, and where it applies."""
+    """What to attempt, the error it must raise, words that must be in it, and where it applies.
+
+    One that ``is_told`` is attempted by all ranks: the last one refuses what it passes while the
+    others wait for it in the call, and all raise.
+    """
 
     error: type[DistributedError]
     attempt: Attempt
     says: str = ""
     min_world: int = 1
     needs_algorithms: bool = False
+    is_told: bool = False
 
 
 Refusals = Iterator[tuple[str, Refusal]]
@@ -165,11 +170,13 @@ def _other_part(function: str) -> Attempt:
 def check_refused(trial: Trial) -> None:
     """Attempt it on every rank, or on one while the others go on; all stay in step."""
     case, backend = trial.case, trial.backend
-    if case.style != "one_rank" or trial.rank == case.root:
-        refusal = (
-            REFUSALS[case.detail] if case.detail else illegal_op(case.function, case.dtype, case.op)
-        )
-        trial.expect_error(refusal.error, lambda: refusal.attempt(backend), refusal.says)
+    refusal = (
+        REFUSALS[case.detail] if case.detail else illegal_op(case.function, case.dtype, case.op)
+    )
+    if case.style != "one_rank" or trial.rank == case.root or refusal.is_told:
+        error = trial.expect_error(refusal.error, lambda: refusal.attempt(backend), refusal.says)
+        if refusal.is_told and error is not None and not _is_last(backend):
+            trial.expect_equal(error.rank, trial.world - 1, "the rank that refuses")
     trial.expect_in_step()
 
 
@@ -182,6 +189,22 @@ def illegal_op(function: str, dtype: str, op: str) -> Refusal:
 def _call(function: str, make: Callable[[Backend], Any], **options: Any) -> Attempt:
     """Call a function with what ``make`` makes of the backend."""
     return lambda backend: getattr(ferrodist, function)(make(backend), backend, **options)
+
+
+def _is_last(backend: Backend) -> bool:
+    return backend.rank == backend.world_size - 1
+
+
+def _call_of_last(function: str, wrong: Callable[[Backend], Any], right: Any = None) -> Attempt:
+    """Let the last rank, which is the root if there is one, pass what is wrong."""
+
+    def attempt(backend: Backend) -> object:
+        x = wrong(backend) if _is_last(backend) else right
+        is_rooted = not function.startswith("all_")
+        options = {"root": backend.world_size - 1} if is_rooted else {}
+        return getattr(ferrodist, function)(x, backend, **options)
+
+    return attempt
 
 
 def _next(backend: Backend) -> int:
@@ -292,39 +315,38 @@ def _leaves() -> Refusals:
 
 
 def _objects() -> Refusals:
-    unknown = _call("all_gather_object", lambda b: {"a": [1, object()]})
-    yield "an unknown object", Refusal(UnsupportedArray, unknown, "['a'][1]")
-    advice = _call("gather_object", lambda b: range(3))
-    yield "an object for pickle", Refusal(UnsupportedArray, advice, "pickle=True")
-    yield "too many objects to scatter", Refusal(InvalidArgument, _scatter_too_many)
-
-
-def _scatter_too_many(backend: Backend) -> object:
-    return ferrodist.scatter_object([1] * (backend.world_size + 1), backend, root=backend.rank)
+    unknown = _call_of_last("all_gather_object", lambda b: {"a": [1, object()]})
+    yield "an unknown object", Refusal(UnsupportedArray, unknown, "['a'][1]", is_told=True)
+    for function in ("gather_object", "broadcast_object"):
+        advice = _call_of_last(function, lambda b: print)
+        name = f"{function}: an object for pickle"
+        yield name, Refusal(UnsupportedArray, advice, "pickle=True", is_told=True)
+    many = _call_of_last("scatter_object", lambda b: [1] * (b.world_size + 1))
+    yield "too many objects to scatter", Refusal(InvalidArgument, many, is_told=True)
 
 
 # -- shapes ----------------------------------------------------------------------------------------
 
 
 def _cut(function: str, shape_of: Callable[[int], tuple[int, ...]]) -> Attempt:
-    """Pass an array whose shape depends on the world; every rank is its own root."""
-
-    def attempt(backend: Backend) -> object:
-        options = {"root": backend.rank} if function == "scatter" else {}
-        return getattr(ferrodist, function)(
-            zeros(*shape_of(backend.world_size)), backend, **options
-        )
-
-    return attempt
+    """Pass an array whose shape depends on the world."""
+    call = _call_of_last if function == "scatter" else _call
+    return call(function, lambda backend: zeros(*shape_of(backend.world_size)))
 
 
 def _shapes() -> Refusals:
     for function in CUT:
+        options: dict[str, Any] = {"min_world": 2, "is_told": function == "scatter"}
         uneven, number = _cut(function, lambda w: (w + 1,)), _cut(function, lambda w: ())
-        yield f"{function}: indivisible", Refusal(SizeMismatch, uneven, min_world=2)
-        yield f"{function}: a number", Refusal(SizeMismatch, number, min_world=2)
+        yield f"{function}: indivisible", Refusal(SizeMismatch, uneven, **options)
+        yield f"{function}: a number", Refusal(SizeMismatch, number, **options)
         axis = _cut(function, lambda w: (w + 1, w))
-        yield f"{function}: indivisible axis", Refusal(InvalidShape, axis, "axis 0", min_world=2)
+        yield f"{function}: indivisible axis", Refusal(InvalidShape, axis, "axis 0", **options)
+    lists = _call_of_last("scatter", lambda b: [1] * b.world_size)
+    yield (
+        "scatter: a list",
+        Refusal(UnsupportedArray, lists, "use scatter_object", min_world=2, is_told=True),
+    )
 
 
 def _exchange(counts_of: Callable[[int], list[Any]]) -> Attempt:
