@@ -119,6 +119,8 @@ class _Callbacks:
             thread = self._thread
             if thread is None or thread is threading.current_thread() or _native.works_of(None):
                 return
+            if thread.ident is None:
+                return  # it is being started by this very thread, in which a finalizer runs
             _native.end_listening()
             self._thread = None
             _native.wake_completions()
