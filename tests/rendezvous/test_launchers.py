@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from commands import free_port
+
 pytestmark = pytest.mark.timeout(90)
 
 ROOT = Path(__file__).parents[2]
@@ -234,6 +236,69 @@ def test_a_rank_killed_with_variables_set_by_hand_is_lost_for_the_others(tmp_pat
     ranks = run_by_hand([program(tmp_path, LOSES_ONE)], *places(3, new_port()))
     assert [code for _, code, _, _ in ranks] == [0, -signal.SIGKILL, 0]
     assert {text for _, _, text, _ in ranks} == LOST | {""}
+
+
+# -- other users ---------------------------------------------------------------------------------
+
+# All that a rank imports later is imported first: the other user may not read these files.
+OF_A_USER = """
+    import encodings.idna
+    import ferrodist.backends.hybrid, ferrodist.backends.shared_memory
+    import ferrodist.rendezvous.find_job, ferrodist.rendezvous.foreign
+    os.setuid(int(os.environ["USER_ID"]))
+    if "PRETENDS" in os.environ:
+        os.geteuid = lambda: int(os.environ["PRETENDS"])
+    backend = ferrodist.init()
+    print(ferrodist.allreduce(backend.rank + 1))
+    """
+OF_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+@pytest.mark.parametrize("more", [{}, OF_TORCHRUN], ids=["by hand", "torchrun"])
+@pytest.mark.parametrize("pretends", [{}, {"PRETENDS": "0"}], ids=["openly", "pretending"])
+def test_a_process_of_another_user_is_no_rank_of_a_job_on_loopback(more, pretends, tmp_path):
+    first, second = places(2, str(free_port()))
+    ranks = run_by_hand(
+        [program(tmp_path, OF_A_USER)],
+        first | {"USER_ID": 0},
+        second | {"USER_ID": 65534} | pretends,
+        **more,
+        LOCAL_WORLD_SIZE="1",
+        FERRODIST_JOIN_TIMEOUT="2",
+    )
+    assert [(code, text) for _, code, text, _ in ranks] == [(1, "")] * 2
+    assert "rank 1 of 2 did not join" in ranks[0][3]
+    assert (
+        "of another user, or behind a tunnel, all ranks need FERRODIST_SECRET_FILE" in ranks[0][3]
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "tcp", "hybrid"])
+def test_ranks_of_one_user_on_loopback_need_no_secret_wherever_they_are_said_to_be(
+    backend, tmp_path
+):
+    of_job = places(3, str(free_port()))
+    pretended = [place | {"FERRODIST_HOST_ID": place["RANK"]} for place in of_job]
+    ranks = run_by_hand(
+        [program(tmp_path, OF_A_USER)],
+        *pretended,
+        USER_ID=str(os.getuid()),
+        LOCAL_WORLD_SIZE="1",
+        FERRODIST_BACKEND=backend,
+    )
+    assert [(code, text) for _, code, text, _ in ranks] == [(0, "6\n")] * 3, ranks
+
+
+def test_two_torchruns_on_loopback_need_no_secret_and_trust_nobody_with_their_store(tmp_path):
+    torchrun, *_ = command_of("torchrun")
+    text = "print(ferrodist.init().rank, ferrodist.allreduce(1), flush=True)"
+    where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = [torchrun, *where, "--node-rank"]
+    script = program(tmp_path, text)
+    with started([*command, "0", script]) as one, started([*command, "1", script]) as other:
+        texts = [job.communicate(timeout=LIMIT) for job in (one, other)]
+    assert [output for output, _ in texts] == ["0 2\n", "1 2\n"], texts
 
 
 # -- ranks that do not meet ----------------------------------------------------------------------

@@ -444,8 +444,11 @@ def test_several_hosts_without_a_secret_are_told_how_to_make_one():
     assert rank.seconds < 1
 
 
-def test_loopback_needs_no_secret():
-    check_met(meet_all(new_jobs(2, has_secret=False)))
+def test_without_a_secret_ranks_of_loopback_meet_where_the_kernel_names_the_user():
+    jobs = new_jobs(2, has_secret=False)
+    with open_exchange(jobs[0], Config(), Deadline(10)) as exchange:
+        assert exchange._acceptor._listener.family == socket.AF_UNIX
+    check_met(meet_all(jobs))
 
 
 def test_several_hosts_without_an_address_are_refused():

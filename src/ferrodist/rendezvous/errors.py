@@ -99,13 +99,14 @@ def _if_some_are_missing(job: Job) -> str:
 def _if_elsewhere(job: Job) -> str:
     """Say what is missing if ranks are on other hosts, where nobody could tell."""
     is_open = job.endpoint is not None and not is_loopback(job.endpoint.host)
-    if job.several_hosts or job.has_secret or not is_open:
+    if job.has_secret or not job.meets_here or not (is_open or job.several_hosts):
         return ""
-    return f"; if they are on other hosts, all ranks need {variable('secret_file')}"
+    where = "on other hosts" if is_open else "of another user, or behind a tunnel"
+    return f"; if they are {where}, all ranks need {variable('secret_file')}"
 
 
 def _if_between_hosts(job: Job) -> str:
-    if not job.several_hosts or job.endpoint is None:
+    if job.meets_here or job.endpoint is None:
         return ""
     return (
         f"; or the command differs between hosts (endpoint, number of hosts, ranks per host); or a "
@@ -115,12 +116,12 @@ def _if_between_hosts(job: Job) -> str:
 
 def missing_server(job: Job, address: str, deadline: Deadline) -> RendezvousError:
     """Make a client's error: rank 0 has not listened for it."""
-    launcher = job.launcher
+    launcher, elsewhere = job.launcher, f"{_if_between_hosts(job)}{_if_elsewhere(job)}"
     return RendezvousError(
         f"rank 0 of job {job.name!r} did not come within {deadline}: nobody listens at {address}; "
         f"{this_process(job)}\n"
         f"look at the output of rank 0: it ended or hangs before ferrodist.init(), or has another "
-        f"{launcher.job} or {launcher.world_size}=1{_if_between_hosts(job)}. If it was not "
+        f"{launcher.job} or {launcher.world_size}=1{elsewhere}. If it was not "
         f"started, {launcher.how_to_start(job.world_size)}. {_if_inherited(job, 'this process')}",
         rank=0,
         missing=[0],

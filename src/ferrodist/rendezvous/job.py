@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ferrodist.config import variable
 from ferrodist.errors import AuthenticationError, InvalidArgument, InvalidRank, InvalidWorldSize
+from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.variables import Endpoint, Launcher
 from ferrodist.rendezvous.watch import StatusBoard
 
@@ -83,6 +84,15 @@ class Job:
     def several_hosts(self) -> bool:
         """Whether ranks are on other hosts than this."""
         return bool(self.hosts)
+
+    @property
+    def meets_here(self) -> bool:
+        """Whether its ranks meet at a Unix socket, where the kernel says whose process each is.
+
+        At a port of loopback any user of this host could be one of them, so that needs a secret.
+        """
+        is_loopback_only = self.endpoint is not None and is_loopback(self.endpoint.host)
+        return not self.several_hosts or (is_loopback_only and not self.has_secret)
 
 
 class Member(NamedTuple):

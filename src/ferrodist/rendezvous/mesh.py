@@ -27,7 +27,7 @@ from ferrodist.errors import DistributedError, InvalidArgument, ProtocolError, R
 from ferrodist.rendezvous.client import Client
 from ferrodist.rendezvous.errors import could_not_join
 from ferrodist.rendezvous.handshake import check_version
-from ferrodist.rendezvous.interfaces import choose_address, is_loopback
+from ferrodist.rendezvous.interfaces import choose_address
 from ferrodist.rendezvous.job import Bootstrap, Job, no_secret
 from ferrodist.rendezvous.mesh_builder import MeshBuilder, MeshLink
 from ferrodist.rendezvous.server import Server
@@ -103,15 +103,15 @@ def _join(job: Job, config: Config, deadline: Deadline) -> list[MeshPeer]:
 
 def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
     """Choose how a job's ranks meet; raises AuthenticationError if they could be anybody."""
-    if not job.several_hosts:
+    if job.meets_here:
         return _open_socket_exchange(job, UnixPoint(job), deadline)
-    endpoint = job.endpoint
-    if not job.has_secret and (endpoint is None or not is_loopback(endpoint.host)):
+    if not job.has_secret:
         raise no_secret(job)
     if job.bootstrap is Bootstrap.MPI:
         from ferrodist.rendezvous.foreign import MpiExchange
 
         return MpiExchange(job, deadline)
+    endpoint = job.endpoint
     if endpoint is None:
         raise InvalidArgument(
             f"job {job.name!r} is on several hosts, and nothing says where rank 0 listens",
@@ -133,10 +133,10 @@ def _open_socket_exchange(job: Job, point: MeetingPoint, deadline: Deadline) -> 
 
 
 def _job_of_mesh(job: Job, server: PeerAddress) -> Job:
-    """Return the job with a secret of this mesh alone.
+    """Return the job with a secret of this mesh alone, which needs the random token of rank 0.
 
-    On one host the ranks have met by a socket that only this user has, so other users, who may
-    know the name of the job, cannot know this secret.
+    Ranks of a job without a secret have met at a socket that lets only this user in, so other
+    users, who may know the name of the job, cannot know the token.
     """
     return replace(job, secret=hmac.digest(job.secret, b"mesh" + server.token, "sha256"))
 
@@ -144,14 +144,18 @@ def _job_of_mesh(job: Job, server: PeerAddress) -> Job:
 def _open_listener(job: Job, config: Config, towards: str) -> socket.socket:
     """Listen for the ranks above this one."""
     pattern = config.socket_ifname
-    if not job.several_hosts:
-        name, host = "lo", "127.0.0.1"
+    if job.meets_here:
+        name, host, why = "lo", "127.0.0.1", ""
     else:
         name, host = choose_address(pattern, towards)
+        why = (
+            f", which matches {pattern!r}"
+            if pattern
+            else f", which routes to {towards or 'others'}"
+        )
     listener = _listen_at(host, config.ports)
     endpoint = Endpoint(*listener.getsockname()[:2])
-    why = f"which matches {pattern!r}" if pattern else f"which routes to {towards or 'others'}"
-    logger.info("listening at %s on %s%s", endpoint, name, f", {why}" if job.several_hosts else "")
+    logger.info("listening at %s on %s%s", endpoint, name, why)
     return listener
 
 

@@ -31,8 +31,7 @@ from ferrodist.config import Config, variable
 from ferrodist.errors import AuthenticationError, DistributedError
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, LogCollector, Subject, start
 from ferrodist.rendezvous.find_job import OUTER_JOBS, RUN_VARIABLES, find_job, try_run_job
-from ferrodist.rendezvous.interfaces import is_loopback
-from ferrodist.rendezvous.job import Job, no_secret, secret_from_file
+from ferrodist.rendezvous.job import no_secret, secret_from_file
 from ferrodist.rendezvous.variables import brief
 
 _ENGINES = Subject("engines")
@@ -282,13 +281,8 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
             yield _ENVIRONMENT.warning(text, "each process would compute alone: is that meant?")
         else:
             yield _ENVIRONMENT.ok(text)
-    if _lacks_secret(job) and not environ.get(_SECRET_FILE):
+    if not (job.meets_here or job.has_secret or environ.get(_SECRET_FILE)):
         yield _wrong(str(no_secret(job)))
-
-
-def _lacks_secret(job: Job) -> bool:
-    is_here = job.endpoint is not None and is_loopback(job.endpoint.host)
-    return job.several_hosts and not job.has_secret and not is_here
 
 
 def _without_pipe(environ: Mapping[str, str]) -> Mapping[str, str]:
