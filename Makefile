@@ -9,8 +9,14 @@ PEERS := $(STAMPS)/mpich $(STAMPS)/openmpi
 NATIVE := CMakeLists.txt pyproject.toml \
 	$(shell find native -type f -not -path 'native/tests/*' -not -path 'native/fuzz/*' 2>/dev/null)
 
-.PHONY: demo peers test test-fast test-long sanitize lint bench docs format clean
+# Every Python that we support and this machine has, each in an environment of its own, without torch.
+PYENV_ROOT ?= $(HOME)/.pyenv
+python_of = $(firstword $(wildcard $(PYENV_ROOT)/versions/$(1).*/bin/python /usr/local/bin/python$(1) /usr/bin/python$(1)))
+PYTHONS := $(foreach version,3.11 3.12 3.13 3.14,$(if $(call python_of,$(version)),$(version)))
+
+.PHONY: demo peers test test-fast test-long test-pythons sanitize lint bench docs format clean
 .DELETE_ON_ERROR:
+.PRECIOUS: $(STAMPS)/python-%
 
 demo: $(STAMPS)/package
 	$(BIN)/ferrodist demo
@@ -28,6 +34,12 @@ test-long: $(STAMPS)/test peers
 
 test-fast: $(STAMPS)/test peers
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+
+# What needs no torch, on every Python of this machine.
+test-pythons: $(addprefix test-python-,$(PYTHONS))
+
+test-python-%: $(STAMPS)/python-%
+	$(VENV)/pythons/$*/bin/pytest -n 2 --dist worksteal -m "not long"
 
 # MPICH and Open MPI: the tests start ranks with their mpiexec, the benchmark measures against them.
 peers: $(PEERS)
@@ -83,6 +95,11 @@ $(STAMPS)/package: $(STAMPS)/venv $(NATIVE)
 
 $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STAMPS)/package
 	$(BIN)/pip install --quiet --editable ".[$*]"
+	touch $@
+
+$(STAMPS)/python-%: $(STAMPS)/venv $(NATIVE)
+	$(call python_of,$*) -m venv $(VENV)/pythons/$*
+	$(VENV)/pythons/$*/bin/pip install --quiet --editable ".[test-without-torch]"
 	touch $@
 
 # Each MPI has an environment of its own: their libraries have one name. A machine that cannot have

@@ -6,7 +6,9 @@ import functools
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,6 +33,51 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector pass over all libraries and tests: some tests call it often."""
     gc.collect()
     gc.freeze()
+
+
+# -- what is not installed -------------------------------------------------------------------------
+
+OPTIONAL = ("torch", "jax", "optax", "ml_dtypes", "cryptography", "nbclient", "nbformat", "mpi4py")
+
+
+def skip_if_missing(error: BaseException | None) -> None:
+    """Skip a test that failed for a library which need not be there, and is not."""
+    while isinstance(error, BaseExceptionGroup):  # of several ranks
+        error = error.exceptions[0]
+    library = str(getattr(error, "name", "")).partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and library in OPTIONAL and not find_spec(library):
+        pytest.skip(f"needs {library}, which is not installed", allow_module_level=True)
+
+
+class TestFile(pytest.Module):
+    """A file of tests, which may import what is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            skip_if_missing(error.__cause__)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    module: pytest.Module = TestFile.from_parent(parent, path=module_path)
+    return module
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    try:
+        return (yield)
+    except BaseException as error:
+        skip_if_missing(error)
+        raise
+
+
+pytest_runtest_setup = pytest_runtest_call  # for fixtures
+
+
+# -- jobs ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

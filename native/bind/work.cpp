@@ -362,14 +362,19 @@ PyObject* outcome_of(WorkObject& work) {
     return PyTuple_Pack(2, work.is_error ? Py_None : work.outcome, work.is_error ? work.outcome : Py_None);
 }
 
-// Waits without asking for the outcome.
-PyObject* wait_for_end(WorkObject& work) {
-    while (!is_over(work)) {
-        if (!wait_until(work, 0)) {
+// Waits, up to a deadline, without asking for the outcome; tells whether there is one.
+PyObject* wait_for_end(WorkObject& work, PyObject* deadline) {
+    const double seconds = PyFloat_AsDouble(deadline);
+    if (seconds == -1 && PyErr_Occurred() != nullptr) {
+        return nullptr;
+    }
+    const std::int64_t end_ns = deadline_ns(seconds);
+    do {
+        if (!wait_until(work, end_ns)) {
             return nullptr;
         }
-    }
-    Py_RETURN_NONE;
+    } while (!is_over(work) && end_ns == 0);
+    return PyBool_FromLong(is_over(work));
 }
 
 // Has the callbacks thread told of its end; false if it is over.
@@ -416,8 +421,8 @@ PyMethodDef methods[] = {
     {"done", &call_plain<&is_done>, METH_NOARGS, "done($self, /)\n--\n\nTell whether the call is over."},
     {"_outcome", &call_plain<&outcome_of>, METH_NOARGS,
      "_outcome($self, /)\n--\n\nReturn result and error of a call that is over."},
-    {"_wait_for_end", &call_plain<&wait_for_end>, METH_NOARGS,
-     "_wait_for_end($self, /)\n--\n\nWait without asking for the outcome."},
+    {"_wait_for_end", named<&wait_for_end>(), with_names,
+     "_wait_for_end($self, deadline, /)\n--\n\nWait without asking for the outcome; tell whether the call is over."},
     {"_hear", &call_plain<&hear_of>, METH_NOARGS,
      "_hear($self, /)\n--\n\nHave next_completions() give it; False if it is over."},
     {},

@@ -437,7 +437,7 @@ std::vector<std::vector<int>> Mesh::invitations_of(int peer) {
     return found;
 }
 
-void Mesh::finish() {
+void Mesh::finish(std::int64_t latest_ns) {
     if (birth_.is_of_ancestor()) {
         return;
     }
@@ -458,7 +458,7 @@ void Mesh::finish() {
             rest_before = rest;
             end = core::now_ns() + wait_ns;
         }
-        return core::now_ns() < end;
+        return core::now_ns() < end && (latest_ns == 0 || core::now_ns() < latest_ns);
     };
     const auto all = [&](auto is_done) {
         return std::all_of(links_.begin(), links_.end(), [&](const auto& one) { return is_done(*one); });

@@ -136,8 +136,9 @@ public:
     void start_trace();
     std::vector<Trace> stop_trace();
     std::vector<std::vector<int>> invitations_of(int peer);
-    // Ends all connections in order: what was sent arrives. Gives up when nothing has moved for a second.
-    void finish();
+    // Ends all connections in order: what was sent arrives. Gives up when nothing has moved for a second, and at
+    // a moment (0: none).
+    void finish(std::int64_t latest_ns = 0);
 
     // -- frames ---------------------------------------------------------------------------------
 

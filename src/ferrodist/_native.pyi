@@ -145,8 +145,8 @@ class WorkBase:
     def _outcome(self) -> tuple[Any, BaseException | None]:
         """Return result and error of a call that is over."""
 
-    def _wait_for_end(self) -> None:
-        """Wait without asking for the outcome."""
+    def _wait_for_end(self, deadline: float, /) -> bool:
+        """Wait without asking for the outcome; tell whether the call is over."""
 
     def _hear(self) -> bool:
         """Have next_completions() give it; False if it is over."""
@@ -486,8 +486,8 @@ class Mesh:
     def stop_trace(self) -> list[tuple[bool, int, int, int]]:
         """Return the pieces since: is_sent, peer, sequence, nbytes."""
 
-    def finish(self) -> None:
-        """End all connections in order: what was sent arrives."""
+    def finish(self, deadline: float) -> None:
+        """End all connections in order: what was sent arrives, unless the deadline comes first."""
 
     @property
     def sent_nbytes(self) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 
@@ -19,6 +20,10 @@ class Deadline:
     def remaining(self) -> float:
         """Seconds left; zero or less when it has passed, infinite when there is no limit."""
         return self.end - time.monotonic()
+
+    def timeout(self) -> float:
+        """Return what threads and locks take: seconds left, never below zero nor endless."""
+        return min(max(self.remaining(), 0.0), threading.TIMEOUT_MAX)
 
     def __str__(self) -> str:
         return "no limit" if self.seconds is None else f"{self.seconds:g} s"

@@ -68,7 +68,7 @@ def test_an_interrupt_inside_close_is_told_to_the_others(monkeypatch):
             backend.close()
         ferrodist.barrier(backend)
 
-    def interrupt():
+    def interrupt(deadline):
         raise KeyboardInterrupt
 
     with pytest.raises(BaseExceptionGroup) as caught:

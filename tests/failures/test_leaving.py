@@ -332,6 +332,25 @@ ENDINGS = {
             work = ferrodist.allreduce(np.ones(3), async_op=True)  # rank 1 never comes
         raise SystemExit(7)
     """,
+    "exits while a callback runs": """
+        import threading
+        begun = threading.Event()
+        def callback(work):
+            begun.set()
+            time.sleep(600)
+        ferrodist.allreduce(np.ones(3), async_op=True).add_done_callback(callback)
+        begun.wait()
+        raise SystemExit(7)
+    """,
+    "exits where no thread starts any more, as in Python 3.12": """
+        import threading
+        def refuse(thread):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        atexit.register(setattr, threading.Thread, "start", refuse)
+        if backend.rank == 0:
+            work = ferrodist.allreduce(np.ones(3), async_op=True)
+        raise SystemExit(7)
+    """,
     "exits with threads in calls": """
         import contextlib, sys, threading
         sys.setswitchinterval(1e-5)  # so that some run Python code for an error when the end comes
@@ -370,9 +389,10 @@ def test_a_program_that_ends_without_close_ends_quietly_soon_and_with_its_own_co
     tmp_path, name, how
 ):
     script = tmp_path / "script.py"
-    begin = "import os, time, numpy as np, ferrodist\n"
+    begin = "import atexit, os, time, numpy as np, ferrodist\n"
     begin += f"backend = ferrodist.init({name or None!r})\n"
-    begin += "ferrodist.barrier()\nos.write(1, b'%f\\n' % time.monotonic())\n"
+    begin += "atexit.register(lambda: os.write(1, b'%f\\n' % time.monotonic()))\n"  # runs first
+    begin += "ferrodist.barrier()\n"
     script.write_text(begin + textwrap.dedent(ENDINGS[how]))
     command = [sys.executable, "-m", "ferrodist", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -382,6 +402,24 @@ def test_a_program_that_ends_without_close_ends_quietly_soon_and_with_its_own_co
     assert ended - max(times) < 3.5  # of which the launcher has a part
     assert "Traceback" not in done.stderr
     assert "Error" not in done.stderr
+
+
+def test_what_is_in_flight_at_the_end_gets_a_moment_and_is_cut_short(start):
+    def body(backend, pipe):
+        pair = backend.split([0, 1])
+        if backend.rank == 1:
+            return error_and_time(ferrodist.barrier, pair)[0]
+        work = ferrodist.allreduce(np.ones(3), backend, async_op=True)
+        begun = time.monotonic()
+        backend._end("its program ended", 0.5)
+        return time.monotonic() - begun, type(work.exception(0))
+
+    with start(2, body) as job:
+        (seconds, cut_short), lost = job.results()
+    assert 0.5 <= seconds < 1.5
+    assert cut_short is BackendClosed
+    assert isinstance(lost, RankLost)
+    assert "rank 0 left after #0 (its program ended)" in str(lost)
 
 
 def test_a_program_of_one_rank_ends_quietly():

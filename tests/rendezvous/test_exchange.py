@@ -66,6 +66,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_ranks_of_two_torchruns_meet_through_its_store(environment):
+    pytest.importorskip("torch", reason="torchrun comes with torch")
     command = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--no-python"]
     command += [sys.executable, "-c", SCRIPT]
@@ -144,6 +145,7 @@ def test_torchs_store_has_our_verbs(agent):
 
 
 def test_a_store_of_torchrun_that_is_not_there_is_told_with_its_address():
+    pytest.importorskip("torch", reason="the store is torch's")
     endpoint = Endpoint("127.0.0.1", free_port())
     job = jobs_of(2, endpoint, Bootstrap.TORCH_STORE)[1]
     with pytest.raises(RendezvousError, match=f"torchrun's agent at 127.0.0.1:{endpoint.port}"):

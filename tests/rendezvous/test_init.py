@@ -303,12 +303,18 @@ def test_the_error_of_a_work_nobody_asked_for_is_one_line_at_the_end():
 def test_a_call_in_flight_does_not_hold_up_the_end_for_long():
     code, output, errors = run_program(
         """
-        def end(*how):
-            threading.Event().wait()
-        backend._end = end
+        from ferrodist.backends.running_call import Prepared
+        from ferrodist.call import Call, Kind
+        from ferrodist.deadline import Deadline
+        class Hangs(Prepared):
+            def run(self, running):
+                threading.Event().wait()
+            def finish(self):
+                pass
+        backend._start(Hangs(Call(Kind.BARRIER), Deadline(None)))
         """
     )
-    assert (code, output, errors) == (0, "", "")
+    assert (code, output, errors) == (0, "end\n", "")
 
 
 def test_a_forked_child_is_told_whose_backend_it_is_and_ends_nothing():

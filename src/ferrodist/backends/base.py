@@ -47,6 +47,8 @@ logger = logging.getLogger("ferrodist")
 
 T = TypeVar("T")
 
+_FAIL_SECONDS = 2.0  # for what a rank that failed still has to say, and for callbacks that run
+
 
 class Statistics(NamedTuple):
     """What a rank has done so far and what it is doing now.
@@ -224,8 +226,8 @@ class Backend(CallMethods, abc.ABC):
         """Tell whether this thread is inside a critical section of the provider."""
 
     @abc.abstractmethod
-    def _leave(self, leave_reason: LeaveReason) -> None:
-        """Tell the others that this rank makes no further calls."""
+    def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
+        """Tell the others that this rank makes no further calls; what is in flight is cut short."""
 
     def _simplest(self) -> Backend:
         """Return the simplest backend for where the ranks are; this one is left for it."""
@@ -439,41 +441,48 @@ class Backend(CallMethods, abc.ABC):
         Not collective: others go on as long as they need nothing more from this rank.
         """
         site = caller_site()
-        self._finish_and_leave(lambda after: failures.closed(after, site))
+        self._finish_and_leave(lambda after: failures.closed(after, site), Deadline(None))
 
-    def _end(self, how: str = "its program ended") -> None:
-        """Leave as ``close`` does, because this rank's program came to its end."""
-        self._finish_and_leave(lambda after: failures.ended(after, how))
+    def _end(self, how: str = "its program ended", timeout: float | None = None) -> None:
+        """Leave as ``close`` does, because this rank's program came to its end.
+
+        After ``timeout`` seconds what is still in flight is cut short.
+        """
+        self._finish_and_leave(lambda after: failures.ended(after, how), Deadline(timeout))
 
     def _fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; the others are told its words."""
         if not self.is_forked:
             self._shut()
-            self._leave(failures.raised(error))
+            self._leave(failures.raised(error), Deadline(_FAIL_SECONDS))
 
-    def _finish_and_leave(self, leave_reason_after: Callable[[int], LeaveReason]) -> None:
+    def _finish_and_leave(
+        self, leave_reason_after: Callable[[int], LeaveReason], deadline: Deadline
+    ) -> None:
         if not self._shut():
             return
         if self._holds_lock():
             # A finalizer or signal handler closes us in the middle of a call: to wait for what is
             # in flight would be to wait for ourselves.
             threading.Thread(
-                target=self._leave_after_works, args=(leave_reason_after,), daemon=True
+                target=self._leave_after_works, args=(leave_reason_after, deadline), daemon=True
             ).start()
             return
-        self._leave_after_works(leave_reason_after)
+        self._leave_after_works(leave_reason_after, deadline)
         for work in self._unasked:
             if not work.is_asked and (error := work.exception()) is not None:
                 raise error
 
-    def _leave_after_works(self, leave_reason_after: Callable[[int], LeaveReason]) -> None:
+    def _leave_after_works(
+        self, leave_reason_after: Callable[[int], LeaveReason], deadline: Deadline
+    ) -> None:
         self._announce_closing()
         try:
-            self._await_works()
+            self._await_works(deadline)
         except BaseException as error:
-            self._leave(failures.raised(error))
+            self._leave(failures.raised(error), deadline)
             raise
-        self._leave(leave_reason_after(self._tickets.last_ended))
+        self._leave(leave_reason_after(self._tickets.last_ended), deadline)
 
     def _shut(self) -> bool:
         """Take no further calls; tell whether this was the first time."""
@@ -486,10 +495,10 @@ class Backend(CallMethods, abc.ABC):
                 self._progress.stop()
             return True
 
-    def _await_works(self) -> None:
-        """Wait for what is in flight; every call has its deadline."""
+    def _await_works(self, deadline: Deadline) -> None:
+        """Wait for what is in flight, each call by its own deadline and all by this one."""
         if self._progress is not None:
-            self._progress.join()
+            self._progress.join(deadline)
 
     def __enter__(self) -> Self:
         return self

@@ -139,10 +139,10 @@ class HybridBackend(TcpBackend):
             return between
         return between + self.inside.group.waited(here.local_rank, here.local.index(rank))
 
-    def _leave(self, leave_reason: LeaveReason) -> None:
+    def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         if self._inside is not None:
-            self._inside._leave(leave_reason)
-        super()._leave(leave_reason)
+            self._inside._leave(leave_reason, deadline)
+        super()._leave(leave_reason, deadline)
 
     # -- collectives ----------------------------------------------------------------------------
 

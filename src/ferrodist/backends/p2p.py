@@ -191,11 +191,11 @@ class ThreadMessagingBackend(MessagingBackend):
             self._messages = [other for other in self._messages if other.is_alive()] + [thread]
         return work
 
-    def _await_works(self) -> None:
-        super()._await_works()
+    def _await_works(self, deadline: Deadline) -> None:
+        super()._await_works(deadline)
         for thread in self._messages:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(deadline.timeout())
 
 
 # -- between processes: requests of the native matching engine -------------------------------------

@@ -121,7 +121,7 @@ class ProcessBackend(MessagingBackend):
         self._children: weakref.WeakSet[ProcessBackend] = weakref.WeakSet()
         self._splits: dict[tuple[int, ...], int] = {}
         self._note_change()
-        weakref.finalize(self, end_callbacks_thread).atexit = False
+        weakref.finalize(self, end_callbacks_thread, Deadline(None)).atexit = False
         weakref.finalize(self, group.stop_progress)  # before the interpreter ends
         weakref.finalize(self, group.leave, b"").atexit = False
 
@@ -153,10 +153,10 @@ class ProcessBackend(MessagingBackend):
         self._check_usable()
         return self._messenger.start_recv(target, peer, tag, deadline)
 
-    def _await_works(self) -> None:
-        super()._await_works()
+    def _await_works(self, deadline: Deadline) -> None:
+        super()._await_works(deadline)
         for work in _native.works_of(self.group):
-            work.wait_for_end()
+            work.wait_for_end(deadline)
 
     # -- what subclasses write ------------------------------------------------------------------
 
@@ -451,11 +451,11 @@ class ProcessBackend(MessagingBackend):
             self._exit_statuses.say(error)
         super()._fail(error)
 
-    def _leave(self, leave_reason: LeaveReason) -> None:
+    def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         for child in list(self._children):
-            child._leave(leave_reason)
+            child._leave(leave_reason, deadline)
         self.group.stop_progress()
-        end_callbacks_thread()
+        end_callbacks_thread(deadline)
         self.group.leave(pack_leave_reason(leave_reason))
 
     # -- groups ---------------------------------------------------------------------------------

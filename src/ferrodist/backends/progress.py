@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from ferrodist import _native
+from ferrodist.deadline import Deadline
 
 logger = logging.getLogger("ferrodist")
 
@@ -38,10 +39,10 @@ class Progress:
         """Let the thread end after the jobs queued so far."""
         self._jobs.put(None)
 
-    def join(self) -> None:
+    def join(self, deadline: Deadline) -> None:
         """Wait for the thread to end."""
         if threading.current_thread() is not self.thread:
-            self.thread.join()
+            self.thread.join(deadline.timeout())
 
 
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

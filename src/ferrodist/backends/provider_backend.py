@@ -360,7 +360,7 @@ class ProviderBackend(ThreadMessagingBackend):
     def _announce_closing(self) -> None:
         """Say nothing: leaving is what the others hear of."""
 
-    def _leave(self, leave_reason: LeaveReason) -> None:
+    def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         for child in list(self._children):
-            child._leave(leave_reason)
-        self._link.leave(leave_reason)
+            child._leave(leave_reason, deadline)
+        self._link.leave(leave_reason, deadline)

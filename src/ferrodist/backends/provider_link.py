@@ -233,15 +233,20 @@ class ProviderLink:
         A finalizer runs wherever memory runs low, also where the provider holds its locks.
         """
         dropped = failures.died("dropped its backend without close()")
-        threading.Thread(target=self.leave, args=[dropped], daemon=True).start()
+        args = [dropped, Deadline(None)]
+        threading.Thread(target=self.leave, args=args, daemon=True).start()
 
-    def leave(self, leave_reason: LeaveReason) -> None:
-        """Tell the others that this rank makes no further calls."""
-        with self._lock:
+    def leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
+        """Tell the others that this rank makes no further calls, unless a call never lets it."""
+        if not self._lock.acquire(timeout=deadline.timeout()):
+            return
+        try:
             if not self.has_left:
                 self.has_left = True
                 self._tell(_LEFT + pack_leave_reason(leave_reason))
                 self.provider.close()
+        finally:
+            self._lock.release()
 
 
 def _undone(waiting: Sequence[tuple[int, Request]]) -> Waiting:

@@ -10,7 +10,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -284,22 +283,19 @@ class ProgramEnd:
             self._backend._fail(error)
 
     def _end(self) -> None:
-        """Leave the group, quietly and soon: calls in flight get a moment, no more."""
+        """Leave the group, quietly and soon: calls in flight get a moment, no more.
+
+        Without a thread to be waited for: Python 3.12 starts none any more.
+        """
         # Python notes the error of a program before it calls the hook, which may be somebody
         # else's by now.
         error = getattr(sys, "last_value", None)
         if error is not None:
             self._fail(error)
-        thread = threading.Thread(target=self._end_quietly, daemon=True)
-        with suppress(KeyboardInterrupt):  # we are ending
-            thread.start()
-            thread.join(_EXIT_SECONDS)
-
-    def _end_quietly(self) -> None:
         how = f"its program ended after {self._exit}" if self._exit else "its program ended"
         try:
-            self._backend._end(how)
-        except Exception as error:  # noqa: BLE001 -- of a Work nobody asked: logged before
+            self._backend._end(how, _EXIT_SECONDS)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- a Work's was logged before
             rank = self._backend.rank
             logger.debug("rank %d: at the end of the program: %s", rank, error)
 

@@ -19,6 +19,7 @@ from ferrodist import _native
 from ferrodist.backends.progress import ProgressThread
 from ferrodist.call import Kind
 from ferrodist.config import check_timeout
+from ferrodist.deadline import Deadline
 from ferrodist.work import Work
 
 T = TypeVar("T")
@@ -64,10 +65,10 @@ class RequestWork(_native.WorkBase, Work[T]):
         else:
             self.set_result(result)
 
-    def wait_for_end(self) -> None:
+    def wait_for_end(self, deadline: Deadline) -> None:
         """Wait as long as the call may take, without asking for its outcome."""
-        self._wait_for_end()
-        self.on_complete()
+        if self._wait_for_end(deadline.end):
+            self.on_complete()
 
 
 class _FutureState:
@@ -113,7 +114,7 @@ class _Callbacks:
                     return
             work = None
 
-    def end(self) -> None:
+    def end(self, deadline: Deadline) -> None:
         """End the thread if nothing is in flight: the next call in flight starts another."""
         with self.lock:
             thread = self._thread
@@ -124,7 +125,7 @@ class _Callbacks:
             _native.end_listening()
             self._thread = None
             _native.wake_completions()
-        thread.join()
+        thread.join(deadline.timeout())
 
 
 _callbacks = _Callbacks()

@@ -33,6 +33,7 @@ from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.config import Config
+from ferrodist.deadline import Deadline
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.mesh import MeshPeer, join_mesh
@@ -161,10 +162,10 @@ class TcpBackend(ProcessBackend):
         """Return how long this rank has waited for another."""
         return self.group.waited(self.rank, rank)
 
-    def _leave(self, leave_reason: LeaveReason) -> None:
-        super()._leave(leave_reason)
+    def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
+        super()._leave(leave_reason, deadline)
         if self._parent is None:
-            self.world.finish()
+            self.world.finish(deadline.end)
 
     # -- collectives ----------------------------------------------------------------------------
 

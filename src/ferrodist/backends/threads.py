@@ -307,7 +307,7 @@ class SimulatedBackend(ThreadMessagingBackend):
             seen = "; ".join(f"rank {rank} {status.last_seen()}" for rank, status in statuses)
             self._control.abort(None, f"{reason} ({seen})")
 
-    def _leave(self, leave_reason: LeaveReason) -> None:
+    def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         self._world.leave(self._control, self.rank, leave_reason)
 
 
