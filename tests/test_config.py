@@ -20,7 +20,7 @@ GOOD = {
     "threads_link": ("1e-6, 1e-9, 1e-10, 1e-6", (1e-6, 1e-9, 1e-10, 1e-6)),
     "join_timeout": ("5", 5.0),
     "heartbeat": ("0.2", 0.2),
-    "heartbeat_timeout": ("1", 1.0),
+    "heartbeat_timeout": ("3", 3.0),
     "tcp_link": ("1e-5, 1e-9, 1e-10, 1e-6", (1e-5, 1e-9, 1e-10, 1e-6)),
     "secret_file": ("/run/secret", "/run/secret"),
     "socket_ifname": ("^lo,docker", "^lo,docker"),
@@ -97,6 +97,16 @@ def test_a_group_split_off_inherits_timeout_and_reproducible():
 def test_settings_from_a_program_are_checked_too(settings):
     with pytest.raises(InvalidArgument, match="expected"):
         Config(**settings)
+
+
+@pytest.mark.parametrize("timeout", [0.5, 1.0])
+def test_a_heartbeat_timeout_that_is_not_above_the_heartbeat_is_refused(timeout):
+    words = f"FERRODIST_HEARTBEAT_TIMEOUT={timeout:g} is not above FERRODIST_HEARTBEAT=1: a healthy"
+    with pytest.raises(InvalidArgument, match=words):
+        Config(heartbeat_timeout=timeout)
+    with pytest.raises(InvalidArgument, match=words):
+        Config.from_environment({"FERRODIST_HEARTBEAT_TIMEOUT": str(timeout)})
+    assert Config(heartbeat=0.2, heartbeat_timeout=timeout).heartbeat_timeout == timeout
 
 
 def test_the_table_in_the_documentation_is_up_to_date():

@@ -91,8 +91,9 @@ _EXECUTOR = _Form("native or python", str, lambda value: value in ("native", "py
 _PORTS = _Form("a port, or a range as 29600-29699; 0 is any free one", _ports, _is_port_range)
 
 
-def _setting(default: Any, form: _Form, what: str) -> Any:
-    return field(default=default, metadata={"form": form, "what": what})
+def _setting(default: Any, form: _Form, what: str, *, shared: bool = False) -> Any:
+    """Declare a setting; one that is shared has to be the same on all ranks of a job."""
+    return field(default=default, metadata={"form": form, "what": what, "shared": shared})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +110,26 @@ class Config:
         5.0, _SECONDS, "a wait longer than this is logged with the ranks it waits for"
     )
     message_nbytes: int = _setting(
-        1 << 20, _SIZE, "largest message a collective sends; the unit of pipelining"
+        1 << 20, _SIZE, "largest message a collective sends; the unit of pipelining", shared=True
     )
     chunk_nbytes: int = _setting(
-        1 << 22, _SIZE, "largest part of an array reduced at once; bounds the scratch memory"
+        1 << 22,
+        _SIZE,
+        "largest part of an array reduced at once; bounds the scratch memory",
+        shared=True,
     )
     fuse_nbytes: int = _setting(
-        1 << 16, _SIZE, "leaves of a tree up to this size travel in one message per dtype"
+        1 << 16,
+        _SIZE,
+        "leaves of a tree up to this size travel in one message per dtype",
+        shared=True,
     )
     unexpected_nbytes: int = _setting(
         16 << 20,
         _SIZE,
         "bytes of messages that a rank may have sent to another and that are not received; beyond "
         "it small sends wait for the receiver, as large ones do",
+        shared=True,
     )
     threads_link: tuple[float, float, float, float] = _setting(
         (2e-5, 2e-10, 1e-10, 2e-5),
@@ -129,7 +137,7 @@ class Config:
         "cost of a link between threads: latency (s), s per byte, per reduced byte, per message",
     )
     tcp_link: tuple[float, float, float, float] = _setting(
-        (2.5e-5, 5e-10, 1e-10, 5e-6), _LINK, "the same of a TCP connection"
+        (2.5e-5, 5e-10, 1e-10, 5e-6), _LINK, "the same of a TCP connection", shared=True
     )
     backend: str = _setting(
         AUTO,
@@ -140,9 +148,14 @@ class Config:
     join_timeout: float = _setting(
         60.0, _SECONDS, "how long the ranks of a job wait for each other at its start"
     )
-    heartbeat: float = _setting(1.0, _SECONDS, "time between two heartbeats of a process")
+    heartbeat: float = _setting(
+        1.0, _SECONDS, "time between two heartbeats of a process", shared=True
+    )
     heartbeat_timeout: float = _setting(
-        10.0, _SECONDS, "a process that sends none for this long counts as lost"
+        10.0,
+        _SECONDS,
+        "a process that sends none for this long counts as lost; above the heartbeat",
+        shared=True,
     )
 
     secret_file: str = _setting(
@@ -181,17 +194,25 @@ class Config:
             value, form = getattr(self, setting.name), setting.metadata["form"]
             if not form.takes(value):
                 raise InvalidArgument(f"{setting.name}={value!r}: expected {form.words}", got=value)
+        if self.heartbeat_timeout <= self.heartbeat:
+            raise InvalidArgument(
+                f"{variable('heartbeat_timeout')}={self.heartbeat_timeout:g} is not above "
+                f"{variable('heartbeat')}={self.heartbeat:g}: a healthy rank would count as lost "
+                "between two heartbeats; make the first some ten times the second",
+                got=self.heartbeat_timeout,
+            )
+
+    def shared(self) -> dict[str, Any]:
+        """Return the settings that have to be the same on all ranks of a job."""
+        shared = (setting.name for setting in fields(self) if setting.metadata["shared"])
+        return {name: getattr(self, name) for name in shared}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read every ``FERRODIST_<FIELD>`` that is set."""
         environ = environment() if environ is None else environ
-        given = {}
-        for setting in fields(cls):
-            name = variable(setting.name)
-            if name in environ:
-                given[setting.name] = _parse(name, environ[name], setting.metadata["form"])
-        return cls(**given)
+        names = (setting.name for setting in fields(cls) if variable(setting.name) in environ)
+        return cls(**{name: read_setting(name, environ) for name in names})
 
 
 def environment() -> Mapping[str, str]:
@@ -204,6 +225,7 @@ def settings_table() -> str:
     rows = ["| variable | field | default | takes | what it does |", "|---|---|---|---|---|"]
     for setting in fields(Config):
         form, what = setting.metadata["form"].words, setting.metadata["what"]
+        what += "; the same on all ranks" if setting.metadata["shared"] else ""
         name = f"`{variable(setting.name)}` | `{setting.name}`"
         rows.append(f"| {name} | `{setting.default}` | {form} | {what} |")
     return "\n".join(rows)
@@ -214,7 +236,11 @@ def variable(setting: str) -> str:
     return f"FERRODIST_{setting.upper()}"
 
 
-def _parse(name: str, text: str, form: _Form) -> Any:
+def read_setting(setting: str, environ: Mapping[str, str]) -> Any:
+    """Read the variable of one setting, which is there; raises InvalidArgument if it is wrong."""
+    name = variable(setting)
+    text = environ[name]
+    form: _Form = Config.__dataclass_fields__[setting].metadata["form"]
     try:
         value = form.parse(text.strip())
     except (ValueError, KeyError) as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """What a rank knows of those it is connected to: where they are, how they died, their settings.
 
-Settings that decide what is sent have to be the same on all ranks; they are compared when ranks
-have met, because a difference would look like damage later.
+Settings that ranks must share (``Config.shared``) are compared when they have met: a difference
+would look like damage, or like a rank that is lost, later.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.arrays import InputArray, as_input, as_output
-from ferrodist.backends.failures import LeaveReason, describe, died
+from ferrodist.backends.failures import LeaveReason, describe, died, names_of_ranks
 from ferrodist.buffer import DType
 from ferrodist.call import MAX_TAG
-from ferrodist.config import Config, variable
+from ferrodist.config import variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     DistributedError,
@@ -31,7 +31,7 @@ from ferrodist.rendezvous.mesh import MeshPeer
 from ferrodist.rendezvous.watch import describe_exit, try_exit_code
 
 if TYPE_CHECKING:
-    from ferrodist.backends.tcp import TcpBackend
+    from ferrodist.backends.process_backend import ProcessBackend
 
 _PATIENCE = 0.3  # until a launcher has noted a death that we see at the same moment
 _PAUSE = 0.005
@@ -72,8 +72,8 @@ class ExitStatuses:
             board.set_final_error(rank, describe(error), is_consequence=is_second)
 
 
-_SHARED_SETTINGS = ("message_nbytes", "chunk_nbytes", "tcp_link", "unexpected_nbytes")
 _SETTINGS_NBYTES = 1024
+_MAX_SHOWN = 600  # characters of a difference
 _SETTINGS_TAG = MAX_TAG + 2  # no user's
 
 
@@ -113,14 +113,15 @@ def _is_readable(file: int) -> bool:
     return bool(poll.poll(0))
 
 
-def check_settings(backend: TcpBackend) -> None:
-    """Compare the settings that ranks must share with those of rank 0; all ranks raise, or none."""
+# -- settings -------------------------------------------------------------------------------------
+
+
+def check_settings(backend: ProcessBackend) -> None:
+    """Compare the settings that ranks must share; all raise the same InvalidArgument, or none."""
     deadline = Deadline(backend.config.join_timeout)
     try:
-        if backend.rank == 0:
-            difference = _hear_differences(backend, deadline)
-        else:
-            difference = _tell_difference(backend, deadline)
+        compare = _compare_all if backend.rank == 0 else _let_compare
+        difference = compare(backend, deadline)
     except ProtocolError:
         raise
     except (DistributedError, ValueError) as error:
@@ -131,52 +132,41 @@ def check_settings(backend: TcpBackend) -> None:
         ) from error
     if difference:
         raise InvalidArgument(
-            f"{difference}: it decides what is sent, so it has to be the same on all ranks",
-            this_rank=backend.rank,
+            f"{difference}: it has to be the same on all ranks", this_rank=backend.rank
         )
 
 
-def _hear_differences(backend: TcpBackend, deadline: Deadline) -> str:
-    """On rank 0: tell all its settings, hear who has others, and tell that to all."""
+def _compare_all(backend: ProcessBackend, deadline: Deadline) -> str:
+    """On rank 0: hear the settings of all, and tell all what differs."""
     peers = range(1, backend.world_size)
+    everybody = [_shared_by(backend), *(_receive(backend, peer, deadline) for peer in peers)]
+    difference = _describe_difference(everybody)
     for peer in peers:
-        backend._messenger.send(_pack(_settings(backend.config)), peer, _SETTINGS_TAG, deadline)
-    answers = [_receive_difference(backend, peer, deadline) for peer in peers]
-    difference = next(filter(None, answers), "")
-    for peer in peers:
-        backend._messenger.send(_pack({"difference": difference}), peer, _SETTINGS_TAG, deadline)
+        _send(backend, {"difference": difference}, peer, deadline)
     return difference
 
 
-def _tell_difference(backend: TcpBackend, deadline: Deadline) -> str:
-    """On the others: compare, say what differs, and hear whether anything does anywhere."""
-    theirs, difference = _receive(backend, 0, deadline), ""
-    for name, value in _settings(backend.config).items():
-        if theirs.get(name) != value:
-            difference = (
-                f"{variable(name)} is {_shown(value)} on rank {backend.rank} and "
-                f"{_shown(theirs.get(name))} on rank 0"
-            )
-    backend._messenger.send(_pack({"difference": difference}), 0, _SETTINGS_TAG, deadline)
-    return _receive_difference(backend, 0, deadline)
+def _let_compare(backend: ProcessBackend, deadline: Deadline) -> str:
+    """On the others: tell rank 0, and hear whether anything differs anywhere."""
+    _send(backend, _shared_by(backend), 0, deadline)
+    return str(_receive(backend, 0, deadline)["difference"])
 
 
-def _receive_difference(backend: TcpBackend, peer: int, deadline: Deadline) -> str:
-    found = _receive(backend, peer, deadline)
-    if "difference" not in found:
-        raise ValueError(f"rank {peer} does not say whether its settings differ")
-    return str(found["difference"])
+def _describe_difference(everybody: Sequence[dict[str, Any]]) -> str:
+    """Say of the first setting that differs which ranks have which value; '' if none does."""
+    for name in everybody[0]:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, settings in enumerate(everybody):
+            ranks_of.setdefault(_shown(settings.get(name)), []).append(rank)
+        if len(ranks_of) > 1:
+            groups = [f"{value} on {names_of_ranks(ranks)}" for value, ranks in ranks_of.items()]
+            text = f"{variable(name)} is {', '.join(groups[:-1])} and {groups[-1]}"
+            return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return ""
 
 
-def _receive(backend: TcpBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
-    target = as_output(bytearray(_SETTINGS_NBYTES), DType.UINT8, (_SETTINGS_NBYTES,))
-    message = backend._messenger.recv(target, peer, _SETTINGS_TAG, deadline)
-    try:
-        found = json.loads(message.rstrip(b"\0").decode())
-    except RecursionError as error:
-        raise ValueError("settings that are nested too deep") from error
-    if not isinstance(found, dict):
-        raise ValueError("settings that cannot be decoded")
+def _shared_by(backend: ProcessBackend) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(backend.config.shared()))
     return found
 
 
@@ -185,11 +175,21 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    settings = {name: getattr(config, name) for name in _SHARED_SETTINGS}
-    found: dict[str, Any] = json.loads(json.dumps(settings))
+def _send(backend: ProcessBackend, facts: dict[str, Any], peer: int, deadline: Deadline) -> None:
+    backend._messenger.send(_pack(facts), peer, _SETTINGS_TAG, deadline)
+
+
+def _receive(backend: ProcessBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
+    target = as_output(bytearray(_SETTINGS_NBYTES), DType.UINT8, (_SETTINGS_NBYTES,))
+    message = backend._messenger.recv(target, peer, _SETTINGS_TAG, deadline)
+    try:
+        found = json.loads(message.rstrip(b"\0").decode())
+    except RecursionError as error:
+        raise ValueError("settings that are nested too deep") from error
+    if not isinstance(found, dict) or ("difference" not in found) != (backend.rank == 0):
+        raise ValueError(f"rank {peer} sent settings that cannot be decoded")
     return found
 
 
-def _pack(settings: dict[str, Any]) -> InputArray:
-    return as_input(json.dumps(settings).encode().ljust(_SETTINGS_NBYTES, b"\0"))
+def _pack(facts: dict[str, Any]) -> InputArray:
+    return as_input(json.dumps(facts).encode().ljust(_SETTINGS_NBYTES, b"\0"))

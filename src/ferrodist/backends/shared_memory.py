@@ -24,7 +24,7 @@ from ferrodist.backends.failures import (
     pack_descriptor,
     unpack_descriptor,
 )
-from ferrodist.backends.peers import ExitStatuses
+from ferrodist.backends.peers import ExitStatuses, check_settings
 from ferrodist.backends.process_backend import ProcessBackend
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, Counts, RunningCall
 from ferrodist.buffer import Buffer, DType
@@ -81,7 +81,13 @@ class SharedMemoryBackend(ProcessBackend):
                 os.close(member.arena)
             os.close(members[job.rank].watch)  # the world closes those of the others
         ranks, exit_statuses = tuple(range(job.world_size)), ExitStatuses(job, members)
-        return cls(world, arena, world.first_group(), ranks, job.rank, config, exit_statuses)
+        made = cls(world, arena, world.first_group(), ranks, job.rank, config, exit_statuses)
+        try:
+            check_settings(made)
+        except BaseException as error:
+            made._fail(error)
+            raise
+        return made
 
     def _new_planner(self) -> Planner:
         """Plan only for callers that name an algorithm; unnamed, native code decides."""

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from ferrodist import _native
 from ferrodist.backends.registry import backend_names
-from ferrodist.config import Config, variable
-from ferrodist.errors import AuthenticationError, DistributedError
+from ferrodist.config import AUTO, Config, read_setting, variable
+from ferrodist.errors import AuthenticationError, DistributedError, InvalidArgument
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, LogCollector, Subject, start
 from ferrodist.rendezvous.find_job import OUTER_JOBS, RUN_VARIABLES, find_job, try_run_job
 from ferrodist.rendezvous.job import no_secret, secret_from_file
@@ -242,7 +242,7 @@ def check_environment(context: CheckContext) -> Iterator[Diagnostic]:
     good = {}
     for name in sorted(environ.keys() & _SETTINGS.keys()):
         try:
-            good[name] = getattr(Config.from_environment({name: environ[name]}), _SETTINGS[name])
+            good[name] = read_setting(_SETTINGS[name], environ)
         except DistributedError as error:
             yield _wrong(str(error))
     yield from _changed(environ, good)
@@ -337,22 +337,19 @@ def _changed(environ: Mapping[str, str], values: Mapping[str, object]) -> Iterat
 
 def _odd(values: Mapping[str, object]) -> Iterator[Diagnostic]:
     """Find settings that are right by themselves and make no sense here."""
-    config = Config(**{_SETTINGS[name]: value for name, value in values.items()})  # type: ignore[arg-type] # checked one by one
-    if config.heartbeat_timeout <= config.heartbeat:
+    settings: dict[str, Any] = {_SETTINGS[name]: value for name, value in values.items()}
+    try:
+        Config(**settings)
+    except InvalidArgument as error:
+        yield _wrong(str(error))
+    names, asked = backend_names(), settings.get("backend", AUTO)
+    if asked not in (AUTO, *names):
         yield _ENVIRONMENT.error(
-            f"{variable('heartbeat_timeout')}={config.heartbeat_timeout:g} is not above "
-            f"{variable('heartbeat')}={config.heartbeat:g}: every rank would count as "
-            "lost between two heartbeats",
-            f"make {variable('heartbeat_timeout')} some ten times {variable('heartbeat')}",
-        )
-    names = backend_names()
-    if config.backend not in ("auto", *names):
-        yield _ENVIRONMENT.error(
-            f"{variable('backend')}={brief(config.backend)}: no such backend",
+            f"{variable('backend')}={brief(asked)}: no such backend",
             f"known: auto, {', '.join(names)}",
         )
-    if config.secret_file:
-        yield from _secret(config.secret_file)
+    if path := settings.get("secret_file"):
+        yield from _secret(path)
 
 
 def _is_pipe(path: str) -> bool:
