@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Train a small GPT to write this file, letter by letter; any number of ranks gives the same loss.
 
-    python examples/train_gpt.py
     ferrodist run -n 2 examples/train_gpt.py
     torchrun --nproc-per-node 2 examples/train_gpt.py
 
@@ -9,8 +8,8 @@ The ranks share each batch. Sums are made in another order, so losses differ, by
 """
 
 import argparse
-import sys
 from pathlib import Path
+from sys import stderr
 
 import torch
 from torch import nn
@@ -38,22 +37,23 @@ class GPT(nn.Module):
         return self.write(self.layers(self.read(text) + self.places, mask))
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=120)
-steps, backend = parser.parse_args().steps, ferrodist.init()
-torch.set_num_threads(1)  # so small a model gains nothing by more
-torch.manual_seed(0)  # for rank 0, whose parameters DDP copies to the others
-model = ferrodist.DDP(GPT(), backend)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for step in range(1, steps + 1):
-    starts = torch.randint(len(TEXT) - LENGTH, (BATCH, 1), generator=torch.manual_seed(step))
-    text = TEXT[starts + torch.arange(LENGTH + 1)][backend.rank :: backend.world_size]
-    loss = nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    if backend.rank == 0 and sys.stderr.isatty():
-        print(f"\r[{'#' * (30 * step // steps):30}]", end="\n" * (step == steps), file=sys.stderr)
-loss = ferrodist.allreduce(loss.item(), op="mean")
-if backend.rank == 0:
-    print(f"final loss {loss:.4f} (ranks: {backend.world_size})")
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=120)
+    steps, backend = parser.parse_args().steps, ferrodist.init()
+    torch.set_num_threads(1)  # so small a model gains nothing by more
+    torch.manual_seed(0)  # for rank 0, whose parameters DDP copies to the others
+    model = ferrodist.DDP(GPT(), backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(1, steps + 1):
+        starts = torch.randint(len(TEXT) - LENGTH, (BATCH, 1), generator=torch.manual_seed(step))
+        text = TEXT[starts + torch.arange(LENGTH + 1)][backend.rank :: backend.world_size]
+        loss = nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if backend.rank == 0 and stderr.isatty():
+            print(f"\r[{'#' * (30 * step // steps):30}]", end="\n" * (step == steps), file=stderr)
+    loss = ferrodist.allreduce(loss.item(), op="mean")
+    if backend.rank == 0:
+        print(f"final loss {loss:.4f} (ranks: {backend.world_size})")

@@ -61,6 +61,18 @@ NEEDS = {
 }
 
 
+@pytest.mark.parametrize("path", EXAMPLES.glob("*.py"), ids=lambda path: path.name)
+def test_example_joins_nothing_when_a_worker_of_a_loader_imports_it(path: Path) -> None:
+    definitions = (ast.FunctionDef, ast.ClassDef, ast.If)
+    top = [node for node in ast.parse(path.read_text()).body if not isinstance(node, definitions)]
+    called = {ast.unparse(one.func) for node in top for one in ast.walk(node) if is_call(one)}
+    assert not called & {"ferrodist.init", "ferrodist.run", "ferrodist.run_ranks"}
+
+
+def is_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call)
+
+
 @pytest.mark.parametrize("name", SHOWN)
 def test_example_shows_what_it_promises(name: str) -> None:
     if name in NEEDS:

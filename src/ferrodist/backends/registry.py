@@ -25,10 +25,18 @@ from ferrodist.config import (
     environment,
     variable,
 )
-from ferrodist.errors import BackendUnavailable, InvalidArgument, NotInitialized
+from ferrodist.errors import (
+    BackendUnavailable,
+    DistributedError,
+    InvalidArgument,
+    NotInitialized,
+    RendezvousError,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+    from ferrodist.rendezvous import Job
 
 _SHARED_MEMORY = "ferrodist.backends.shared_memory:SharedMemoryBackend"
 _BUILT_IN = {
@@ -204,15 +212,49 @@ def _check_same(made: Backend, name: str | None, timeout: Timeout, pickle: bool 
 def _join(name: str | None, config: Config) -> Backend:
     asked = config.backend if name is None else name
     join = None if asked == AUTO else _joining(asked, is_setting=name is None)
-    from ferrodist.rendezvous.find_job import find_job  # only who joins a job needs it
-
-    job = find_job(environment())
+    job = _find_job()
     if job.status_board is not None:
         _print_by_lines()
     if join is None:
         join = _joining("hybrid" if job.several_hosts else "shared_memory")
         return join(job, config=config)._simplest()  # for all may turn out to be on one host
     return join(job, config=config)
+
+
+def _find_job() -> Job:
+    """Find which rank of which job this is, unless it is a worker that a rank has spawned."""
+    from ferrodist.rendezvous.find_job import find_job  # only who joins a job needs it
+
+    try:
+        job = find_job(environment())
+    except DistributedError:
+        if (worker := _worker_at_import()) is not None:
+            raise _not_a_rank(worker) from None
+        raise
+    if job.world_size > 1 and (worker := _worker_at_import()) is not None:
+        raise _not_a_rank(worker)
+    return job
+
+
+def _worker_at_import() -> str | None:
+    """Name this process if it is a worker of multiprocessing that imports the main module again.
+
+    Workers that are spawned, or come from a fork server, have a flag as long as they do that; later
+    they may be ranks of their own.
+    """
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is None:
+        return None
+    process = multiprocessing.current_process()
+    return str(process.name) if getattr(process, "_inheriting", False) else None
+
+
+def _not_a_rank(worker: str) -> RendezvousError:
+    return RendezvousError(
+        f"init() was called while {worker}, a worker process that a rank has started, imports the "
+        "main module again: it is not a rank itself. put what only ranks do under "
+        "'if __name__ == \"__main__\":', init() first"
+    )
 
 
 def _joining(name: str, *, is_setting: bool = False) -> Callable[..., Backend]:
