@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -234,6 +234,23 @@ def settings_table() -> str:
 def variable(setting: str) -> str:
     """Name the environment variable of a setting."""
     return f"FERRODIST_{setting.upper()}"
+
+
+def unread_variables(environ: Mapping[str, str], others: Collection[str]) -> dict[str, str]:
+    """Find variables that begin as ours and that nobody reads, each with what may have been meant.
+
+    ``others`` are those that are read and are no settings.
+    """
+    names = {variable(setting.name): setting.name for setting in fields(Config)}
+    prefix, known = variable(""), names.keys() | others
+    unread = sorted(name for name in environ if name.startswith(prefix) and name not in known)
+    return {name: _nearest(name.removeprefix(prefix).lower(), names.values()) for name in unread}
+
+
+def _nearest(word: str, settings: Iterable[str]) -> str:
+    from difflib import get_close_matches  # for somebody's mistake only
+
+    return " or ".join(map(variable, get_close_matches(word, settings, n=2)))
 
 
 def read_setting(setting: str, environ: Mapping[str, str]) -> Any:

@@ -202,6 +202,31 @@ def test_unknown_and_unsuitable_backends_are_refused():
         ferrodist.init("simulated")
 
 
+@pytest.mark.parametrize("name", ["nccl", "NCCL", "cpu:gloo,cuda:nccl", "mpi"])
+def test_a_name_of_torchs_is_answered_with_what_to_write(name):
+    with pytest.raises(InvalidArgument) as caught:
+        ferrodist.init(name)
+    text = f"no backend named {name!r}, which is a name of torch's: init() without a name takes"
+    assert str(caught.value).startswith(text)
+    assert str(caught.value).endswith("; known: hybrid, shared_memory, shm, simulated, tcp")
+
+
+def test_a_misspelt_backend_is_answered_with_the_nearest():
+    with pytest.raises(InvalidArgument, match=r"'share_memory' \(did you mean 'shared_memory'"):
+        ferrodist.init("share_memory")
+
+
+def test_a_misspelt_variable_is_warned_of_with_the_nearest(monkeypatch, caplog):
+    for name in ("FERRODIST_TIMOUT", "FERRODIST_XYZ", "FERRODIST_SSH", "FERRODIST_TLS"):
+        monkeypatch.setenv(name, "")
+    ferrodist.init()
+    assert [record.getMessage() for record in caplog.records] == [
+        "FERRODIST_TIMOUT is no setting of this version, and nobody reads it: did you mean "
+        "FERRODIST_TIMEOUT or FERRODIST_JOIN_TIMEOUT?",
+        "FERRODIST_XYZ is no setting of this version, and nobody reads it",
+    ]
+
+
 def test_a_variable_says_which_backend_and_an_argument_overrides_it(monkeypatch):
     monkeypatch.setenv("FERRODIST_BACKEND", "nonsense")
     with pytest.raises(InvalidArgument, match=r"^FERRODIST_BACKEND: no backend named 'nonsense'"):

@@ -23,6 +23,7 @@ from ferrodist.config import (
     Timeout,
     check_timeout,
     environment,
+    unread_variables,
     variable,
 )
 from ferrodist.errors import (
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
     from ferrodist.rendezvous import Job
 
+logger = logging.getLogger("ferrodist")
+
 _SHARED_MEMORY = "ferrodist.backends.shared_memory:SharedMemoryBackend"
 _BUILT_IN = {
     "simulated": "ferrodist.backends.threads:SimulatedBackend",
@@ -46,6 +49,11 @@ _BUILT_IN = {
     "tcp": "ferrodist.backends.tcp:TcpBackend",
     "hybrid": "ferrodist.backends.hybrid:HybridBackend",
 }
+_TORCHS = ("nccl", "gloo", "ucc", "mpi")
+_NO_NAME_NEEDED = (
+    "init() without a name takes shared memory on one host and TCP between hosts, and copies "
+    "arrays of a GPU through host memory"
+)
 
 
 def backend_names() -> list[str]:
@@ -57,8 +65,7 @@ def backend_class(name: str) -> type[Backend]:
     """Import the backend of this name."""
     target = _BUILT_IN.get(name) or next((e.value for e in _installed() if e.name == name), None)
     if target is None:
-        known = ", ".join(backend_names())
-        raise InvalidArgument(f"no backend named {name!r}; known: {known}", got=name)
+        raise _unknown(name)
     module, _, attribute = target.partition(":")
     try:
         found: type[Backend] = getattr(importlib.import_module(module), attribute)
@@ -67,6 +74,19 @@ def backend_class(name: str) -> type[Backend]:
             f"backend {name!r} needs {error.name}: pip install 'ferrodist[{name}]'"
         ) from error
     return found
+
+
+def _unknown(name: str) -> InvalidArgument:
+    """Make the error for a name that is torch's, or misspelt."""
+    from difflib import get_close_matches
+
+    names, asked = backend_names(), name.lower()
+    hint = ""
+    if any(word in asked for word in _TORCHS):
+        hint = f", which is a name of torch's: {_NO_NAME_NEEDED}"
+    elif near := get_close_matches(asked, names, n=1):
+        hint = f" (did you mean {near[0]!r}?)"
+    return InvalidArgument(f"no backend named {name!r}{hint}; known: {', '.join(names)}", got=name)
 
 
 def _installed() -> list[EntryPoint]:
@@ -223,8 +243,11 @@ def _join(name: str | None, config: Config) -> Backend:
 
 def _find_job() -> Job:
     """Find which rank of which job this is, unless it is a worker that a rank has spawned."""
-    from ferrodist.rendezvous.find_job import find_job  # only who joins a job needs it
+    from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job  # only who joins needs it
 
+    for name, meant in unread_variables(environment(), NO_SETTINGS).items():
+        hint = f": did you mean {meant}?" if meant else ""
+        logger.warning("%s is no setting of this version, and nobody reads it%s", name, hint)
     try:
         job = find_job(environment())
     except DistributedError:
@@ -278,9 +301,6 @@ def _print_by_lines() -> None:
 
 
 # -- the end of the program ------------------------------------------------------------------------
-
-
-logger = logging.getLogger("ferrodist")
 
 _EXIT_SECONDS = 2.0  # for calls that are in flight when the program ends
 

@@ -39,7 +39,7 @@ from ferrodist.launch.supervisor import (
     Signals,
     run_attempts,
 )
-from ferrodist.rendezvous.find_job import OUTER_JOBS, RUN_VARIABLES
+from ferrodist.rendezvous.find_job import NO_SETTINGS
 from ferrodist.rendezvous.job import SECRET_NBYTES
 from ferrodist.rendezvous.variables import Endpoint, number
 
@@ -53,7 +53,7 @@ _SSH_FAILED = 255  # by ssh's manual
 
 _OURS = variable("")  # what the names of our variables begin with
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_STAY_HERE = frozenset({*RUN_VARIABLES} | {variable("ssh"), variable("secret_file"), OUTER_JOBS})
+_STAY_HERE = NO_SETTINGS | {variable("secret_file")}
 
 
 @dataclass(frozen=True, slots=True)

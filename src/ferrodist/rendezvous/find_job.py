@@ -65,6 +65,8 @@ _RUN_NAMES = (
 )
 RUN_VARIABLES = tuple(map(variable, _RUN_NAMES))
 OUTER_JOBS = variable("outer_jobs")
+# What is read of the variables that begin as ours and are no settings.
+NO_SETTINGS = frozenset({*RUN_VARIABLES, OUTER_JOBS, variable("ssh")})
 
 FERRODIST_RUN = Launcher(
     name="ferrodist run",

@@ -7,7 +7,6 @@ the pipe with a job's secret stays full for the rank it is for.
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import importlib.util
 import json
@@ -27,10 +26,10 @@ from typing import Any, NamedTuple
 
 from ferrodist import _native
 from ferrodist.backends.registry import backend_names
-from ferrodist.config import AUTO, Config, read_setting, variable
+from ferrodist.config import AUTO, Config, read_setting, unread_variables, variable
 from ferrodist.errors import AuthenticationError, DistributedError, InvalidArgument
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, LogCollector, Subject, start
-from ferrodist.rendezvous.find_job import OUTER_JOBS, RUN_VARIABLES, find_job, try_run_job
+from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job, try_run_job
 from ferrodist.rendezvous.job import no_secret, secret_from_file
 from ferrodist.rendezvous.variables import brief
 
@@ -46,9 +45,7 @@ _MPI_NAMES = {"open mpi": "Open MPI", "hydra": "MPICH", "mpich": "MPICH", "intel
 
 _ENVIRONMENT = Subject("environment")
 
-_PREFIX = variable("")
 _SETTINGS = {variable(one.name): one.name for one in fields(Config)}
-_NO_SETTINGS = {*RUN_VARIABLES} | {OUTER_JOBS, variable("ssh")}
 _SECRET_FILE = variable("secret_file")
 _FORMER_IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -307,20 +304,11 @@ def _heard() -> Iterator[list[logging.LogRecord]]:
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
-    known = _SETTINGS.keys() | _NO_SETTINGS
-    for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in known:
-            near = map(variable, difflib.get_close_matches(_word(name), _SETTINGS.values(), n=2))
-            words = " or ".join(near)
-            yield _ENVIRONMENT.warning(
-                f"{name} is no setting of this version, and nobody reads it",
-                f"did you mean {words}?" if words else f"unset {name}",
-            )
-
-
-def _word(name: str) -> str:
-    """Return the name of the setting that a variable would have."""
-    return name.removeprefix(_PREFIX).lower()
+    for name, meant in unread_variables(environ, NO_SETTINGS).items():
+        yield _ENVIRONMENT.warning(
+            f"{name} is no setting of this version, and nobody reads it",
+            f"did you mean {meant}?" if meant else f"unset {name}",
+        )
 
 
 def _changed(environ: Mapping[str, str], values: Mapping[str, object]) -> Iterator[Diagnostic]:
