@@ -44,6 +44,32 @@ def test_tags_keep_conversations_apart():
     assert run_ranks(2, body)[1] == [10, 20, 30]
 
 
+def test_a_message_in_flight_for_which_no_thread_can_be_had_is_taken_back(monkeypatch):
+    """The next messages with the tag do not wait behind it."""
+    has_failed = threading.Event()
+
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    def body(backend):
+        if backend.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr("ferrodist.backends.progress.ProgressThread.start", no_thread)
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    ferrodist.recv(0, 1, backend, async_op=True)
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    ferrodist.send(np.zeros(LARGE), 1, backend, tag=7, async_op=True)
+            has_failed.set()
+            ferrodist.send(np.ones(LARGE), 1, backend, tag=7)
+            return ferrodist.recv(0, 1, backend, timeout=10)
+        has_failed.wait(10)
+        found = ferrodist.recv(np.empty(LARGE), 0, backend, tag=7, timeout=10)
+        ferrodist.send(int(found[0]), 0, backend)
+        return None
+
+    assert run_ranks(2, body)[0] == 1
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (7,), (12, 3)])
 def test_dtype_and_shape_come_through(shape):
     def body(backend):

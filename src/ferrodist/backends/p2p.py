@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from ferrodist.work import Work
 
 if TYPE_CHECKING:
     from ferrodist.backends.process_backend import ProcessBackend
-
-T = TypeVar("T")
 
 Target = OutputArray | None
 """Where a message goes; None: it says itself what it is, and becomes an array of its own."""
@@ -78,18 +76,23 @@ class Sender(Protocol):
         """Send and receive at once; return what came."""
 
 
+class Posted(NamedTuple):
+    """A message that was posted: what to call it, how to finish it, and how to take it back."""
+
+    what: str
+    finish: Callable[[], Any]
+    cancel: Callable[[], object]
+    is_done: bool = False  # nothing is left to finish
+
+
 class ThreadSender(Sender, Protocol):
     """One whose calls in flight need threads."""
 
-    def post(
-        self, source: InputArray, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], None] | None]:
-        """Send a message; return what to call it, and how to wait until ``source`` may change."""
+    def post(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> Posted:
+        """Send a message; what is left is to wait until ``source`` may change."""
 
-    def line_up(
-        self, target: Target, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], Any]]:
-        """Take a place among the receivers; return what to call it, and how to receive."""
+    def line_up(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Posted:
+        """Take a place among the receivers; what is left is to receive."""
 
 
 class Lanes:
@@ -163,31 +166,39 @@ class ThreadMessagingBackend(MessagingBackend):
     ) -> Work[None]:
         """Send now, wait for the receiver in the background."""
         self._check_usable()
-        what, settle = self._messenger.post(source, peer, tag, deadline)
-        return self._in_background(what, settle)
+        posted = self._messenger.post(source, peer, tag, deadline)
+        return self._in_background(posted)
 
     def _recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Any:
         """Receive the next message with this tag."""
         self._check_usable()
         with self._aborting_on_interrupt("recv"):
-            return self._messenger.line_up(target, peer, tag, deadline)[1]()
+            return self._messenger.line_up(target, peer, tag, deadline).finish()
 
     def _start_recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Work[Any]:
         """Take a place in the line of receivers now, receive in the background."""
         self._check_usable()
-        return self._in_background(*self._messenger.line_up(target, peer, tag, deadline))
+        posted = self._messenger.line_up(target, peer, tag, deadline)
+        return self._in_background(posted)
 
-    def _in_background(self, what: str, run: Callable[[], T] | None) -> Work[T]:
+    def _in_background(self, posted: Posted) -> Work[Any]:
         """Finish a message on a thread of its own: it never queues behind a collective."""
-        work: Work[T] = Work(what)
-        if run is None:
-            work.set_result(cast(T, None))
+        work: Work[Any] = Work(posted.what)
+        if posted.is_done:
+            work.set_result(None)
             return work
         thread = ProgressThread(
-            target=self._finish, args=(work, run), name=f"ferrodist {what}", daemon=True
+            target=self._finish,
+            args=(work, posted.finish),
+            name=f"ferrodist {posted.what}",
+            daemon=True,
         )
         with self._lock:
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:  # no thread is to be had: others must not wait behind this
+                posted.cancel()
+                raise
             self._messages = [other for other in self._messages if other.is_alive()] + [thread]
         return work
 

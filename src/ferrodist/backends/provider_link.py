@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ferrodist.arrays import InputArray
@@ -23,7 +24,7 @@ from ferrodist.backends.failures import (
     unpack_leave_reason,
 )
 from ferrodist.backends.framing import FrameError, pack_array_form, unpack_shape
-from ferrodist.backends.p2p import Lanes, Target, deliver, header_of, leaf_of_target
+from ferrodist.backends.p2p import Lanes, Posted, Target, deliver, header_of, leaf_of_target
 from ferrodist.backends.provider import Provider, Request
 from ferrodist.buffer import MAX_AXES, DType
 from ferrodist.call import Leaf, caller_site
@@ -273,13 +274,13 @@ class _Message:
     def __init__(self, link: ProviderLink, name: str, deadline: Deadline) -> None:
         self.link = link
         self.deadline = deadline
-        self._name = name
+        self.name = name
         self._site = caller_site()
 
     @property
     def what(self) -> str:
         """The call as errors show it; made only for them."""
-        return f"{self._name} at {self._site}{self.link.group_name}"
+        return f"{self.name} at {self._site}{self.link.group_name}"
 
     def wait(self, request: Request, peer: int) -> None:
         """Wait for a request."""
@@ -328,25 +329,21 @@ class ProviderMessenger:
 
     def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
-        settle = self.post(source, peer, tag, deadline)[1]
-        if settle is not None:
-            settle()
+        posted = self.post(source, peer, tag, deadline)
+        if not posted.is_done:
+            posted.finish()
 
-    def post(
-        self, source: InputArray, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], None] | None]:
-        """Send a message; return what to call it, and how to wait until ``source`` may change."""
+    def post(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> Posted:
+        """Send a message; what is left is to wait until ``source`` may change."""
         name = f"send(dst={peer}, tag={tag})"
         message = _Message(self._link, name, deadline)
         request = self._isend(message, source, peer, tag)
-        return name, None if request.test() else lambda: message.wait(request, peer)
+        return Posted(name, partial(message.wait, request, peer), request.cancel, request.test())
 
-    def line_up(
-        self, target: Target, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], Any]]:
-        """Take a place among the receivers; return what to call it, and how to receive."""
+    def line_up(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Posted:
+        """Take a place among the receivers; what is left is to receive."""
         name = f"recv(src={peer}, tag={tag})"
-        return name, self._line_up(_Message(self._link, name, deadline), target, peer, tag)
+        return self._line_up(_Message(self._link, name, deadline), target, peer, tag)
 
     def sendrecv(
         self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
@@ -359,7 +356,7 @@ class ProviderMessenger:
         message = _Message(self._link, name, deadline)
         request = self._isend(message, source, to, tag)
         try:
-            received = self._line_up(message, target, peer, tag)()
+            received = self._line_up(message, target, peer, tag).finish()
         except (SizeMismatch, ProtocolError):
             message.wait(request, to)
             raise
@@ -377,7 +374,7 @@ class ProviderMessenger:
         with message.naming(peer):
             return self._link.isend(data, peer, tag)
 
-    def _line_up(self, message: _Message, target: Target, peer: int, tag: int) -> Callable[[], Any]:
+    def _line_up(self, message: _Message, target: Target, peer: int, tag: int) -> Posted:
         self._check_open()
         lane, number = self._lanes.draw(peer, tag)
 
@@ -388,7 +385,7 @@ class ProviderMessenger:
             finally:
                 self._lanes.leave(lane, number, peer, tag)
 
-        return receive
+        return Posted(message.name, receive, partial(self._lanes.leave, lane, number, peer, tag))
 
     def _receive(self, message: _Message, target: Target, peer: int, tag: int) -> Any:
         """Receive when it is this one's turn: no other receive may take the message probed for."""

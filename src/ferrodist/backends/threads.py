@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self
 
 from ferrodist import _native
@@ -18,7 +19,14 @@ from ferrodist.backends.base import Statistics
 from ferrodist.backends.executor import Planner, execute_plan
 from ferrodist.backends.failures import LeaveReason
 from ferrodist.backends.framing import Frame, FrameError
-from ferrodist.backends.p2p import Lanes, Target, ThreadMessagingBackend, deliver, header_of
+from ferrodist.backends.p2p import (
+    Lanes,
+    Posted,
+    Target,
+    ThreadMessagingBackend,
+    deliver,
+    header_of,
+)
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.backends.thread_control import (
     CallHook,
@@ -343,23 +351,22 @@ class Messenger:
         finally:
             sends.remove(hook)
 
-    def post(
-        self, source: InputArray, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], None] | None]:
-        """Send a message; return what to call it, and how to wait until ``source`` may change."""
+    def post(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> Posted:
+        """Send a message; what is left is to wait until ``source`` may change."""
         what = f"send(dst={peer}, tag={tag})"
         hook = MessageHook(self._control, self._rank, what, deadline)
         request = self._post(source, peer, tag, hook)
-        return what, None if request.is_taken else lambda: self._transport.settle(request, hook)
+        settle = partial(self._transport.settle, request, hook)
+        take_back = partial(self._transport.take_back, request)
+        return Posted(what, settle, take_back, request.is_taken)
 
-    def line_up(
-        self, target: Target, peer: int, tag: int, deadline: Deadline
-    ) -> tuple[str, Callable[[], Any]]:
-        """Take a place among the receivers; return what to call it, and how to receive."""
+    def line_up(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Posted:
+        """Take a place among the receivers; what is left is to receive."""
         what = f"recv(src={peer}, tag={tag})"
         hook = MessageHook(self._control, self._rank, what, deadline)
         lane, number = self._draw(peer, tag)
-        return what, lambda: self._receive(lane, number, target, peer, tag, hook)
+        receive = partial(self._receive, lane, number, target, peer, tag, hook)
+        return Posted(what, receive, partial(self._give_back, lane, number, peer, tag))
 
     def sendrecv(
         self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
@@ -406,13 +413,17 @@ class Messenger:
             lane.wait(number, lambda: min(self._poll(hook, source), _QUEUE_POLL))
             payload = self._transport.collect(source, self._control.group, tag, hook)
         finally:
-            self._count_receive(-1)
-            self._lanes.leave(lane, number, peer, tag)
+            self._give_back(lane, number, peer, tag)
         try:
             return deliver(memoryview(payload), target, hook.what, peer, hook.rank)
         except FrameError as error:
             hook.damaged(source, str(error))
             raise
+
+    def _give_back(self, lane: _native.Tickets, number: int, peer: int, tag: int) -> None:
+        """Leave the line of receivers, after the receive or without it."""
+        self._count_receive(-1)
+        self._lanes.leave(lane, number, peer, tag)
 
     def _count_receive(self, change: int) -> None:
         with self._control.switch.lock:
