@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any, NamedTuple
 
 import ferrodist
@@ -26,12 +27,16 @@ MIB = 1 << 20
 
 
 class Leaf(NamedTuple):
-    """One gradient: its name, its shape, and what ``backend.empty`` is to make for it."""
+    """One gradient: its name, its shape, and what ``backend.empty`` is to make for it.
+
+    ``strides``, as torch counts them, where its elements are not in C order.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
     itemsize: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -102,11 +107,34 @@ Hook = Callable[["Bucket"], Steps]
 """A function of a bucket that leaves in ``bucket.array`` what all ranks have, reduced by ``op``."""
 
 
+class BucketMemory:
+    """An array of shared memory, where there is such, and the views of what is in it."""
+
+    def __init__(
+        self, layout: BucketLayout, leaves: Sequence[Leaf], backend: ferrodist.Backend, kind: str
+    ) -> None:
+        self.array = backend.zeros(layout.size + len(layout.leaves) + 1, layout.dtype, kind)
+        self.gradients = self.array[: layout.size]
+        self.tail = self.array[layout.size :]
+        self.views = {
+            number: _view(self.array, start, leaves[number])
+            for number, start in zip(layout.leaves, layout.starts, strict=True)
+        }
+
+
+def _view(array: Any, start: int, leaf: Leaf) -> Any:
+    part = array[start : start + leaf.size]
+    if leaf.strides is None:
+        return part.reshape(leaf.shape)
+    return part.as_strided(leaf.shape, leaf.strides)
+
+
 class Bucket:
-    """Leaves in one array of shared memory, where there is such.
+    """Leaves in one array.
 
     ``array`` is everything, ``gradients`` and ``tail`` are parts of it, ``views`` are the leaves in
-    their own shapes, by number. ``op`` is what the ranks' arrays are to be reduced by.
+    their own shapes, by number. ``op`` is what the ranks' arrays are to be reduced by. Between
+    rounds ``use`` may put another array in place of all these.
     """
 
     def __init__(
@@ -117,25 +145,25 @@ class Bucket:
         backend: ferrodist.Backend,
         kind: str,
     ) -> None:
-        size, num_leaves = layout.size, len(layout.leaves)
         self.index = index
         self.layout = layout
         self.backend = backend
         self.op = "mean"
-        self.array = backend.zeros(size + num_leaves + 1, layout.dtype, kind)
-        self.gradients = self.array[:size]
-        self.tail = self.array[size:]
-        self.views = {
-            number: self.array[start : start + leaves[number].size].reshape(leaves[number].shape)
-            for number, start in zip(layout.leaves, layout.starts, strict=True)
-        }
+        self.new_memory = partial(BucketMemory, layout, leaves, backend, kind)
+        self.use(self.new_memory())
         self._leaves = frozenset(layout.leaves)
-        self._ones = [1.0] * (num_leaves + 1)  # what the tail holds where every leaf is used
-        self._is_tail_ones = False
+        self._ones = [1.0] * len(self.tail)  # what the tail holds where every leaf is used
         self._ready: set[int] = set()
         self._weight: float | None = None
         self._steps: Steps | None = None
         self._work: ferrodist.Work[Any] | None = None
+
+    def use(self, memory: BucketMemory) -> None:
+        """Have gradients in this memory from now on."""
+        self.memory = memory
+        self.array, self.gradients = memory.array, memory.gradients
+        self.tail, self.views = memory.tail, memory.views
+        self._is_tail_ones = False
 
     def begin(self, weight: float | None) -> None:
         """Begin a round: nothing is ready. With a weight the mean becomes a weighted one."""

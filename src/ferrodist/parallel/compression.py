@@ -263,13 +263,17 @@ class PowerSGD:
 class _Matrix:
     """A gradient as a matrix M, and what stays of it on this rank."""
 
-    def __init__(self, cell: int, gradient: torch.Tensor, rank: int, seed: int) -> None:
+    def __init__(self, cell: int, start: int, like: torch.Tensor, rank: int, seed: int) -> None:
         self.cell = cell  # its place in the tail
-        self.gradient = gradient.flatten(1)
-        self.error = torch.zeros_like(self.gradient)
+        self._place = slice(start, start + like.numel())
+        shape = (like.shape[0], like.numel() // like.shape[0])
+        self.error = torch.zeros(shape, dtype=like.dtype)
         random = torch.Generator().manual_seed(seed)  # the same on every rank
-        shape = (self.gradient.shape[1], rank)
-        self.start = torch.randn(shape, generator=random, dtype=gradient.dtype)
+        self.start = torch.randn((shape[1], rank), generator=random, dtype=like.dtype)
+
+    def gradient_in(self, bucket: Bucket) -> torch.Tensor:
+        """View M in the array that the bucket has in this round."""
+        return bucket.gradients[self._place].view(self.error.shape)
 
 
 class _LowRankState:
@@ -278,45 +282,52 @@ class _LowRankState:
     def __init__(self, bucket: Bucket, rank: int, seed: int) -> None:
         self.op = bucket.op
         self.matrices: list[_Matrix] = []
-        self.others = [bucket.tail]
-        for cell, number in enumerate(bucket.layout.leaves):
+        self._others: list[slice] = []  # what travels as it is
+        layout = bucket.layout
+        for cell, (number, start) in enumerate(zip(layout.leaves, layout.starts, strict=True)):
             view = bucket.views[number]
-            if view.dim() > 1 and rank * sum(view.flatten(1).shape) < view.numel():
-                self.matrices.append(_Matrix(cell, view, rank, seed + number))
+            size = view.numel()
+            if view.dim() > 1 and size and rank * (view.shape[0] + size // view.shape[0]) < size:
+                self.matrices.append(_Matrix(cell, start, view, rank, seed + number))
             else:
-                self.others.append(view)
+                self._others.append(slice(start, start + size))
         heights, widths = (
-            [rank * matrix.gradient.shape[axis] for matrix in self.matrices] for axis in (0, 1)
+            [rank * matrix.error.shape[axis] for matrix in self.matrices] for axis in (0, 1)
         )
-        self.all_left = bucket.backend.empty(sum(heights), bucket.layout.dtype, "torch")
-        self.all_right = bucket.backend.empty(sum(widths), bucket.layout.dtype, "torch")
+        self.all_left = bucket.backend.empty(sum(heights), layout.dtype, "torch")
+        self.all_right = bucket.backend.empty(sum(widths), layout.dtype, "torch")
         self.left = [part.view(-1, rank) for part in self.all_left.split(heights)]  # every P
         self.right = [part.view(-1, rank) for part in self.all_right.split(widths)]  # every Q
 
+    def others_in(self, bucket: Bucket) -> list[torch.Tensor]:
+        """View what travels as it is."""
+        return [bucket.tail, *(bucket.gradients[place] for place in self._others)]
+
 
 def _reduce_low_rank(bucket: Bucket, state: _LowRankState) -> Steps:
-    for matrix, left in zip(state.matrices, state.left, strict=True):
-        matrix.gradient += matrix.error
-        torch.matmul(matrix.gradient, matrix.start, out=left)
-    yield _allreduce_factor(bucket, [state.all_left, *state.others])
+    gradients = [matrix.gradient_in(bucket) for matrix in state.matrices]
+    for matrix, gradient, left in zip(state.matrices, gradients, state.left, strict=True):
+        gradient += matrix.error
+        torch.matmul(gradient, matrix.start, out=left)
+    yield _allreduce_factor(bucket, [state.all_left, *state.others_in(bucket)])
     if not torch.isfinite(state.all_left).all():  # on every rank: the errors stay what they were
-        for matrix in state.matrices:
-            matrix.gradient.fill_(torch.nan)
+        for gradient in gradients:
+            gradient.fill_(torch.nan)
         return
     state.all_right.zero_()  # that of a matrix nobody has used stays so
     used = [
         parts
-        for parts in zip(state.matrices, state.left, state.right, strict=True)
+        for parts in zip(state.matrices, gradients, state.left, state.right, strict=True)
         if bucket.tail[parts[0].cell] > 0
     ]
-    for matrix, left, right in used:
+    for matrix, gradient, left, right in used:
         left.copy_(torch.linalg.qr(left).Q)
-        torch.matmul(matrix.gradient.T, left, out=right)
-        torch.addmm(matrix.gradient, left, right.T, alpha=-1, out=matrix.error)
+        torch.matmul(gradient.T, left, out=right)
+        torch.addmm(gradient, left, right.T, alpha=-1, out=matrix.error)
     if used:
         yield _allreduce_factor(bucket, state.all_right)
-    for matrix, left, right in used:
-        torch.matmul(left, right.T, out=matrix.gradient)
+    for matrix, gradient, left, right in used:
+        torch.matmul(left, right.T, out=gradient)
         matrix.start.copy_(right)
 
 

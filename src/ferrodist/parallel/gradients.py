@@ -17,6 +17,7 @@ import torch
 
 import ferrodist
 from ferrodist.parallel.bucket import Bucket, BucketSizes, Hook, Leaf
+from ferrodist.parallel.kept import Memories
 from ferrodist.parallel.reducer import Reducer
 from ferrodist.parallel.replicas import is_dense
 
@@ -57,6 +58,7 @@ class Gradients:
         self._fired: dict[int, None] = {}  # have one in this backward, in this order
         self._often: set[int] = set()  # get it in several parts
         self._early: set[int] = set()  # are brought in as soon as they have it
+        self._memories: list[Memories] = []
         self._kept: dict[int, torch.Tensor] = {}  # gradients that a round may have to give back
         self.after_round = after_round
         self.weigh: Callable[[], float] | None = None
@@ -70,11 +72,14 @@ class Gradients:
         self._parameters = [parameter for _, parameter in named]
         self._dtypes = {id(parameter): parameter.dtype for parameter in self._parameters}
         self._touched = {n for n, p in enumerate(self._parameters) if id(p) in touched}
-        leaves = [Leaf(name, tuple(p.shape), p.dtype, p.element_size()) for name, p in named]
         self._reducer = Reducer(
-            leaves, self._backend, kind="torch", sizes=self._sizes, hook=self._hook
+            [_leaf_of(name, parameter) for name, parameter in named],
+            self._backend,
+            kind="torch",
+            sizes=self._sizes,
+            hook=self._hook,
         )
-        self._views = self._make_views()
+        self._find_views()
         # In the first round nothing is known yet of the order, nor of what comes in parts.
         self._is_first = self._overlaps
         self._often.clear()
@@ -179,6 +184,9 @@ class Gradients:
         self._finish()
 
     def _begin(self) -> None:
+        for memories in self._memories:
+            if memories.are_kept(self._parameters):
+                self._move(memories)
         self._is_open = True
         self._fired.clear()
         self._reducer.begin(None if self.weigh is None else self.weigh())
@@ -262,20 +270,26 @@ class Gradients:
         order = ferrodist.broadcast_object(list(self._fired), self._backend)
         rest = set(range(len(self._parameters))).difference(order)
         self._reducer.use_order([*order, *sorted(rest, reverse=True)])
-        old, self._views = self._views, self._make_views()
+        old = self._views
+        self._find_views()
         for parameter, before, view in zip(self._parameters, old, self._views, strict=True):
             view.copy_(before)
             if parameter.grad is before:
                 parameter.grad = view
         self._early = {*order, *rest}.difference(self._often, self._reducer.late)
 
-    def _make_views(self) -> list[torch.Tensor]:
-        """Give every gradient its part of a bucket, in the layout that autograd wants it in."""
-        views = [self._reducer.view(number) for number in range(len(self._parameters))]
-        return [
-            view.as_strided(view.shape, parameter.stride()) if is_dense(parameter) else view
-            for view, parameter in zip(views, self._parameters, strict=True)
-        ]
+    def _find_views(self) -> None:
+        """Learn where every gradient has its part of a bucket."""
+        known = {memories.bucket: memories for memories in self._memories}
+        buckets = self._reducer.buckets
+        self._memories = [known.get(bucket) or Memories(bucket) for bucket in buckets]
+        self._views = [self._reducer.view(number) for number in range(len(self._parameters))]
+
+    def _move(self, memories: Memories) -> None:
+        """Let a bucket leave its array to whoever keeps a gradient in it."""
+        memories.change()
+        for number, view in memories.bucket.views.items():
+            self._views[number] = view
 
     def _log_unused(self, used: AbstractSet[int]) -> None:
         if logger.isEnabledFor(logging.DEBUG):
@@ -287,3 +301,10 @@ class Gradients:
 
     def _name(self, number: int) -> str:
         return self._reducer.leaves[number].name
+
+
+def _leaf_of(name: str, parameter: torch.nn.Parameter) -> Leaf:
+    """Describe a gradient, in the layout that autograd wants it in."""
+    is_turned = is_dense(parameter) and not parameter.is_contiguous()
+    strides = parameter.stride() if is_turned else None
+    return Leaf(name, tuple(parameter.shape), parameter.dtype, parameter.element_size(), strides)
