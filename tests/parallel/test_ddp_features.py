@@ -298,6 +298,63 @@ def test_outputs_may_be_changed_in_place():
     check_training(mlp, loss, **EACH)
 
 
+# -- derivatives by something else than parameters ------------------------------------------------
+
+SLOPES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "autograd.grad": torch.autograd.grad,
+    "backward(inputs=)": lambda out, x: out.backward(inputs=[x]),
+    "with a graph": lambda out, x: torch.autograd.grad(out, x, create_graph=True),
+}
+
+
+@SIZES
+@pytest.mark.parametrize("how", SLOPES)
+@pytest.mark.parametrize("step", [0, 1])
+def test_slopes_by_the_input_on_one_rank_need_nobody_else(how, step, options):
+    def body(backend: ferrodist.Backend) -> Any:
+        backend.timeout = 5
+        ddp = ferrodist.DDP(mlp(), backend, **options)
+        for number in range(3):
+            if number == step and backend.rank == 1:
+                before = backend.statistics().collectives
+                x = batch(1, number)[0].requires_grad_()
+                SLOPES[how](ddp(x).sum(), x)
+                assert backend.statistics().collectives == before
+                assert (x.grad is None) == (how != "backward(inputs=)")
+            ddp.zero_grad()
+            squares(ddp, backend.rank, number).backward()
+        return gradients_of(ddp)
+
+    first, second = run_ranks(2, body, timeout=60)
+    assert same_bits(first, second)
+
+
+def test_slopes_by_parameters_are_the_ranks_own():
+    def body(backend: ferrodist.Backend) -> Any:
+        ddp = ferrodist.DDP(mlp(), backend)
+        before = backend.statistics().collectives
+        slopes = torch.autograd.grad(squares(ddp, backend.rank, 0), list(ddp.parameters()))
+        assert backend.statistics().collectives == before
+        own = mlp()
+        squares(own, backend.rank, 0).backward()
+        return [bits(a) == bits(p.grad) for a, p in zip(slopes, own.parameters(), strict=True)]
+
+    assert run_ranks(2, body, timeout=60) == [[True] * 4] * 2
+
+
+def test_backward_by_some_parameters_averages_those():
+    def body(backend: ferrodist.Backend) -> Any:
+        ddp = ferrodist.DDP(mlp(), backend, **EACH)
+        for step in range(2):
+            ddp.zero_grad()
+            squares(ddp, backend.rank, step).backward(inputs=[ddp.module[0].weight])
+        return gradients_of(ddp)
+
+    first, second = run_ranks(2, body, timeout=60)
+    assert same_bits(first, second)
+    assert [name for name, gradient in first.items() if gradient is not None] == ["0.weight"]
+
+
 # -- higher derivatives, sparse gradients ---------------------------------------------------------
 
 

@@ -113,9 +113,12 @@ def arrays_made(backend: ferrodist.Backend) -> list[int]:
     return sizes
 
 
+# In processes: of ranks that are threads one may still look at another's array.
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_who_keeps_nothing_pays_for_nothing(set_to_none):
-    def body(backend: ferrodist.Backend) -> Any:
+def test_who_keeps_nothing_pays_for_nothing(start_job, set_to_none):
+    def body(backend: ferrodist.Backend, _: Any) -> int:
         ddp = ferrodist.DDP(mlp(), backend, **EACH)
         made = []
         for step in range(6):
@@ -126,11 +129,12 @@ def test_who_keeps_nothing_pays_for_nothing(set_to_none):
             nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
         return len(made)
 
-    assert run_ranks(2, body, timeout=60) == [0, 0]
+    with start_job(2, body) as job:
+        assert job.results() == [0, 0]
 
 
-def test_who_keeps_the_last_gradients_pays_for_one_array_more():
-    def body(backend: ferrodist.Backend) -> Any:
+def test_who_keeps_the_last_gradients_pays_for_one_array_more(start_job):
+    def body(backend: ferrodist.Backend, _: Any) -> Any:
         ddp = ferrodist.DDP(mlp(), backend)
         made: list[int] = []
         for step in range(6):
@@ -141,7 +145,8 @@ def test_who_keeps_the_last_gradients_pays_for_one_array_more():
             last = [p.grad for p in ddp.parameters()]  # until the next ones are there
         return len(made), len(last)
 
-    assert run_ranks(2, body, timeout=60) == [(1, 4)] * 2
+    with start_job(2, body) as job:
+        assert job.results() == [(1, 4)] * 2
 
 
 HOOKS: dict[str, Callable[[], Any]] = {

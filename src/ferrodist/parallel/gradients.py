@@ -125,9 +125,15 @@ class Gradients:
         again (activation checkpoints) have a backward of their own inside it.
         """
         if self._overlaps and (node := output.grad_fn) is not None:
-            node.register_prehook(self._open)  # for a third of what a hook of the tensor takes
+            node.register_prehook(self._meet_output)  # a third of what a hook of the tensor takes
 
-    def _open(self, _: object = None) -> None:
+    def _meet_output(self, _: object) -> None:
+        # Not in autograd.grad() and backward(inputs=), which give the others no gradients. That is
+        # how torch, too, tells whether all of a graph runs.
+        if _engine.is_checkpoint_valid():
+            self._open()
+
+    def _open(self) -> None:
         if not self.is_on:
             return
         self.check_whole()
