@@ -7,9 +7,16 @@ namespace ferrodist::bind {
 namespace {
 
 PyTypeObject* site_type = nullptr;  // a named tuple of code and offset; kept for good
-PyObject* package = nullptr;        // how the names of ferrodist's own files begin
+PyObject* folders = nullptr;        // a list: how the names of files begin that are not the user's
 
-bool is_inside(PyCodeObject* code) { return PyUnicode_Tailmatch(code->co_filename, package, 0, PY_SSIZE_T_MAX, -1) == 1; }
+bool is_inside(PyCodeObject* code) {
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(folders); ++at) {
+        if (PyUnicode_Tailmatch(code->co_filename, PyList_GET_ITEM(folders, at), 0, PY_SSIZE_T_MAX, -1) == 1) {
+            return true;
+        }
+    }
+    return false;
+}
 
 template <class T>
 nb::object own(T* object) {
@@ -41,11 +48,11 @@ nb::object caller_site() {
 
 void add_site(nb::module_& module) {
     using namespace nb::literals;
-    module.def("set_site", [](nb::handle type, nb::handle prefix) {
+    module.def("set_site", [](nb::handle type, nb::list prefixes) {
         site_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
-        package = prefix.inc_ref().ptr();
-    }, "site_type"_a, "package"_a, "Set what caller_site() makes, and how the names of files begin that it leaves out.");
-    module.def("caller_site", &caller_site, "Return the innermost place outside ferrodist that led here.");
+        folders = prefixes.release().ptr();
+    }, "site_type"_a, "folders"_a, "Set what caller_site() makes, and how the names of files begin that it leaves out.");
+    module.def("caller_site", &caller_site, "Return the innermost place in the user's program that led here.");
 }
 
 }  // namespace ferrodist::bind

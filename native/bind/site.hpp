@@ -6,7 +6,7 @@
 
 namespace ferrodist::bind {
 
-// The innermost place outside ferrodist that led here: a Site of ferrodist.call.
+// The innermost place in the user's program that led here: a Site of ferrodist.call.
 nanobind::object caller_site();
 
 void add_site(nanobind::module_& module);

@@ -114,11 +114,11 @@ def set_work_hooks(
 ) -> None:
     """Set what native code calls for calls in flight."""
 
-def set_site(site_type: type, package: str) -> None:
+def set_site(site_type: type, folders: list[str]) -> None:
     """Set what caller_site() makes, and how the names of files begin that it leaves out."""
 
 def caller_site() -> Site:
-    """Return the innermost place outside ferrodist that led here."""
+    """Return the innermost place in the user's program that led here."""
 
 class WorkBase:
     """The native half of a Work."""

@@ -13,7 +13,6 @@ from ferrodist import _native
 from ferrodist.buffer import DType
 from ferrodist.reduce_op import ReduceOp
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SHOWN_LEAVES = 3
 
 MAX_TAG = (1 << 31) - 1
@@ -99,8 +98,11 @@ class Site(NamedTuple):
         return f"{os.path.basename(self.code.co_filename)}:{line}"
 
 
-_native.set_site(Site, _PACKAGE)
-caller_site = _native.caller_site  # the innermost place outside ferrodist that led here
+NOT_THE_USERS = [os.path.dirname(os.path.abspath(__file__)) + os.sep]
+"""Folders of code through which the user's program is called back, and which no Site is in."""
+
+_native.set_site(Site, NOT_THE_USERS)
+caller_site = _native.caller_site  # the innermost place in the user's program that led here
 
 
 class Leaf(NamedTuple):

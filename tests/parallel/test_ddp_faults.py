@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +143,66 @@ def errors_by_rank_with_fail(num_ranks: int, body: Any) -> list[BaseException | 
         return None
 
     return run_ranks(num_ranks, catch, timeout=60)
+
+
+# -- ranks that are not in step --------------------------------------------------------------------
+
+ADVICE = "ranks with different numbers of batches train inside model.join()"
+
+
+@pytest.mark.parametrize("options", [{}, EACH], ids=["one bucket", "one each"])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_one_batch_more_names_bucket_parameters_and_the_line_of_backward(num_steps, options):
+    def body(backend: ferrodist.Backend) -> None:
+        ddp = ferrodist.DDP(mlp(), backend, **options)
+        for step in range(num_steps + (backend.rank == 0)):
+            squares(ddp, backend.rank, step).backward()  # here
+        backend.close()
+
+    error, *others = errors_by_rank(3, body, timeout=60)
+    assert others == [None, None]
+    assert isinstance(error, ferrodist.RankLost)
+    where = "2.bias (bucket 1 of 4)" if options else "2.bias to 0.weight (bucket 1 of 1)"
+    assert str(error).startswith(f"DDP: gradients of {where}: allreduce #")
+    assert f"({line_of(body, '# here')}): rank " in str(error)
+    assert ADVICE in str(error)
+
+
+def line_of(body: Any, mark: str) -> str:
+    lines, first = inspect.getsourcelines(body)
+    (found,) = (at for at, line in enumerate(lines) if mark in line)
+    return f"{Path(__file__).name}:{first + found}"
+
+
+def test_another_call_instead_of_backward_is_shown_with_both_lines():
+    def body(backend: ferrodist.Backend) -> None:
+        ddp = ferrodist.DDP(mlp(), backend)
+        squares(ddp, backend.rank, 0).backward()
+        if backend.rank == 1:
+            ferrodist.allreduce(1.0, backend)  # there
+        squares(ddp, backend.rank, 1).backward()  # here
+
+    here, there = errors_by_rank(2, body, timeout=60)
+    assert isinstance(here, ferrodist.CollectiveMismatch)
+    assert str(here).startswith("DDP: gradients of 2.bias to 0.weight (bucket 1 of 1): allreduce #")
+    for error in (here, there):
+        assert line_of(body, "# here") in str(error)
+        assert line_of(body, "# there") in str(error)
+    assert ADVICE in str(here)
+
+
+def test_a_rank_that_leaves_before_buffers_are_shared_is_told_so():
+    def body(backend: ferrodist.Backend) -> None:
+        ddp = ferrodist.DDP(normed(), backend)
+        squares(ddp, backend.rank, 0).backward()
+        if backend.rank == 1:
+            ddp._gradients.after_round = lambda _: backend.close()
+        squares(ddp, backend.rank, 1).backward()  # here
+
+    error = errors_by_rank(2, body, timeout=60)[0]
+    assert isinstance(error, ferrodist.RankLost)
+    assert str(error).startswith("DDP: buffers of rank 0, after a backward: broadcast #")
+    assert line_of(body, "# here") in str(error)
 
 
 # -- replicas that drift apart --------------------------------------------------------------------

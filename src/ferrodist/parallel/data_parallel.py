@@ -183,7 +183,14 @@ class DataParallel:
 
     def _make_reducer(self, *, widened: bool) -> Reducer:
         leaves = [slot.leaf(widened=widened) for slot in self._slots]
-        return Reducer(leaves, self.backend, kind="numpy", sizes=self._sizes)
+        return Reducer(
+            leaves,
+            self.backend,
+            kind="numpy",
+            owner="DataParallel",
+            advice="every rank must call average() in every step, with weight=0 if it has no batch",
+            sizes=self._sizes,
+        )
 
     def _reducer_for_weights(self) -> Reducer:
         """Give buckets in which a gradient times a number of samples fits, and that number too."""

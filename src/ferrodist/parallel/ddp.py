@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -13,9 +14,12 @@ import torch
 
 import ferrodist
 from ferrodist.backends.registry import current_backend
+from ferrodist.call import NOT_THE_USERS
 from ferrodist.parallel import replicas
 from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
 from ferrodist.parallel.gradients import Gradients
+
+NOT_THE_USERS.append(os.path.dirname(torch.__file__) + os.sep)  # errors name the line of backward()
 
 
 class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not looked at
@@ -24,7 +28,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
     The parameters and buffers of rank 0 are copied into those of the others, so an optimizer made
     before or after works. Gradients are averaged in buckets of ``bucket_mib`` MiB, the first of
     ``first_bucket_mib``, while backward still runs. ``overlap=False``: only when ``sync_gradients``
-    is called. ``broadcast_buffers``: before every forward the others get rank 0's buffers.
+    is called. ``broadcast_buffers``: after every round the others get rank 0's buffers.
     ``check_replicas=k`` compares all parameters every k steps, bit for bit. ``hook`` reduces a
     bucket, instead of a plain allreduce.
 
@@ -62,19 +66,18 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
             raise ferrodist.NotInitialized("DDP: call ferrodist.init() first, or pass a backend")
         self.module = module
         self.backend = backend
-        self._broadcasts_buffers = broadcast_buffers
-        self._buffers_may_differ = False
+        self._shared = replicas.SharedBuffers(backend, are_shared=broadcast_buffers)
         self._join: Join | None = None
         self._gradients = Gradients(
             backend,
             sizes=_check_sizes(first_bucket_mib, bucket_mib),
             hook=hook,
             overlap=overlap,
-            after_round=_guard(module, backend, check_replicas),
+            after_round=_after_round(module, self._shared, backend, check_replicas),
         )
         self.broadcast_parameters()
         self._gradients.hold(self._trained())
-        self._contents = replicas.Contents(module)
+        self._contents = self._shared.contents = replicas.Contents(module)
 
     # -- the module inside ----------------------------------------------------------------------
 
@@ -117,27 +120,21 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Run the module; its outputs are where backward will begin."""
+        if not torch.is_grad_enabled():
+            return self.module(*args, **options)
         if torch._C._current_graph_task_id() == -1:  # else backward computes a part again
             self._begin_forward(args, options)
         output = self.module(*args, **options)
-        if torch.is_grad_enabled():
-            for tensor in _tensors_in(output):
-                self._gradients.expect(tensor)
+        for tensor in _tensors_in(output):
+            self._gradients.expect(tensor)
         return output
 
     def _begin_forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        is_training = torch.is_grad_enabled()
-        if is_training:
-            self._gradients.check_whole()
-            self._follow_changes()
+        """Prepare for backward. Nothing is sent, unless there are new parameters to train."""
+        self._gradients.check_whole()
+        self._follow_changes()
         if self._join is not None:
-            if is_training:
-                self._join.count(args, options)
-        elif self._gradients.is_on and (is_training or self._buffers_may_differ):
-            if not is_training or self._contents.have_buffers():
-                replicas.broadcast(self._shared_buffers(), self.backend, 0)
-            self._buffers_may_differ = False
-        self._buffers_may_differ |= is_training
+            self._join.count(args, options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -158,7 +155,6 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         tensors = self._tensors()
         replicas.check_structure(tensors, self.backend)
         replicas.broadcast(list(tensors.values()), self.backend, root)
-        self._buffers_may_differ = False
 
     @contextmanager
     def join(self, *, by_samples: bool = False) -> Iterator[None]:
@@ -168,8 +164,8 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         who still train, weighted by their batches' lengths if ``by_samples``. At the end all have
         the parameters of the rank with the most steps; optimizers are left as they are.
         """
-        replicas.broadcast(self._shared_buffers(), self.backend, 0)
-        join = Join(self.backend, self._shared_buffers, by_samples=by_samples)
+        self._shared.broadcast()
+        join = Join(self.backend, self._shared, by_samples=by_samples)
         gradients, first = self._gradients, self._gradients.num_rounds
         after_round, gradients.after_round = gradients.after_round, join.share_buffers
         gradients.weigh, self._join = join.weigh, join
@@ -193,7 +189,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         """
         if self._contents.are_as_before():
             return
-        self._contents = replicas.Contents(self.module)
+        self._contents = self._shared.contents = replicas.Contents(self.module)
         if not self._gradients.holds(p for p in self.module.parameters() if p.requires_grad):
             replicas.check_structure(self._tensors(), self.backend)
             self._gradients.hold(self._trained())
@@ -204,12 +200,6 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
-    def _shared_buffers(self) -> list[torch.Tensor]:
-        """List what all ranks get from one; data, so that no graph takes it for a change."""
-        if not self._broadcasts_buffers:
-            return []
-        return [buffer.data for buffer in self.module.buffers()]
-
 
 def _check_sizes(first_mib: float, rest_mib: float) -> BucketSizes:
     for mib in (first_mib, rest_mib):
@@ -219,21 +209,25 @@ def _check_sizes(first_mib: float, rest_mib: float) -> BucketSizes:
     return BucketSizes(int(first_mib * MIB), int(rest_mib * MIB))
 
 
-def _guard(
-    module: torch.nn.Module, backend: ferrodist.Backend, every: int
+def _after_round(
+    module: torch.nn.Module,
+    shared: replicas.SharedBuffers,
+    backend: ferrodist.Backend,
+    every: int,
 ) -> Callable[[int], None]:
-    """Return what compares the replicas after every so many rounds; 0 is never.
+    """Return what shares buffers after a round, and compares replicas after every so many.
 
     It knows no DDP, so that one that is dropped is gone at once, with its hooks.
     """
     if every < 0:
         raise ferrodist.InvalidArgument(f"DDP: check_replicas={every}; 0 is never", got=every)
 
-    def check(step: int) -> None:
+    def after_round(step: int) -> None:
+        shared.broadcast()
         if every and step % every == 0:
             replicas.check_values(dict(module.named_parameters()), backend, step)
 
-    return check
+    return after_round
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
@@ -261,15 +255,11 @@ _UNIT = 1024.0  # of samples: large batches of 16-bit gradients stay finite, and
 class Join:
     """Weighs this rank's gradients: 1 for a step, or the samples it has seen since the last.
 
-    ``is_done``: this rank has no further steps. ``buffers()`` are those that all ranks share.
+    ``is_done``: this rank has no further steps.
     """
 
     def __init__(
-        self,
-        backend: ferrodist.Backend,
-        buffers: Callable[[], Sequence[torch.Tensor]],
-        *,
-        by_samples: bool,
+        self, backend: ferrodist.Backend, buffers: replicas.SharedBuffers, *, by_samples: bool
     ) -> None:
         self._backend = backend
         self._buffers = buffers
@@ -303,11 +293,10 @@ class Join:
 
     def share_buffers(self, _: int) -> None:
         """Give all ranks the buffers of the first one that still trains; called after a round."""
-        buffers = self._buffers()
-        if not buffers:
+        if not self._buffers.tensors():
             return
         num_ranks = self._backend.world_size
         candidate = num_ranks if self.is_done else self._backend.rank
         root = ferrodist.allreduce(candidate, self._backend, op="min")
         if root < num_ranks:
-            replicas.broadcast(buffers, self._backend, root)
+            self._buffers.broadcast(root)

@@ -19,7 +19,7 @@ import ferrodist
 from ferrodist.parallel.bucket import Bucket, BucketSizes, Hook, Leaf
 from ferrodist.parallel.kept import Memories
 from ferrodist.parallel.reducer import Reducer
-from ferrodist.parallel.replicas import is_dense
+from ferrodist.parallel.replicas import DDP_ADVICE, is_dense
 
 logger = logging.getLogger("ferrodist")
 
@@ -76,6 +76,8 @@ class Gradients:
             [_leaf_of(name, parameter) for name, parameter in named],
             self._backend,
             kind="torch",
+            owner="DDP",
+            advice=DDP_ADVICE,
             sizes=self._sizes,
             hook=self._hook,
         )

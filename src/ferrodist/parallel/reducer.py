@@ -26,11 +26,15 @@ from ferrodist.parallel.bucket import (
     lay_out,
 )
 
+_OUT_OF_STEP = (ferrodist.CollectiveMismatch, ferrodist.CollectiveTimeout)
 _LARGEST_LATE = MIB  # bytes; reducing more takes so long that it is begun as soon as it can be
 
 
 class Reducer:
-    """The buckets of all leaves; ``kind`` is that of their arrays, as of ``backend.empty``."""
+    """The buckets of all leaves; ``kind`` is that of their arrays, as of ``backend.empty``.
+
+    Errors begin with the name of its ``owner`` and end with ``advice``.
+    """
 
     def __init__(
         self,
@@ -38,11 +42,15 @@ class Reducer:
         backend: ferrodist.Backend,
         *,
         kind: str,
+        owner: str,
+        advice: str,
         sizes: BucketSizes,
         hook: Hook = allreduce_bucket,
     ) -> None:
         self.leaves = leaves
         self.backend = backend
+        self._owner = owner
+        self._advice = advice
         self._kind = kind
         self._sizes = sizes
         self._hook = hook
@@ -102,10 +110,10 @@ class Reducer:
                 bucket.set_ready([number for number in bucket.not_ready if fill(number)])
             if bucket is not self.buckets[-1] or self._hook is not allreduce_bucket:
                 self._start_next(self._hook)
-        used = [bucket.wait() for bucket in self.buckets[: self._next]]
+        used = [self._wait(bucket) for bucket in self.buckets[: self._next]]
         if self._next < len(self.buckets):  # the last one, and nothing to do meanwhile
             self._start_next(allreduce_at_once)
-            used.append(self.buckets[-1].wait())
+            used.append(self._wait(self.buckets[-1]))
         return used[0] if len(used) == 1 else set[int]().union(*used)
 
     @property
@@ -116,4 +124,30 @@ class Reducer:
     def _start_next(self, hook: Hook) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.start(hook)
+        try:
+            bucket.start(hook)
+        except ferrodist.DistributedError as error:
+            self._explain(error, bucket)
+            raise
+
+    def _wait(self, bucket: Bucket) -> AbstractSet[int]:
+        try:
+            return bucket.wait()
+        except ferrodist.DistributedError as error:
+            self._explain(error, bucket)
+            raise
+
+    def _explain(self, error: ferrodist.DistributedError, bucket: Bucket) -> None:
+        first, *rest = (self.leaves[number].name for number in bucket.layout.leaves)
+        names = f"{first} to {rest[-1]}" if rest else first
+        where = f"gradients of {names} (bucket {bucket.index + 1} of {len(self.buckets)})"
+        explain(error, f"{self._owner}: {where}", self._advice)
+
+
+def explain(error: ferrodist.DistributedError, what: str, advice: str) -> None:
+    """Put before an error's text what was being done and, if ranks are not in step, the advice."""
+    text, *rest = error.args
+    how = getattr(error, "how", "")
+    if isinstance(error, _OUT_OF_STEP) or how.startswith("left"):
+        text += ("\n" if "\n" in text else "; ") + advice
+    error.args = (f"{what}: {text}", *rest)

@@ -16,6 +16,12 @@ import numpy as np
 import torch
 
 import ferrodist
+from ferrodist.parallel.reducer import explain
+
+DDP_ADVICE = (
+    "ranks with different numbers of batches train inside model.join(), and a backward that one "
+    "rank makes alone is one of model.module(x)"
+)
 
 _traits_of = attrgetter("requires_grad", "dtype")
 
@@ -44,9 +50,35 @@ class Contents:
             and list(map(_traits_of, self._parameters)) == self._traits
         )
 
-    def have_buffers(self) -> bool:
-        """Tell whether a module in it may have buffers."""
-        return any(self._buffers)
+    def buffers(self) -> list[torch.Tensor]:
+        """List the buffers; a module may have put new ones in place of old ones."""
+        return [one for part in self._buffers for one in part.values() if one is not None]
+
+
+class SharedBuffers:
+    """Buffers that become those of one rank on all of them, after every round.
+
+    So forward needs nobody else. ``contents`` are those of the module now.
+    """
+
+    def __init__(self, backend: ferrodist.Backend, *, are_shared: bool) -> None:
+        self._backend = backend
+        self._are_shared = are_shared
+        self.contents: Contents | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List them; data, so that no graph takes it for a change."""
+        if self.contents is None or not self._are_shared:
+            return []
+        return [buffer.data for buffer in self.contents.buffers()]
+
+    def broadcast(self, root: int = 0) -> None:
+        """Copy the buffers of ``root`` into those of all ranks."""
+        try:
+            broadcast(self.tensors(), self._backend, root)
+        except ferrodist.DistributedError as error:
+            explain(error, f"DDP: buffers of rank {root}, after a backward", DDP_ADVICE)
+            raise
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
