@@ -157,16 +157,31 @@ def test_a_module_that_differs_is_named_in_processes_too(start_job):
 
 
 @pytest.mark.slow
-def test_compiled_modules_train_in_processes(start_job):
-    def body(backend: ferrodist.Backend, _: Any) -> dict[str, Any]:
+@pytest.mark.parametrize("is_outside", [False, True])
+@pytest.mark.parametrize("make", [mlp, normed])
+def test_compiled_modules_train_in_processes(start_job, make, is_outside):
+    """The wrapped module is compiled as one graph, with the sending outside of it."""
+
+    def body(backend: ferrodist.Backend, _: Any) -> Any:
         warnings.simplefilter("ignore")  # of what torch has to say about itself
-        module = mlp(backend.rank)
-        compiled = torch.compile(module, backend="aot_eager")
-        train(ferrodist.DDP(compiled, backend, **SMALL), squares, 3)
-        return {name: value.tolist() for name, value in module.state_dict().items()}
+        results = []
+        for compiles in (False, True):
+            module = make(backend.rank)
+            inside = torch.compile(module, backend="aot_eager") if compiles else module
+            ddp = ferrodist.DDP(module if is_outside else inside, backend, **SMALL)
+            model = torch.compile(ddp, backend="aot_eager") if compiles and is_outside else ddp
+            update = OPTIMIZERS["sgd"](module.parameters())
+            for step in range(3):
+                update.zero_grad()
+                squares(model, backend.rank, step).backward()
+                update.step()
+            assert ddp._gradients.num_rounds == 3
+            results.append({name: value.tolist() for name, value in module.state_dict().items()})
+        return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     with start_job(2, body) as job:
-        first, second = job.results()
-    assert first == second
-    for name, value in alone(mlp(), squares, 2, 3).items():
-        torch.testing.assert_close(torch.tensor(first[name]), value)
+        (plain, compiled, num_graphs), (_, other, _) = job.results()
+    assert compiled == other
+    assert num_graphs == 1
+    for name, value in plain.items():
+        torch.testing.assert_close(torch.tensor(compiled[name]), torch.tensor(value))

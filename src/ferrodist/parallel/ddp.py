@@ -122,19 +122,11 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         """Run the module; its outputs are where backward will begin."""
         if not torch.is_grad_enabled():
             return self.module(*args, **options)
-        if torch._C._current_graph_task_id() == -1:  # else backward computes a part again
-            self._begin_forward(args, options)
+        is_compiling = torch.compiler.is_compiling()
+        (_begin_uncompiled if is_compiling else _begin)(self, args, options)
         output = self.module(*args, **options)
-        for tensor in _tensors_in(output):
-            self._gradients.expect(tensor)
+        (_expect_uncompiled if is_compiling else _expect)(self, output)
         return output
-
-    def _begin_forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Prepare for backward. Nothing is sent, unless there are new parameters to train."""
-        self._gradients.check_whole()
-        self._follow_changes()
-        if self._join is not None:
-            self._join.count(args, options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -199,6 +191,26 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+
+def _begin(ddp: DDP, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Prepare for backward. Nothing is sent, unless there are new parameters to train."""
+    if torch._C._current_graph_task_id() != -1:  # backward computes a part again
+        return
+    ddp._gradients.check_whole()
+    ddp._follow_changes()
+    if ddp._join is not None:
+        ddp._join.count(args, options)
+
+
+def _expect(ddp: DDP, output: Any) -> None:
+    for tensor in _tensors_in(output):
+        ddp._gradients.expect(tensor)
+
+
+# In torch.compile(DDP(module)) the module is compiled, and these run between its graphs.
+_begin_uncompiled = torch._disable_dynamo(_begin)
+_expect_uncompiled = torch._disable_dynamo(_expect)
 
 
 def _check_sizes(first_mib: float, rest_mib: float) -> BucketSizes:
