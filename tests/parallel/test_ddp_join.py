@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ferrodist
+from ferrodist.parallel.bucket import allreduce_bucket
 from ferrodist.testing import run_ranks
 from helpers import errors_by_rank
 from training import (
@@ -239,3 +240,93 @@ def test_large_batches_of_16_bit_gradients_stay_finite():
             return ddp.weight.grad.item()
 
     assert run_ranks(3, body) == pytest.approx([1.0, 1.0, 1.0], rel=1e-3)
+
+
+@pytest.mark.parametrize("hook", [allreduce_bucket, ferrodist.PowerSGD(1), ferrodist.TopK(1.0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_of_samples_do_not_round_small_16_bit_gradients_away(dtype, hook):
+    """The smallest numbers of float16 are kept, and a mean is rounded once."""
+
+    def body(backend: ferrodist.Backend) -> list[float]:
+        ddp = ferrodist.DDP(nn.Linear(8, 8, bias=False).to(dtype), backend, hook=hook)
+        with ddp.join(by_samples=True):
+            x = torch.ones(1 + 2 * backend.rank, 8, dtype=dtype)
+            (ddp(x).sum(dim=1).mean() * 2.0**-23 * (backend.rank + 1)).backward()
+            return ddp.weight.grad.unique().tolist()
+
+    mean = torch.tensor((1 * 1 + 3 * 2 + 5 * 3) / 9 * 2.0**-23).to(dtype).item()
+    assert run_ranks(3, body, timeout=60) == [[mean]] * 3
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("counts", [[1, 3, 2], [2, 2, 2], [0, 1, 0]], ids=str)
+def test_gradients_after_join_are_the_last_means_on_every_rank(counts, overlap):
+    def body(backend: ferrodist.Backend) -> Any:
+        backend.reproducible = True
+        ddp = ferrodist.DDP(mlp(), backend, overlap=overlap, **SMALL)
+        last = None
+        with ddp.join():
+            for step in range(counts[backend.rank]):
+                ddp.zero_grad()
+                squares(ddp, backend.rank, step).backward()
+                if not overlap:
+                    ddp.sync_gradients()
+                last = gradients_of(ddp)
+        after = gradients_of(ddp)
+        torch.optim.SGD(ddp.parameters(), 0.1).step()
+        return last, after, ddp.state_dict()
+
+    results = run_ranks(3, body, timeout=60)
+    expected = results[counts.index(max(counts))][0]
+    for _, after, state in results:
+        assert same_bits(after, expected)
+        assert not same_bits(state, mlp().state_dict())
+
+
+def test_torchs_division_by_all_ranks():
+    def body(backend: ferrodist.Backend) -> Any:
+        ddp = ferrodist.DDP(nn.Linear(1, 1, bias=False), backend)
+        seen = []
+        with ddp.join(divide_by_initial_world_size=True):
+            for _ in range(1 + backend.rank):
+                ddp.zero_grad()
+                ddp(torch.ones(1, 1) * (backend.rank + 1)).sum().backward()
+                seen.append(ddp.weight.grad.item())
+        return seen
+
+    assert run_ranks(2, body, timeout=60) == [[1.5], [1.5, 1.0]]
+
+
+def test_one_rank_without_batches_ends_all_if_so_wished():
+    def body(backend: ferrodist.Backend) -> None:
+        ddp = ferrodist.DDP(mlp(), backend)
+        with ddp.join(throw_on_early_termination=True, by_samples=True):
+            for step in range(2 if backend.rank == 1 else 4):
+                squares(ddp, backend.rank, step).backward()
+
+    for error in errors_by_rank(3, body, timeout=60):
+        assert "rank 1 ran out of batches before the others" in str(error)
+        assert error.rank == 1
+
+
+def test_even_inputs_raise_nothing_and_join_can_be_turned_off():
+    def body(backend: ferrodist.Backend) -> int:
+        ddp = ferrodist.DDP(mlp(), backend)
+        with ddp.join(throw_on_early_termination=True):
+            squares(ddp, backend.rank, 0).backward()
+        before = backend.statistics().collectives
+        with ddp.join(enable=False):
+            squares(ddp, backend.rank, 0).backward()
+        return backend.statistics().collectives - before
+
+    assert run_ranks(2, body, timeout=60) == [1, 1]
+
+
+def test_two_divisors_are_refused():
+    def body(backend: ferrodist.Backend) -> None:
+        ddp = ferrodist.DDP(mlp(), backend)
+        with ddp.join(by_samples=True, divide_by_initial_world_size=True):
+            pass
+
+    (error,) = errors_by_rank(1, body, timeout=60)
+    assert isinstance(error, ferrodist.InvalidArgument)

@@ -154,7 +154,9 @@ class Bucket:
         self._leaves = frozenset(layout.leaves)
         self._ones = [1.0] * len(self.tail)  # what the tail holds where every leaf is used
         self._ready: set[int] = set()
+        self.weight = 0.0  # that of all ranks together, after a round
         self._weight: float | None = None
+        self._divisor: float | None = None
         self._steps: Steps | None = None
         self._work: ferrodist.Work[Any] | None = None
 
@@ -165,10 +167,13 @@ class Bucket:
         self.tail, self.views = memory.tail, memory.views
         self._is_tail_ones = False
 
-    def begin(self, weight: float | None) -> None:
-        """Begin a round: nothing is ready. With a weight the mean becomes a weighted one."""
+    def begin(self, weight: float | None, divisor: float | None) -> None:
+        """Begin a round: nothing is ready. With a weight the mean becomes a weighted one.
+
+        It is divided by the weights of all ranks, or by ``divisor``.
+        """
         self._ready.clear()
-        self._weight = weight
+        self._weight, self._divisor = weight, divisor
         self.op = "mean" if weight is None else "sum"
 
     def set_ready(self, numbers: Iterable[int]) -> None:
@@ -187,6 +192,8 @@ class Bucket:
 
     def start(self, hook: Hook) -> None:
         """Begin to reduce it."""
+        if self._weight is not None and self.array.dtype.itemsize == 2:
+            self._widen()
         self._fill_tail()
         if self._weight == 0:
             self.gradients[...] = 0  # also what is not finite
@@ -194,6 +201,11 @@ class Bucket:
             self.gradients *= self._weight
         self._steps = hook(self)
         self._note(next(self._steps, None))
+
+    def _widen(self) -> None:
+        """Have float32 in place of 16 bits for this round: weights and products fit into that."""
+        self.array = self.array.float()
+        self.gradients, self.tail = self.array[: self.layout.size], self.array[self.layout.size :]
 
     def _fill_tail(self) -> None:
         was_ones, self._is_tail_ones = self._is_tail_ones, False
@@ -219,20 +231,18 @@ class Bucket:
         if found == self._ones and self._weight is None:
             self._is_tail_ones = True
             return self._leaves
-        *cells, weight = (cell.real for cell in found)
-        if self._weight is not None and weight > 0:
-            self.gradients /= weight
+        *cells, self.weight = (cell.real for cell in found)
+        if self._weight is not None and self.weight > 0:
+            self.gradients /= self._divisor or self.weight
+        if self.array is not self.memory.array:  # it was widened
+            self.memory.gradients.copy_(self.gradients)
+            self.use(self.memory)
         return {number for number, cell in zip(self.layout.leaves, cells, strict=True) if cell > 0}
 
     def _note(self, work: ferrodist.Work[Any] | None) -> None:
         self._work = work
         if work is not None:
             work.is_asked = True  # by the round, or that has failed already, of something else
-
-    @property
-    def weight(self) -> float:
-        """The weight of all ranks together, after the round."""
-        return float(self.tail[-1].real)
 
 
 def allreduce_bucket(bucket: Bucket) -> Steps:

@@ -166,7 +166,7 @@ class _State:
         self.op = bucket.op
         self.error = torch.zeros_like(bucket.gradients)
         self.num_sent = math.ceil(ratio * bucket.layout.size)
-        num_ranks, new, dtype = bucket.backend.world_size, bucket.backend.empty, bucket.layout.dtype
+        num_ranks, new, dtype = bucket.backend.world_size, bucket.backend.empty, bucket.array.dtype
         number = torch.int32 if bucket.layout.size < 2**31 else torch.int64
         self.numbers = new((num_ranks, self.num_sent), number, "torch")
         self.values = new((num_ranks, self.num_sent), dtype, "torch")
@@ -263,13 +263,14 @@ class PowerSGD:
 class _Matrix:
     """A gradient as a matrix M, and what stays of it on this rank."""
 
-    def __init__(self, cell: int, start: int, like: torch.Tensor, rank: int, seed: int) -> None:
+    def __init__(
+        self, cell: int, start: int, shape: tuple[int, int], dtype: Any, *, rank: int, seed: int
+    ) -> None:
         self.cell = cell  # its place in the tail
-        self._place = slice(start, start + like.numel())
-        shape = (like.shape[0], like.numel() // like.shape[0])
-        self.error = torch.zeros(shape, dtype=like.dtype)
+        self._place = slice(start, start + math.prod(shape))
+        self.error = torch.zeros(shape, dtype=dtype)
         random = torch.Generator().manual_seed(seed)  # the same on every rank
-        self.start = torch.randn((shape[1], rank), generator=random, dtype=like.dtype)
+        self.start = torch.randn((shape[1], rank), generator=random, dtype=dtype)
 
     def gradient_in(self, bucket: Bucket) -> torch.Tensor:
         """View M in the array that the bucket has in this round."""
@@ -283,19 +284,20 @@ class _LowRankState:
         self.op = bucket.op
         self.matrices: list[_Matrix] = []
         self._others: list[slice] = []  # what travels as it is
-        layout = bucket.layout
+        layout, dtype, new = bucket.layout, bucket.array.dtype, bucket.backend.empty
         for cell, (number, start) in enumerate(zip(layout.leaves, layout.starts, strict=True)):
             view = bucket.views[number]
-            size = view.numel()
-            if view.dim() > 1 and size and rank * (view.shape[0] + size // view.shape[0]) < size:
-                self.matrices.append(_Matrix(cell, start, view, rank, seed + number))
+            size, height = view.numel(), view.shape[0] if view.dim() > 1 else 0
+            if size and height and rank * (height + size // height) < size:
+                shape = height, size // height
+                matrix = _Matrix(cell, start, shape, dtype, rank=rank, seed=seed + number)
+                self.matrices.append(matrix)
             else:
                 self._others.append(slice(start, start + size))
         heights, widths = (
             [rank * matrix.error.shape[axis] for matrix in self.matrices] for axis in (0, 1)
         )
-        self.all_left = bucket.backend.empty(sum(heights), layout.dtype, "torch")
-        self.all_right = bucket.backend.empty(sum(widths), layout.dtype, "torch")
+        self.all_left, self.all_right = (new(sum(s), dtype, "torch") for s in (heights, widths))
         self.left = [part.view(-1, rank) for part in self.all_left.split(heights)]  # every P
         self.right = [part.view(-1, rank) for part in self.all_right.split(widths)]  # every Q
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from ferrodist.call import NOT_THE_USERS
 from ferrodist.parallel import replicas
 from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
 from ferrodist.parallel.gradients import Gradients
+from ferrodist.parallel.join import Join
 
 NOT_THE_USERS.append(os.path.dirname(torch.__file__) + os.sep)  # errors name the line of backward()
 
@@ -149,18 +150,37 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         replicas.broadcast(list(tensors.values()), self.backend, root)
 
     @contextmanager
-    def join(self, *, by_samples: bool = False) -> Iterator[None]:
+    def join(
+        self,
+        *,
+        by_samples: bool = False,
+        divide_by_initial_world_size: bool = False,
+        throw_on_early_termination: bool = False,
+        enable: bool = True,
+    ) -> Iterator[None]:
         """Let ranks have different numbers of steps; all enter it, around their whole loop.
 
         A rank that is done takes part in the others' rounds with nothing: the mean is over those
         who still train, weighted by their batches' lengths if ``by_samples``. At the end all have
-        the parameters of the rank with the most steps; optimizers are left as they are.
+        the parameters of the rank with the most steps; optimizers are left as they are. The others
+        are torch's: to divide by the number of all ranks, to raise on all ranks when the first one
+        is done, and to do nothing of all this.
         """
+        if not enable:
+            yield
+            return
+        if by_samples and divide_by_initial_world_size:
+            raise ferrodist.InvalidArgument(
+                "DDP.join: by_samples=True divides by the number of samples, so "
+                "divide_by_initial_world_size cannot be True too"
+            )
         self._shared.broadcast()
-        join = Join(self.backend, self._shared, by_samples=by_samples)
+        raises_early = throw_on_early_termination
+        join = Join(self.backend, self._shared, by_samples=by_samples, raises_early=raises_early)
         gradients, first = self._gradients, self._gradients.num_rounds
-        after_round, gradients.after_round = gradients.after_round, join.share_buffers
+        after_round, gradients.after_round = gradients.after_round, join.after_round
         gradients.weigh, self._join = join.weigh, join
+        gradients.divisor = float(self.backend.world_size) if divide_by_initial_world_size else None
         try:
             yield
             num_steps = gradients.num_rounds - first
@@ -169,6 +189,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
                 pass
         finally:
             gradients.after_round, gradients.weigh, self._join = after_round, None, None
+            gradients.divisor = None
         everybodys = ferrodist.all_gather_object(num_steps, self.backend)
         self.broadcast_parameters(everybodys.index(max(everybodys)))
 
@@ -255,60 +276,3 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(output):
         for field in dataclasses.fields(output):
             yield from _tensors_in(getattr(output, field.name))
-
-
-# -- ranks that run out of data --------------------------------------------------------------------
-#
-# Join: ranks with different numbers of steps, and what each counts for in the mean.
-
-_UNIT = 1024.0  # of samples: large batches of 16-bit gradients stay finite, and no bit changes
-
-
-class Join:
-    """Weighs this rank's gradients: 1 for a step, or the samples it has seen since the last.
-
-    ``is_done``: this rank has no further steps.
-    """
-
-    def __init__(
-        self, backend: ferrodist.Backend, buffers: replicas.SharedBuffers, *, by_samples: bool
-    ) -> None:
-        self._backend = backend
-        self._buffers = buffers
-        self._by_samples = by_samples
-        self._num_samples = 0
-        self._is_weighed = False
-        self.is_done = False
-
-    def count(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """See a batch: its length is that of the first tensor."""
-        if not self._by_samples:
-            return
-        batch = next((x for x in [*args, *options.values()] if isinstance(x, torch.Tensor)), None)
-        if batch is None or batch.dim() == 0:
-            raise ferrodist.InvalidArgument(
-                "DDP.join(by_samples=True): forward was given no tensor with a length, so there "
-                "is no telling how many samples it has"
-            )
-        if len(batch) == 0:
-            raise ferrodist.InvalidArgument(
-                "DDP.join(by_samples=True): forward was given a batch of no samples; leave such "
-                "a step out, ranks need not have the same number of steps here"
-            )
-        self._num_samples = len(batch) + (0 if self._is_weighed else self._num_samples)
-        self._is_weighed = False
-
-    def weigh(self) -> float:
-        """Return what this rank counts for now; a further backward counts the same."""
-        self._is_weighed = True
-        return self._num_samples / _UNIT if self._by_samples else 1.0
-
-    def share_buffers(self, _: int) -> None:
-        """Give all ranks the buffers of the first one that still trains; called after a round."""
-        if not self._buffers.tensors():
-            return
-        num_ranks = self._backend.world_size
-        candidate = num_ranks if self.is_done else self._backend.rank
-        root = ferrodist.allreduce(candidate, self._backend, op="min")
-        if root < num_ranks:
-            self._buffers.broadcast(root)

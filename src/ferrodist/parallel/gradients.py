@@ -33,7 +33,8 @@ def _none() -> None:
 class Gradients:
     """The gradients of some parameters. ``backward`` makes means of them, or ``sync`` does.
 
-    ``weigh``: None, or what tells how much this rank counts for in a round's mean. ``is_on``: False
+    ``weigh``: None, or what tells how much this rank counts for in a round's mean, which is divided
+    by the weights of all, or by ``divisor``. ``is_on``: False
     while gradients are to stay as they are. ``after_round`` is called with the number of rounds.
     """
 
@@ -62,6 +63,7 @@ class Gradients:
         self._kept: dict[int, torch.Tensor] = {}  # gradients that a round may have to give back
         self.after_round = after_round
         self.weigh: Callable[[], float] | None = None
+        self.divisor: float | None = None
         self.is_on = True
         self.num_rounds = 0
         self.num_copies = 0
@@ -197,13 +199,21 @@ class Gradients:
                 self._move(memories)
         self._is_open = True
         self._fired.clear()
-        self._reducer.begin(None if self.weigh is None else self.weigh())
+        self._reducer.begin(None if self.weigh is None else self.weigh(), self.divisor)
 
     def shadow(self) -> float:
-        """Take part in a round of others with nothing; return the weight of all together."""
-        self._reducer.begin(0.0)
-        self._reducer.finish(self._fill_with_nothing)
+        """Take part in a round of others with nothing; return the weight of all together.
+
+        If they train this rank gets their means; else gradients stay what they are.
+        """
+        for memories in self._memories:
+            if not memories.are_free():
+                self._move(memories)
+        self._reducer.begin(0.0, self.divisor)
+        used = self._reducer.finish(self._fill_with_nothing)
         weight = self._reducer.weight
+        for number in used:
+            self._parameters[number].grad = self._views[number]
         self._end_round()
         return weight
 

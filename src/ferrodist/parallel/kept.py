@@ -39,6 +39,10 @@ class Memories:
         ]
         return any(replaced) or (bool(replaced) and self._now.others_by_alias() > 0)
 
+    def are_free(self) -> bool:
+        """Tell whether nobody has any of it, not even a parameter as its gradient."""
+        return self._now.are_all_ours(1)
+
     def change(self) -> None:
         """Give the bucket other memory."""
         before = self._before

@@ -82,11 +82,14 @@ class Reducer:
         """Return where a leaf's gradient goes, and comes out."""
         return self._bucket_of[number].views[number]
 
-    def begin(self, weight: float | None = None) -> None:
-        """Begin a round; with a ``weight``, of a mean that is weighted by those of all ranks."""
+    def begin(self, weight: float | None = None, divisor: float | None = None) -> None:
+        """Begin a round; with a ``weight``, of a mean that is weighted by those of all ranks.
+
+        With a ``divisor`` the weighted sum is divided by that instead.
+        """
         self._next = 0
         for bucket in self.buckets:
-            bucket.begin(weight)
+            bucket.begin(weight, divisor)
 
     def set_ready(self, numbers: Sequence[int]) -> None:
         """Say that leaves of one bucket have gradients in their views that will not change."""
@@ -118,7 +121,7 @@ class Reducer:
 
     @property
     def weight(self) -> float:
-        """The weight of all ranks together in the last round; 0 if there are no leaves."""
+        """The weight of all ranks together in the last weighted round; 0 if there are no leaves."""
         return self.buckets[0].weight if self.buckets else 0.0
 
     def _start_next(self, hook: Hook) -> None:
