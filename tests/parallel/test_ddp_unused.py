@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -283,22 +284,61 @@ def test_a_parameter_used_only_inside_no_sync_is_averaged_too(options):
         assert mean["branches.2.weight"] is None
 
 
-def test_no_sync_is_about_where_backward_runs():
+@SIZES
+def test_no_sync_is_about_where_forward_runs_as_in_torch(options):
     def body(backend: ferrodist.Backend) -> Any:
-        ddp = ferrodist.DDP(mlp(), backend)
+        ddp = ferrodist.DDP(mlp(), backend, **options)
         squares(ddp, backend.rank, 0).backward()
+        ddp.zero_grad()
         before = backend.statistics().collectives
         with ddp.no_sync():
             inside = squares(ddp, backend.rank, 1)
         outside = squares(ddp, backend.rank, 2)
+        inside.backward()
+        assert backend.statistics().collectives == before
+        own = gradients_of(ddp)
         with ddp.no_sync():
             outside.backward()
-        assert backend.statistics().collectives == before
-        inside.backward()
-        return [bits(p.grad) for p in ddp.parameters()]
+        assert backend.statistics().collectives - before == len(ddp._gradients.buckets)
+        return own, gradients_of(ddp)
+
+    (own, first), (other, second) = run_ranks(2, body, timeout=60)
+    assert not same_bits(own, other)
+    assert same_bits(first, second)
+
+
+@SIZES
+def test_a_backward_of_forwards_inside_and_outside_averages_all(options):
+    def body(backend: ferrodist.Backend) -> Any:
+        ddp = ferrodist.DDP(branches(), backend, **options)
+        for step in range(2):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                inside = loss_with(ddp, backend.rank, step, 0)
+            outside = loss_with(ddp, backend.rank, step, 1)
+            (inside + outside if step else outside + inside).backward()
+        return gradients_of(ddp)
 
     first, second = run_ranks(2, body, timeout=60)
-    assert first == second
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_flag_of_torch_is_that_of_no_sync(set_to_none):
+    def body(backend: ferrodist.Backend) -> Any:
+        flagged, inside = (ferrodist.DDP(mlp(), backend) for _ in range(2))
+        for step in range(0, 6, 3):
+            flagged.zero_grad(set_to_none=set_to_none)
+            inside.zero_grad(set_to_none=set_to_none)
+            for part in range(step, step + 3):
+                flagged.require_backward_grad_sync = part == step + 2
+                squares(flagged, backend.rank, part).backward()
+                with contextlib.nullcontext() if part == step + 2 else inside.no_sync():
+                    assert inside.require_backward_grad_sync == (part == step + 2)
+                    squares(inside, backend.rank, part).backward()
+        return same_bits(gradients_of(flagged), gradients_of(inside))
+
+    assert run_ranks(2, body, timeout=60) == [True, True]
 
 
 def test_no_sync_ends_with_an_error_and_nests():

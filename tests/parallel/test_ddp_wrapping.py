@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import weakref
 from typing import Any
@@ -11,11 +12,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import ferrodist
+from ferrodist.parallel.bucket import allreduce_bucket
 from ferrodist.testing import run_ranks
 from helpers import errors_by_rank
-from training import OPTIMIZERS, bits, fill, mlp, normed, same_bits, squares, train
+from training import (
+    OPTIMIZERS,
+    bits,
+    fill,
+    gradients_of,
+    mlp,
+    normed,
+    same_bits,
+    squares,
+    train,
+)
 
 
 class Odd(nn.Module):
@@ -185,15 +198,168 @@ def test_a_wrapped_part_of_a_module_trains():
     assert [bits(g) for g in first] == [bits(g) for g in second]
 
 
-@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_only_the_module_inside_is_copied(copying):
-    ddp = alone(mlp())
+def saved_and_loaded(ddp: ferrodist.DDP) -> Any:
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda ddp: pickle.loads(pickle.dumps(ddp)),
+    "torch.save": saved_and_loaded,
+    "AveragedModel": lambda ddp: AveragedModel(ddp).module,
+}
+HOOKS: dict[str, Any] = {
+    "none": allreduce_bucket,
+    "Compress": ferrodist.Compress("float16"),
+    "TopK": ferrodist.TopK(0.5),
+    "PowerSGD": ferrodist.PowerSGD(2, seed=3),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_has_the_module_and_wants_a_backend_before_it_trains(way, hook):
+    ddp = alone(normed(), hook=HOOKS[hook])
     squares(ddp, 0, 0).backward()
-    with pytest.raises(ferrodist.InvalidArgument, match=r"copy or save its \.module"):
-        copying(ddp)
-    copied = copying(ddp.module)
-    module = pickle.loads(copied) if isinstance(copied, bytes) else copied
-    assert same_bits(module.state_dict(), ddp.state_dict())
+    copied = COPIES[way](ddp)
+    assert isinstance(copied, ferrodist.DDP)
+    assert same_bits(copied.state_dict(), ddp.state_dict())
+    assert not {p.data_ptr() for p in copied.parameters()} & {
+        p.data_ptr() for p in ddp.parameters()
+    }
+    with torch.no_grad():
+        copied.eval()(torch.ones(2, 8))
+    with copied.no_sync():
+        loss = squares(copied.train(), 0, 0)
+    for sync in (loss.backward, copied.sync_gradients, copied.broadcast_parameters):
+        with pytest.raises(ferrodist.NotInitialized, match=r"set copy.backend on every rank"):
+            sync()
+    copied.backend = ddp.backend
+    squares(copied, 0, 0).backward()
+    assert copied._gradients.num_rounds == 1
+    assert type(copied._options.hook) is type(ddp._options.hook)
+    with pytest.raises(ferrodist.InvalidArgument, match="it has a backend"):
+        copied.backend = ddp.backend
+
+
+def test_copies_train_together_once_they_have_a_backend():
+    def body(backend: ferrodist.Backend) -> Any:
+        copied = copy.deepcopy(ferrodist.DDP(mlp(), backend))
+        fill(copied, backend.rank)
+        copied.backend = backend
+        return train(copied, squares, 2)
+
+    first, second = run_ranks(2, body, timeout=60)
+    assert same_bits(first, second)
+
+
+def test_a_shallow_copy_wraps_the_same_module():
+    ddp = alone(mlp())
+    assert copy.copy(ddp).module is ddp.module
+
+
+def test_checkpoints_of_torchs_ddp_load():
+    state = nn.DataParallel(normed(4)).state_dict()
+    assert all(name.startswith("module.") for name in state)
+    ddp = alone(normed(3))
+    before = dict(state)
+    ddp.load_state_dict(state)
+    assert same_bits(ddp.state_dict(), normed(4).state_dict())
+    assert list(state) == list(before)  # the program's own is left as it was
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ddp.load_state_dict({"module.0.weight": state["module.0.weight"]})
+    whole = nn.ModuleDict({"inside": alone(normed(3))})
+    whole.load_state_dict({f"inside.{name}": value for name, value in state.items()})
+    assert same_bits(whole["inside"].state_dict(), normed(4).state_dict())
+
+
+def test_a_part_that_is_called_module_keeps_its_name():
+    ddp = alone(nn.DataParallel(mlp(3)))
+    ddp.load_state_dict(nn.DataParallel(mlp(4)).state_dict())
+    assert same_bits(ddp.module.module.state_dict(), mlp(4).state_dict())
+
+
+def test_outputs_are_saved_without_a_warning(recwarn):
+    out = alone(mlp())(torch.ones(1, 8))
+    torch.save(out, io.BytesIO())
+    assert not recwarn.list
+
+
+TAKEN = [
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True, "static_graph": True},
+    {"device_ids": None, "output_device": None, "process_group": None, "init_sync": True},
+    {"device_ids": ["cpu"], "find_unused_parameters": False},
+    {"bucket_cap_mb": None},
+]
+REFUSED = {
+    "device_ids": ([0], "but the module is on cpu; move it"),
+    "output_device": ("cuda:0", "omit it"),
+    "process_group": (object(), r"pass a backend of ferrodist, of some ranks backend.split"),
+    "init_sync": (False, "omit it"),
+    "mixed_precision": ("float16", "torch.autocast"),
+    "device_mesh": ("mesh", r"backend.split\(ranks\)"),
+}
+
+
+@pytest.mark.parametrize("options", TAKEN, ids=str)
+def test_arguments_of_torch_that_mean_the_same_are_taken(options):
+    ddp = alone(mlp(), **options)
+    squares(ddp, 0, 0).backward()
+    assert ddp._gradients.num_rounds == 1
+
+
+def test_buckets_and_group_by_torchs_names():
+    backend = ferrodist.SimulatedBackend.create_group(1)[0]
+    ddp = ferrodist.DDP(mlp(), process_group=backend, bucket_cap_mb=1e-6, first_bucket_mib=1e-6)
+    assert ddp.backend is backend
+    assert len(ddp._gradients.buckets) == 4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_of_torch_that_mean_something_else_say_what_to_write(name):
+    value, text = REFUSED[name]
+    with pytest.raises(ferrodist.InvalidArgument, match=rf"DDP: {name}.*{text}"):
+        alone(mlp(), **{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'buckets'"):
+        alone(mlp(), buckets=3)
+
+
+def test_lazy_layers_are_named():
+    with pytest.raises(ferrodist.InvalidArgument, match=r"1.weight of LazyLinear has no shape yet"):
+        alone(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("how", ["names", "tensors", "torch's"])
+def test_ignored_parameters_are_left_to_each_rank(how):
+    names = ["0.bias", "1.running_mean"]
+
+    def body(backend: ferrodist.Backend) -> Any:
+        module = normed(backend.rank)
+        module[1].running_mean.fill_(backend.rank)
+        ignored = names if how == "names" else [module[0].bias, "1.running_mean"]
+        if how == "torch's":
+            module._ddp_params_and_buffers_to_ignore = ignored = names
+        options = {} if how == "torch's" else {"ignored_parameters": ignored}
+        ddp = ferrodist.DDP(module, backend, check_replicas=1, **options)
+        first = {name: one.clone() for name, one in module.state_dict().items()}
+        squares(ddp, backend.rank, 0).backward()
+        module[2].requires_grad_(False)  # and back: buckets are looked at again
+        module[2].requires_grad_(True)
+        squares(ddp, backend.rank, 1).backward()
+        return first, dict(module.state_dict()), gradients_of(module)
+
+    one, two = run_ranks(2, body, timeout=60)
+    for first, second in zip(one, two, strict=True):
+        differ = {name for name in first if bits(first[name]) != bits(second[name])}
+        assert differ == {name for name in names if name in first}
+
+
+def test_an_ignored_parameter_that_is_not_there_is_refused():
+    with pytest.raises(ferrodist.InvalidArgument, match=r"\['nowhere'\] are not in the module"):
+        alone(mlp(), ignored_parameters=["nowhere"])
 
 
 def test_gradients_of_a_copy_stay_its_own():

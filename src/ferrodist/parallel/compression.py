@@ -49,9 +49,12 @@ class Compress:
             raise ferrodist.InvalidArgument(
                 f"Compress: dtype {dtype!r} is not one of {', '.join(map(repr, _WIRES))}"
             )
-        self._dtype = _WIRES[dtype]
+        self._name, self._dtype = dtype, _WIRES[dtype]
         self._reduce = _reduce_scaled if dtype == "float16" else _reduce_rounded
         self._wires: WeakKeyDictionary[Bucket, _Wire] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compress, (self._name,)
 
     def __call__(self, bucket: Bucket) -> Steps:
         """Reduce a bucket: one call."""
@@ -148,6 +151,9 @@ class TopK:
             raise ferrodist.InvalidArgument(f"TopK: ratio is {ratio}; it must be in (0, 1]")
         self._ratio = ratio
         self._states: WeakKeyDictionary[Bucket, _State] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TopK, (self._ratio,)
 
     def __call__(self, bucket: Bucket) -> Steps:
         """Reduce a bucket."""
@@ -250,6 +256,9 @@ class PowerSGD:
         self._seed = seed
         self._states: WeakKeyDictionary[Bucket, _LowRankState] = WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _power_sgd, (self._rank, self._seed)
+
     def __call__(self, bucket: Bucket) -> Steps:
         """Reduce a bucket."""
         if bucket.array.dtype not in (torch.float32, torch.float64):
@@ -258,6 +267,10 @@ class PowerSGD:
         if state is None or state.op != bucket.op:  # in join() gradients are of another magnitude
             state = self._states[bucket] = _LowRankState(bucket, self._rank, self._seed)
         return _reduce_low_rank(bucket, state)
+
+
+def _power_sgd(rank: int, seed: int) -> PowerSGD:
+    return PowerSGD(rank, seed=seed)
 
 
 class _Matrix:

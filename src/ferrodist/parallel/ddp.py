@@ -6,16 +6,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import ferrodist
 from ferrodist.backends.registry import current_backend
 from ferrodist.call import NOT_THE_USERS
-from ferrodist.parallel import replicas
+from ferrodist.parallel import replicas, torch_arguments
 from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
 from ferrodist.parallel.gradients import Gradients
 from ferrodist.parallel.join import Join
@@ -31,7 +33,9 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
     ``first_bucket_mib``, while backward still runs. ``overlap=False``: only when ``sync_gradients``
     is called. ``broadcast_buffers``: after every round the others get rank 0's buffers.
     ``check_replicas=k`` compares all parameters every k steps, bit for bit. ``hook`` reduces a
-    bucket, instead of a plain allreduce.
+    bucket, instead of a plain allreduce. ``ignored_parameters``, parameters or names of them or of
+    buffers, are left to each rank. The arguments of torch's DDP are taken where they mean
+    something here.
 
     Attributes, ``state_dict`` and the like are those of the module inside.
 
@@ -57,28 +61,65 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         broadcast_buffers: bool = True,
         check_replicas: int = 0,
         hook: Hook = allreduce_bucket,
+        ignored_parameters: Iterable[str | torch.nn.Parameter] = (),
+        **of_torch: Any,
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             text = f"DDP: expected a torch.nn.Module, got {type(module).__name__}"
             raise ferrodist.InvalidArgument(text, got=module)
-        backend = backend or current_backend()
+        torch_arguments.check(of_torch, module)
+        replicas.check_shapes(module)
+        backend = backend or of_torch.get("process_group") or current_backend()
         if backend is None:
             raise ferrodist.NotInitialized("DDP: call ferrodist.init() first, or pass a backend")
         self.module = module
-        self.backend = backend
-        self._shared = replicas.SharedBuffers(backend, are_shared=broadcast_buffers)
+        self._options = _Options(
+            overlap,
+            _check_sizes(first_bucket_mib, of_torch.get("bucket_cap_mb") or bucket_mib),
+            broadcast_buffers,
+            _check_every(check_replicas),
+            hook,
+            replicas.names_of(module, ignored_parameters),
+        )
+        self._attach(backend)
+
+    def _attach(self, backend: ferrodist.Backend | None) -> None:
+        """Begin to train with others; None: not yet."""
+        self._backend = backend
         self._join: Join | None = None
+        if backend is None:
+            return
+        options, module = self._options, self.module
+        self._shared = replicas.SharedBuffers(
+            backend, options.ignored, are_shared=options.broadcast_buffers
+        )
         self._gradients = Gradients(
             backend,
-            sizes=_check_sizes(first_bucket_mib, bucket_mib),
-            hook=hook,
-            overlap=overlap,
-            after_round=_after_round(module, self._shared, backend, check_replicas),
+            sizes=options.sizes,
+            hook=options.hook,
+            overlap=options.overlap,
+            after_round=_after_round(module, self._shared, backend, options),
         )
         self.broadcast_parameters()
         self._gradients.hold(self._trained())
         self._contents = self._shared.contents = replicas.Contents(module)
+
+    @property
+    def backend(self) -> ferrodist.Backend:
+        """The ranks that train together. That of a copy is set before its first backward."""
+        if self._backend is None:
+            raise ferrodist.NotInitialized(
+                "DDP: a copy of a wrapped module has no backend; set copy.backend on every rank, "
+                "or use its .module"
+            )
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: ferrodist.Backend) -> None:
+        if self._backend is not None:
+            raise ferrodist.InvalidArgument("DDP: it has a backend; wrap its .module with another")
+        self._attach(backend)
 
     # -- the module inside ----------------------------------------------------------------------
 
@@ -93,9 +134,11 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         """Return that of the module, as if it had never been wrapped."""
         return self.module.state_dict(*args, **options)
 
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        """Load that of the module."""
-        return self.module.load_state_dict(*args, **options)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """Load that of the module, also one that torch's DDP has put ``module.`` before."""
+        return self.module.load_state_dict(
+            _without_prefix(state_dict, self.module), *args, **options
+        )
 
     def named_parameters(self, *args: Any, **options: Any) -> Any:
         """Yield those of the module, under its own names."""
@@ -103,19 +146,18 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load as a part of another module; torch looks for the module under its name in here."""
-        for name in [name for name in state if name.startswith(prefix)]:
-            state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)
+        own = {n.removeprefix(prefix): state.pop(n) for n in list(state) if n.startswith(prefix)}
+        for name, value in _without_prefix(own, self.module).items():
+            state[f"{prefix}module.{name}"] = value
         super()._load_from_state_dict(state, prefix, *rest)
 
     def named_buffers(self, *args: Any, **options: Any) -> Any:
         """Yield those of the module, under its own names."""
         return self.module.named_buffers(*args, **options)
 
-    def __reduce__(self) -> NoReturn:
-        raise ferrodist.InvalidArgument(
-            "DDP: cannot be copied or pickled, its backend belongs to this process; copy or save "
-            "its .module, or its state_dict()"
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy, or pickle, the module in a wrapper that has no backend yet."""
+        return _copy, (type(self), self.module, self._options)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -129,17 +171,32 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         (_expect_uncompiled if is_compiling else _expect)(self, output)
         return output
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the backward of what forward computes from now on averages gradients."""
+        return self._backend is None or self._gradients.is_on
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if self._backend is not None:
+            self._gradients.is_on = bool(value)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on this rank alone; the next backward outside averages the sum."""
-        was_on, self._gradients.is_on = self._gradients.is_on, False
+        """Let gradients of what forward computes in here add up on this rank alone.
+
+        The next backward of a forward outside averages the sum. As in torch it is forward that
+        counts, wherever its backward runs.
+        """
+        was_on, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._gradients.is_on = was_on
+            self.require_backward_grad_sync = was_on
 
     def sync_gradients(self) -> None:
         """Make every gradient the mean of all ranks'; every rank calls it."""
+        self.backend._check_usable()
         self._gradients.sync()
 
     def broadcast_parameters(self, root: int = 0) -> None:
@@ -174,13 +231,13 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
                 "DDP.join: by_samples=True divides by the number of samples, so "
                 "divide_by_initial_world_size cannot be True too"
             )
+        backend, raises_early = self.backend, throw_on_early_termination
         self._shared.broadcast()
-        raises_early = throw_on_early_termination
-        join = Join(self.backend, self._shared, by_samples=by_samples, raises_early=raises_early)
+        join = Join(backend, self._shared, by_samples=by_samples, raises_early=raises_early)
         gradients, first = self._gradients, self._gradients.num_rounds
         after_round, gradients.after_round = gradients.after_round, join.after_round
         gradients.weigh, self._join = join.weigh, join
-        gradients.divisor = float(self.backend.world_size) if divide_by_initial_world_size else None
+        gradients.divisor = float(backend.world_size) if divide_by_initial_world_size else None
         try:
             yield
             num_steps = gradients.num_rounds - first
@@ -190,7 +247,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         finally:
             gradients.after_round, gradients.weigh, self._join = after_round, None, None
             gradients.divisor = None
-        everybodys = ferrodist.all_gather_object(num_steps, self.backend)
+        everybodys = ferrodist.all_gather_object(num_steps, backend)
         self.broadcast_parameters(everybodys.index(max(everybodys)))
 
     # -- inside ---------------------------------------------------------------------------------
@@ -203,21 +260,41 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         if self._contents.are_as_before():
             return
         self._contents = self._shared.contents = replicas.Contents(self.module)
-        if not self._gradients.holds(p for p in self.module.parameters() if p.requires_grad):
+        if not self._gradients.holds(parameter for _, parameter in self._trained()):
             replicas.check_structure(self._tensors(), self.backend)
             self._gradients.hold(self._trained())
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        named = replicas.named_parameters(self.module, self._options.ignored)
+        return [(name, p) for name, p in named.items() if p.requires_grad]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return replicas.named_tensors(self.module, self._options.ignored)
+
+
+class _Options(NamedTuple):
+    """How a module is wrapped, which a copy takes over."""
+
+    overlap: bool
+    sizes: BucketSizes
+    broadcast_buffers: bool
+    check_every: int
+    hook: Hook
+    ignored: frozenset[str]
+
+
+def _copy(cls: type[DDP], module: torch.nn.Module, options: _Options) -> DDP:
+    copied = cls.__new__(cls)
+    torch.nn.Module.__init__(copied)
+    copied.module, copied._options = module, options
+    copied._attach(None)
+    return copied
 
 
 def _begin(ddp: DDP, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Prepare for backward. Nothing is sent, unless there are new parameters to train."""
-    if torch._C._current_graph_task_id() != -1:  # backward computes a part again
-        return
+    if ddp._backend is None or torch._C._current_graph_task_id() != -1:
+        return  # in the latter case backward computes a part again
     ddp._gradients.check_whole()
     ddp._follow_changes()
     if ddp._join is not None:
@@ -226,7 +303,10 @@ def _begin(ddp: DDP, args: tuple[Any, ...], options: dict[str, Any]) -> None:
 
 def _expect(ddp: DDP, output: Any) -> None:
     for tensor in _tensors_in(output):
-        ddp._gradients.expect(tensor)
+        if ddp._backend is not None:
+            ddp._gradients.expect(tensor)
+        elif tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _: ddp.backend)  # which raises
 
 
 # In torch.compile(DDP(module)) the module is compiled, and these run between its graphs.
@@ -242,25 +322,40 @@ def _check_sizes(first_mib: float, rest_mib: float) -> BucketSizes:
     return BucketSizes(int(first_mib * MIB), int(rest_mib * MIB))
 
 
+def _check_every(steps: int) -> int:
+    if steps < 0:
+        raise ferrodist.InvalidArgument(f"DDP: check_replicas={steps}; 0 is never", got=steps)
+    return steps
+
+
 def _after_round(
     module: torch.nn.Module,
     shared: replicas.SharedBuffers,
     backend: ferrodist.Backend,
-    every: int,
+    options: _Options,
 ) -> Callable[[int], None]:
     """Return what shares buffers after a round, and compares replicas after every so many.
 
     It knows no DDP, so that one that is dropped is gone at once, with its hooks.
     """
-    if every < 0:
-        raise ferrodist.InvalidArgument(f"DDP: check_replicas={every}; 0 is never", got=every)
 
     def after_round(step: int) -> None:
         shared.broadcast()
-        if every and step % every == 0:
-            replicas.check_values(dict(module.named_parameters()), backend, step)
+        if options.check_every and step % options.check_every == 0:
+            named = replicas.named_parameters(module, options.ignored)
+            replicas.check_values(named, backend, step)
 
     return after_round
+
+
+def _without_prefix(state: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
+    """Take ``module.`` off all names, unless it is a part of the module that is called so."""
+    if "module" in module._modules or not all(name.startswith("module.") for name in state):
+        return state
+    renamed = OrderedDict(state)
+    renamed._metadata = OrderedDict(getattr(state, "_metadata", {}))  # type: ignore[attr-defined]  # torch's
+    consume_prefix_in_state_dict_if_present(renamed, "module.")
+    return renamed
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -34,8 +34,8 @@ class Gradients:
     """The gradients of some parameters. ``backward`` makes means of them, or ``sync`` does.
 
     ``weigh``: None, or what tells how much this rank counts for in a round's mean, which is divided
-    by the weights of all, or by ``divisor``. ``is_on``: False
-    while gradients are to stay as they are. ``after_round`` is called with the number of rounds.
+    by the weights of all, or by ``divisor``. ``is_on``: False while gradients of what forward
+    computes are to stay as they are. ``after_round`` is called with the number of rounds.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Gradients:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_open = False  # between the first gradient of a backward and its end
         self._end: Callable[[], object] = _none  # gives what will be called then
+        self._local: Callable[[], object] = _none  # gives something while a backward is local
         self._touched: set[int] = set()  # have a gradient since the last round
         self._fired: dict[int, None] = {}  # have one in this backward, in this order
         self._often: set[int] = set()  # get it in several parts
@@ -129,7 +130,8 @@ class Gradients:
         again (activation checkpoints) have a backward of their own inside it.
         """
         if self._overlaps and (node := output.grad_fn) is not None:
-            node.register_prehook(self._meet_output)  # a third of what a hook of the tensor takes
+            # For a third of what a hook of the tensor takes.
+            node.register_prehook(self._meet_output if self.is_on else self._meet_local_output)
 
     def _meet_output(self, _: object) -> None:
         # Not in autograd.grad() and backward(inputs=), which give the others no gradients. That is
@@ -137,9 +139,14 @@ class Gradients:
         if _engine.is_checkpoint_valid():
             self._open()
 
+    def _meet_local_output(self, _: object) -> None:
+        """Let gradients stay as they are until this backward ends: no_sync() was on in forward."""
+        if self._end() is None:
+            mark = lambda: None  # noqa: E731 -- a function of its own, which autograd lets go of
+            self._local = weakref.ref(mark)
+            _engine.queue_callback(mark)
+
     def _open(self) -> None:
-        if not self.is_on:
-            return
         self.check_whole()
         if not self._is_open:
             self._begin()
@@ -149,7 +156,7 @@ class Gradients:
             _engine.queue_callback(end)
 
     def _take(self, number: int) -> None:
-        if not self.is_on:
+        if self._end() is None and (self._local() is not None or not self.is_on):
             return
         self._open()
         if number in self._fired:

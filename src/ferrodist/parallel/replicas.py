@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 
@@ -33,6 +33,7 @@ class Contents:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
         modules = list(module.modules())
         self._buffers = [one._buffers for one in modules]
         self._parts = [part for one in modules for part in (one._modules, one._parameters)]
@@ -50,9 +51,52 @@ class Contents:
             and list(map(_traits_of, self._parameters)) == self._traits
         )
 
-    def buffers(self) -> list[torch.Tensor]:
+    def buffers(self, ignored: frozenset[str]) -> list[torch.Tensor]:
         """List the buffers; a module may have put new ones in place of old ones."""
+        if ignored:
+            named = self._module.named_buffers()
+            return [buffer for name, buffer in named if name not in ignored]
         return [one for part in self._buffers for one in part.values() if one is not None]
+
+
+def check_shapes(module: torch.nn.Module) -> None:
+    """Refuse a module that learns its shapes from its first batch."""
+    for path, part in module.named_modules():
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if torch.nn.parameter.is_lazy(tensor):
+                raise ferrodist.InvalidArgument(
+                    f"DDP: {path}{'.' if path else ''}{name} of {type(part).__name__} has no shape "
+                    "yet; run the module once on a batch before it is wrapped, on every rank"
+                )
+
+
+def names_of(
+    module: torch.nn.Module, tensors: Iterable[str | torch.nn.Parameter]
+) -> frozenset[str]:
+    """Name the tensors of a module that were given, and those torch was told to ignore."""
+    names = {id(tensor): name for name, tensor in named_tensors(module, frozenset()).items()}
+    told = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    found = {one if isinstance(one, str) else names.get(id(one), "?") for one in tensors}
+    unknown = found.difference(names.values())
+    if unknown:
+        raise ferrodist.InvalidArgument(
+            f"DDP: ignored_parameters: {sorted(unknown)} are not in the module; pass its "
+            "parameters, or names as of named_parameters() and named_buffers()"
+        )
+    return frozenset(found.union(told))
+
+
+def named_parameters(
+    module: torch.nn.Module, ignored: frozenset[str]
+) -> dict[str, torch.nn.Parameter]:
+    """Give the parameters that all ranks have alike, by name."""
+    return {name: one for name, one in module.named_parameters() if name not in ignored}
+
+
+def named_tensors(module: torch.nn.Module, ignored: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Give the parameters and buffers that all ranks have alike, by name."""
+    buffers = {name: one for name, one in module.named_buffers() if name not in ignored}
+    return {**named_parameters(module, ignored), **buffers}
 
 
 class SharedBuffers:
@@ -61,8 +105,11 @@ class SharedBuffers:
     So forward needs nobody else. ``contents`` are those of the module now.
     """
 
-    def __init__(self, backend: ferrodist.Backend, *, are_shared: bool) -> None:
+    def __init__(
+        self, backend: ferrodist.Backend, ignored: frozenset[str], *, are_shared: bool
+    ) -> None:
         self._backend = backend
+        self._ignored = ignored
         self._are_shared = are_shared
         self.contents: Contents | None = None
 
@@ -70,7 +117,7 @@ class SharedBuffers:
         """List them; data, so that no graph takes it for a change."""
         if self.contents is None or not self._are_shared:
             return []
-        return [buffer.data for buffer in self.contents.buffers()]
+        return [buffer.data for buffer in self.contents.buffers(self._ignored)]
 
     def broadcast(self, root: int = 0) -> None:
         """Copy the buffers of ``root`` into those of all ranks."""
