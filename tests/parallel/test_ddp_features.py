@@ -354,7 +354,7 @@ def test_backward_by_some_parameters_averages_those():
     assert [name for name, gradient in first.items() if gradient is not None] == ["0.weight"]
 
 
-# -- higher derivatives, sparse gradients ---------------------------------------------------------
+# -- higher derivatives ---------------------------------------------------------------------------
 
 
 def test_double_backward_is_refused():
@@ -394,22 +394,3 @@ def test_higher_derivatives_inside_no_sync_are_the_ranks_own():
 
     first, second = run_ranks(2, body, timeout=60)
     assert first == second
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("step", [0, 1])
-def test_sparse_gradients_are_refused(overlap, step):
-    def body(backend: ferrodist.Backend) -> None:
-        ddp = ferrodist.DDP(nn.Embedding(5, 2, sparse=True), backend, overlap=overlap)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, about sparse tensors
-            for number in range(step + 1):
-                ddp.zero_grad()
-                ddp.module.sparse = number == step
-                ddp(torch.tensor([backend.rank])).sum().backward()
-                if not overlap:
-                    ddp.sync_gradients()
-
-    for error in errors_by_rank(2, body, timeout=60):
-        assert isinstance(error, ferrodist.UnsupportedArray)
-        assert "weight is torch.sparse_coo; make it dense" in str(error)

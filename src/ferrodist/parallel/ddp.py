@@ -21,6 +21,7 @@ from ferrodist.parallel import replicas, torch_arguments
 from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
 from ferrodist.parallel.gradients import Gradients
 from ferrodist.parallel.join import Join
+from ferrodist.parallel.sparse import makes_sparse_gradients
 
 NOT_THE_USERS.append(os.path.dirname(torch.__file__) + os.sep)  # errors name the line of backward()
 
@@ -102,7 +103,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
             after_round=_after_round(module, self._shared, backend, options),
         )
         self.broadcast_parameters()
-        self._gradients.hold(self._trained())
+        self._gradients.hold(*self._trained())
         self._contents = self._shared.contents = replicas.Contents(module)
 
     @property
@@ -260,16 +261,25 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         if self._contents.are_as_before():
             return
         self._contents = self._shared.contents = replicas.Contents(self.module)
-        if not self._gradients.holds(parameter for _, parameter in self._trained()):
+        if not self._gradients.holds(one for named in self._trained() for _, one in named):
             replicas.check_structure(self._tensors(), self.backend)
-            self._gradients.hold(self._trained())
+            self._gradients.hold(*self._trained())
 
-    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        named = replicas.named_parameters(self.module, self._options.ignored)
-        return [(name, p) for name, p in named.items() if p.requires_grad]
+    def _trained(self) -> tuple[list[_Named], list[_Named]]:
+        """List what is trained: with dense gradients, and with sparse ones."""
+        modules = self.module.modules()
+        sparse = {id(module.weight) for module in modules if makes_sparse_gradients(module)}
+        dense_and_sparse: tuple[list[_Named], list[_Named]] = [], []
+        for name, one in replicas.named_parameters(self.module, self._options.ignored).items():
+            if one.requires_grad:
+                dense_and_sparse[id(one) in sparse].append((name, one))
+        return dense_and_sparse
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return replicas.named_tensors(self.module, self._options.ignored)
+
+
+_Named = tuple[str, torch.nn.Parameter]
 
 
 class _Options(NamedTuple):

@@ -20,6 +20,7 @@ from ferrodist.parallel.bucket import Bucket, BucketSizes, Hook, Leaf
 from ferrodist.parallel.kept import Memories
 from ferrodist.parallel.reducer import Reducer
 from ferrodist.parallel.replicas import DDP_ADVICE, is_dense
+from ferrodist.parallel.sparse import SparseGradients
 
 logger = logging.getLogger("ferrodist")
 
@@ -61,19 +62,26 @@ class Gradients:
         self._often: set[int] = set()  # get it in several parts
         self._early: set[int] = set()  # are brought in as soon as they have it
         self._memories: list[Memories] = []
+        self._sparse = SparseGradients(backend, ())
         self._kept: dict[int, torch.Tensor] = {}  # gradients that a round may have to give back
         self.after_round = after_round
         self.weigh: Callable[[], float] | None = None
         self.divisor: float | None = None
+        self._weight: float | None = None  # in this round
         self.is_on = True
         self.num_rounds = 0
         self.num_copies = 0
 
-    def hold(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def hold(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        sparse: Sequence[tuple[str, torch.nn.Parameter]] = (),
+    ) -> None:
         """Take care of these parameters, in place of those before."""
         touched = {id(self._parameters[number]) for number in self._touched}
         self._parameters = [parameter for _, parameter in named]
-        self._dtypes = {id(parameter): parameter.dtype for parameter in self._parameters}
+        self._sparse = SparseGradients(self._backend, sparse, self._sparse)
+        self._dtypes = {id(parameter): parameter.dtype for _, parameter in [*named, *sparse]}
         self._touched = {n for n, p in enumerate(self._parameters) if id(p) in touched}
         self._reducer = Reducer(
             [_leaf_of(name, parameter) for name, parameter in named],
@@ -118,9 +126,22 @@ class Gradients:
 
             return take
 
+        def hook_of_sparse(number: int) -> Callable[[torch.nn.Parameter], None]:
+            def take(_: torch.nn.Parameter) -> None:
+                if (gradients := weak()) is not None:
+                    gradients._sparse.touched.add(number)
+                    if not gradients._is_local():
+                        gradients._open()
+
+            return take
+
         return [
-            parameter.register_post_accumulate_grad_hook(hook_of(number))
-            for number, parameter in enumerate(self._parameters)
+            parameter.register_post_accumulate_grad_hook(hook(number))
+            for hook, parameters in (
+                (hook_of, self._parameters),
+                (hook_of_sparse, self._sparse.parameters),
+            )
+            for number, parameter in enumerate(parameters)
         ]
 
     def expect(self, output: torch.Tensor) -> None:
@@ -155,8 +176,12 @@ class Gradients:
             self._end = weakref.ref(end)
             _engine.queue_callback(end)
 
+    def _is_local(self) -> bool:
+        """Tell whether a gradient opens no round."""
+        return self._end() is None and (self._local() is not None or not self.is_on)
+
     def _take(self, number: int) -> None:
-        if self._end() is None and (self._local() is not None or not self.is_on):
+        if self._is_local():
             return
         self._open()
         if number in self._fired:
@@ -196,7 +221,10 @@ class Gradients:
     def sync(self) -> None:
         """Make means of all gradients there are now."""
         self.check_whole()
-        self._touched = {n for n, p in enumerate(self._parameters) if p.grad is not None}
+        self._touched, self._sparse.touched = (
+            {number for number, parameter in enumerate(parameters) if parameter.grad is not None}
+            for parameters in (self._parameters, self._sparse.parameters)
+        )
         self._begin()
         self._finish()
 
@@ -206,7 +234,8 @@ class Gradients:
                 self._move(memories)
         self._is_open = True
         self._fired.clear()
-        self._reducer.begin(None if self.weigh is None else self.weigh(), self.divisor)
+        self._weight = None if self.weigh is None else self.weigh()
+        self._reducer.begin(self._weight, self.divisor)
 
     def shadow(self) -> float:
         """Take part in a round of others with nothing; return the weight of all together.
@@ -218,7 +247,8 @@ class Gradients:
                 self._move(memories)
         self._reducer.begin(0.0, self.divisor)
         used = self._reducer.finish(self._fill_with_nothing)
-        weight = self._reducer.weight
+        self._sparse.reduce(0.0, self.divisor)
+        weight = self._sparse.weight or self._reducer.weight
         for number in used:
             self._parameters[number].grad = self._views[number]
         self._end_round()
@@ -237,6 +267,7 @@ class Gradients:
         for number, gradient in self._kept.items():
             if number not in used:
                 parameters[number].grad.copy_(gradient)
+        self._sparse.reduce(self._weight, self.divisor)
         self._log_unused(used)
         self._touched.clear()
         self._kept.clear()
@@ -286,8 +317,8 @@ class Gradients:
                 "with torch.autograd.grad on the module inside, or within no_sync()"
             )
         return ferrodist.UnsupportedArray(
-            f"DDP: the gradient of {self._name(number)} is {gradient.layout}; make it dense, "
-            "for an Embedding with sparse=False"
+            f"DDP: the gradient of {self._name(number)} is {gradient.layout}; make it dense, or "
+            "use an Embedding or EmbeddingBag that has sparse=True when it is wrapped"
         )
 
     def _learn_order(self) -> None:
