@@ -28,6 +28,12 @@ from ferrodist.collectives.codec import decode, encode
 from ferrodist.testing import run_ranks
 from helpers import errors_by_rank
 
+try:
+    import torch
+except ImportError:
+    torch = None
+VALUES_OF_TORCH = [] if torch is None else [torch.Size([2, 3]), torch.bfloat16]
+
 SAMPLES = [
     None,
     True,
@@ -73,8 +79,7 @@ SAMPLES = [
     np.dtype("float32"),
     np.dtype(">i2"),
     np.dtype("<M8[ns]"),
-    torch.Size([2, 3]),
-    torch.bfloat16,
+    *VALUES_OF_TORCH,
     {Path("key"): 1, Fraction(1, 3): 2, (date(2024, 1, 1),): 3},
 ]
 
@@ -428,6 +433,7 @@ def test_values_that_cannot_be_made_are_protocol_errors(items):
         decode(msgpack.packb([mark, *items[1:]]), False)
 
 
+@pytest.mark.skipif(torch is None, reason="torch is not installed")
 def test_a_state_dict_travels():
     def body(backend):
         torch.manual_seed(backend.rank)
