@@ -114,13 +114,15 @@ def test_sparse_gradients_are_weighed_in_join(dtype):
     def body(backend: ferrodist.Backend) -> Any:
         ddp = ferrodist.DDP(nn.Embedding(3, 2, sparse=True).to(dtype), backend)
         rows = torch.full((1 + 2 * backend.rank, 1), backend.rank)
+        seen = []
         with ddp.join(by_samples=True):
             for _ in range(1 + backend.rank):
                 ddp.zero_grad()
-                ddp(rows).sum(dim=(1, 2)).mean().backward()
-        return ddp.weight.grad.to_dense()[:, 0].tolist()
+                ddp(rows)[0].sum().backward()
+                seen.append(ddp.weight.grad.to_dense()[:, 0].tolist())
+        return seen[0], ddp.weight.grad.to_dense()[:, 0].tolist()
 
-    assert run_ranks(2, body, timeout=60) == [[0.0, 1.0, 0.0]] * 2
+    assert run_ranks(2, body, timeout=60) == [([0.25, 0.75, 0.0], [0.0, 1.0, 0.0])] * 2
 
 
 def test_a_dense_gradient_of_a_sparse_table_is_taken():

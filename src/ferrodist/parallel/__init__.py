@@ -2,8 +2,8 @@
 """Training on several ranks: models are replicated, gradients become means over all ranks.
 
 ``bucket.py`` says which gradients travel together, a ``Bucket`` is such a group in one array, the
-``Reducer`` keeps the ranks in step. On it stand ``ddp.py`` for torch and ``data_parallel.py`` for
-everything else.
+``Reducer`` keeps the ranks in step. On it stand ``ddp.py`` for torch, with ``gradients.py`` between
+it and autograd, and ``data_parallel.py`` for everything else.
 
 The rule of this package: it stands on ferrodist's public functions; besides, it converts trees of
 any arrays.
