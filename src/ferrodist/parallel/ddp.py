@@ -19,7 +19,7 @@ from ferrodist.backends.registry import current_backend
 from ferrodist.call import NOT_THE_USERS
 from ferrodist.parallel import replicas, torch_arguments
 from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
-from ferrodist.parallel.gradients import Gradients
+from ferrodist.parallel.gradients import Gradients, adds_to_all_gradients
 from ferrodist.parallel.join import Join
 from ferrodist.parallel.sparse import makes_sparse_gradients
 
@@ -71,13 +71,15 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
             raise ferrodist.InvalidArgument(text, got=module)
         torch_arguments.check(of_torch, module)
         replicas.check_shapes(module)
+        if of_torch.get("bucket_cap_mb") is not None:
+            bucket_mib = of_torch["bucket_cap_mb"]
         backend = backend or of_torch.get("process_group") or current_backend()
         if backend is None:
             raise ferrodist.NotInitialized("DDP: call ferrodist.init() first, or pass a backend")
         self.module = module
         self._options = _Options(
             overlap,
-            _check_sizes(first_bucket_mib, of_torch.get("bucket_cap_mb") or bucket_mib),
+            _check_sizes(first_bucket_mib, bucket_mib),
             broadcast_buffers,
             _check_every(check_replicas),
             hook,
@@ -315,8 +317,8 @@ def _expect(ddp: DDP, output: Any) -> None:
     for tensor in _tensors_in(output):
         if ddp._backend is not None:
             ddp._gradients.expect(tensor)
-        elif tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(lambda _: ddp.backend)  # which raises
+        elif tensor.grad_fn is not None:  # of a copy: it raises, unless it only takes a slope
+            tensor.grad_fn.register_prehook(lambda _: adds_to_all_gradients() and ddp.backend)
 
 
 # In torch.compile(DDP(module)) the module is compiled, and these run between its graphs.

@@ -27,6 +27,10 @@ logger = logging.getLogger("ferrodist")
 _engine = torch.autograd.Variable._execution_engine
 
 
+adds_to_all_gradients = _engine.is_checkpoint_valid
+"""Tell whether all of a graph runs backward, not the part that autograd.grad or inputs= ask for."""
+
+
 def _none() -> None:
     """Stand for the weak reference of something that is gone."""
 
@@ -155,9 +159,7 @@ class Gradients:
             node.register_prehook(self._meet_output if self.is_on else self._meet_local_output)
 
     def _meet_output(self, _: object) -> None:
-        # Not in autograd.grad() and backward(inputs=), which give the others no gradients. That is
-        # how torch, too, tells whether all of a graph runs.
-        if _engine.is_checkpoint_valid():
+        if adds_to_all_gradients():
             self._open()
 
     def _meet_local_output(self, _: object) -> None:
