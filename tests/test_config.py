@@ -11,6 +11,7 @@ from ferrodist.config import settings_table, variable
 GOOD = {
     "backend": ("shm", "shm"),
     "timeout": ("2.5", 2.5),
+    "late_timeout": ("7", 7.0),
     "reproducible": ("1", True),
     "log_wait_after": ("0.5", 0.5),
     "message_nbytes": ("8192", 8192),

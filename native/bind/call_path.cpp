@@ -122,7 +122,7 @@ class FastCall {
 public:
     FastCall(Group& group, Arguments args, const CollectiveCall& call, std::uint64_t ticket)
         : group_(group), args_(args), call_(call), ticket_(ticket), hook_(hooks().on_wait, args[arg_backend], Py_None),
-          options_{&hook_, 0, spins_of(group), ticket, group.timeout_ns} {}
+          options_{&hook_, 0, spins_of(group), ticket, group.timeout_ns, group.patience} {}
 
     // Does one collective; false if it failed.
     template <class Plan>
@@ -438,6 +438,7 @@ public:
 private:
     void on_ticket() override {
         deadline_ns_ = group_.timeout_ns == 0 ? 0 : core::now_ns() + group_.timeout_ns;
+        patience_ = group_.patience;
     }
 
     void run_here() override {
@@ -459,7 +460,7 @@ private:
     }
 
     void execute(core::ProgressHook& hook, core::Spins* spins) {
-        const core::WaitOptions options{&hook, deadline_ns_, spins, ticket_, 0};
+        const core::WaitOptions options{&hook, deadline_ns_, spins, ticket_, 0, patience_};
         try {
             status_ = bind::run(group_, one_, plan_, options);
         } catch (const std::bad_alloc&) {
@@ -498,6 +499,7 @@ private:
     decltype(plan_for(std::declval<Group&>(), std::declval<const Collective&>(), Arguments{})) plan_;
     BackgroundHook background_;
     std::int64_t deadline_ns_ = 0;
+    core::Patience patience_;
     core::Status status_;
     bool is_out_of_memory_ = false;
     nb::object error_;
@@ -622,18 +624,24 @@ void add_hooks(nb::module_& module) {
     }, "on_wait"_a, "on_wait_end"_a, "on_error"_a, "make_plan"_a, "left_error"_a, "current_backend"_a,
                "Set what native code calls while it runs a call.");
     module.def("set_message_hooks", [](nb::handle message_error, nb::handle make_received,
-                                       nb::handle on_message_interrupt) {
+                                       nb::handle on_message_interrupt, nb::handle on_message_wait,
+                                       nb::handle on_message_wait_end) {
         hooks().message_error = message_error.inc_ref().ptr();
         hooks().make_received = make_received.inc_ref().ptr();
         hooks().on_message_interrupt = on_message_interrupt.inc_ref().ptr();
-    }, "message_error"_a, "make_received"_a, "on_message_interrupt"_a,
+        hooks().on_message_wait = on_message_wait.inc_ref().ptr();
+        hooks().on_message_wait_end = on_message_wait_end.inc_ref().ptr();
+    }, "message_error"_a, "make_received"_a, "on_message_interrupt"_a, "on_message_wait"_a, "on_message_wait_end"_a,
                "Set what native code calls for point-to-point calls.");
     module.def("set_work_hooks", [](nb::handle start_callbacks, nb::handle check_wait, nb::handle on_unasked_error) {
         hooks().start_callbacks = start_callbacks.inc_ref().ptr();
         hooks().check_wait = check_wait.inc_ref().ptr();
         hooks().on_unasked_error = on_unasked_error.inc_ref().ptr();
     }, "start_callbacks"_a, "check_wait"_a, "on_unasked_error"_a, "Set what native code calls for calls in flight.");
-    module.def("mark_progress_thread", [] { is_marked = true; },
+    module.def("mark_progress_thread", [] {
+        is_marked = true;
+        core::HeldThread::exempt_this_thread();
+    },
                "Say that the calling thread runs callbacks, which must not communicate.");
 }
 

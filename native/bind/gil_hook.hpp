@@ -6,6 +6,7 @@
 
 #include "bind/gil.hpp"
 #include "bind/progress.hpp"
+#include "core/held_thread.hpp"
 #include "core/wait.hpp"
 
 namespace ferrodist::bind {
@@ -23,7 +24,7 @@ inline PyObject* fetch_exception() {
     return value;
 }
 
-class GilHook final : public core::ProgressHook {
+class GilHook : public core::ProgressHook {
 public:
     // Only hears of signals.
     GilHook() = default;
@@ -51,6 +52,7 @@ public:
     }
 
     bool poll() override {
+        held_.note();
         if (Progress::is_stopping_here()) {
             return false;
         }
@@ -67,6 +69,8 @@ public:
         return goes_on;
     }
 
+    void progressed() override { held_.let_go(); }
+
     // Takes the exception that is set.
     void keep_error() { error_ = nanobind::steal(fetch_exception()); }
     bool has_polled() const { return has_polled_; }
@@ -74,8 +78,9 @@ public:
     // The exception that ended the wait; invalid if there was none.
     nanobind::object error() const { return error_; }
 
-private:
-    bool ask() {
+protected:
+    // Calls what it was given; false with an exception set.
+    virtual bool ask() {
         if (poll_ == nullptr) {
             return true;
         }
@@ -84,12 +89,14 @@ private:
         return answer != nullptr;
     }
 
+private:
     static constexpr int polls_in_background = 10;
 
     PyObject *poll_ = nullptr, *backend_ = nullptr, *site_ = nullptr;
     bool in_background_ = false, has_polled_ = false;
     int num_polls_ = 0;
     PyThreadState* saved_ = nullptr;
+    core::HeldThread held_;
     nanobind::object error_;
 };
 

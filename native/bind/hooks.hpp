@@ -27,6 +27,10 @@ struct Hooks {
     PyObject* make_received = nullptr;
     PyObject* on_message_interrupt = nullptr;  // (backend, name, error): a signal ended a wait for a call in flight
 
+    // (what it returned before or None, backend, dst, src, tag, site) -> a wait: about every 50 ms of it
+    PyObject* on_message_wait = nullptr;
+    PyObject* on_message_wait_end = nullptr;  // (what on_message_wait has returned): the call is over
+
     // -- calls in flight -----------------------------------------------------------------------------------
     PyObject* start_callbacks = nullptr;   // (): something is in flight, and nobody hears of what fails
     PyObject* check_wait = nullptr;        // (timeout) -> seconds

@@ -48,7 +48,7 @@ void add_inter_node(Program& self, const std::shared_ptr<net::Plan>& plan, const
 }
 
 CallStatus execute(HybridGroup& self, const Program& program, nb::handle source, nb::handle target,
-               std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint, int index, double deadline,
+               std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint, int index, nb::handle deadline,
                bool in_background, nb::handle poll) {
     std::optional<View> input, output;
     hybrid::Task task{nullptr, nullptr, call_kind, sequence, fingerprint, index};
@@ -61,7 +61,7 @@ CallStatus execute(HybridGroup& self, const Program& program, nb::handle source,
     require((input ? input->nbytes() : 0) >= program.nbytes_of(hybrid::Space::input), "the source is too short");
     require((output ? output->nbytes() : 0) >= program.nbytes_of(hybrid::Space::output), "the target is too short");
     GilHook hook(poll.ptr(), in_background);
-    core::WaitOptions options = options_of(self.tcp, hook, deadline, in_background);
+    core::WaitOptions options = options_of(self.tcp, hook, Deadline(deadline), in_background);
     options.sequence = sequence;
     hook.let_go();
     const core::Status status = hybrid::execute(self.levels, program, task, options);
@@ -70,9 +70,9 @@ CallStatus execute(HybridGroup& self, const Program& program, nb::handle source,
 }
 
 CallStatus tell_mismatch(HybridGroup& self, std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint,
-                     double deadline, bool in_background, nb::handle poll) {
+                     nb::handle deadline, bool in_background, nb::handle poll) {
     GilHook hook(poll.ptr(), in_background);
-    core::WaitOptions options = options_of(self.tcp, hook, deadline, in_background);
+    core::WaitOptions options = options_of(self.tcp, hook, Deadline(deadline), in_background);
     options.sequence = sequence;
     hook.let_go();
     const core::Status status =

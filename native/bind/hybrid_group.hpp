@@ -36,6 +36,7 @@ struct HybridGroup {
     Progress& progress = tcp.progress;
     const bool& reproducible = tcp.reproducible;
     const std::int64_t& timeout_ns = tcp.timeout_ns;
+    const core::Patience& patience = tcp.patience;
     const std::size_t& fuse_nbytes = tcp.fuse_nbytes;
 };
 

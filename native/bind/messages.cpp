@@ -76,6 +76,35 @@ nb::object make_error(nb::handle backend, const Failure& failure, const MessageF
     return made.is_valid() ? made : throw nb::python_error();
 }
 
+// The waits of a call: Python logs those that last, and shows the other ranks what this one is in.
+class MessageHook final : public GilHook {
+public:
+    MessageHook(nb::handle backend, int dst, int src, std::uint32_t tag, nb::handle site)
+        : backend_(backend), site_(site), dst_(dst), src_(src), tag_(tag) {}
+
+    // The call is over: takes the GIL back, and the log is told.
+    void end() {
+        take_back();
+        if (wait_.is_valid() && !nb::steal(call_python(hooks().on_message_wait_end, wait_.ptr())).is_valid()) {
+            PyErr_WriteUnraisable(hooks().on_message_wait_end);
+        }
+        wait_.reset();
+    }
+
+protected:
+    bool ask() override {
+        wait_ = nb::steal(call_python_with(hooks().on_message_wait, "OOiiIO", wait_.is_valid() ? wait_.ptr() : Py_None,
+                                           backend_.ptr(), dst_, src_, static_cast<unsigned int>(tag_), site_.ptr()));
+        return wait_.is_valid();
+    }
+
+private:
+    nb::handle backend_, site_;
+    int dst_, src_;
+    std::uint32_t tag_;
+    nb::object wait_;
+};
+
 double seconds_of(std::int64_t timeout_ns) { return timeout_ns == 0 ? -1 : static_cast<double>(timeout_ns) / 1e9; }
 
 // -- requests of the general path ------------------------------------------------------------------------
@@ -92,9 +121,10 @@ public:
     HeldRequest& operator=(const HeldRequest&) = delete;
 
     // StatusCode, rank and error of the request if it is complete, else of the wait that ended before.
-    CallStatus wait(double deadline, bool holds_caller, nb::handle poll) {
+    CallStatus wait(nb::handle deadline, bool holds_caller, nb::handle poll) {
         GilHook hook(poll.is_none() ? nullptr : poll.ptr());
-        const core::WaitOptions options{&hook, deadline_ns(deadline), spins_};
+        const Deadline limit(deadline);
+        const core::WaitOptions options{&hook, limit.at_ns, spins_, 0, 0, limit.patience};
         hook.let_go();
         const Status status = messages_.wait(request, options, holds_caller);
         hook.take_back();
@@ -210,10 +240,13 @@ public:
     }
     ~MessageInFlight() override { messages().abandon(request, {StatusCode::given_up}); }
 
-    // Sets when it fails by itself, and whom it tells then.
-    void set_deadline(std::int64_t deadline_ns, double timeout) {
+    // Sets when it fails by itself.
+    void set_deadline(std::int64_t deadline_ns, std::int64_t timeout_ns, const core::Patience& patience) {
         request.deadline_ns = deadline_ns;
-        timeout_ = timeout;
+        request.stuck_ns = patience.stuck_ns;
+        request.last_deadline_ns = patience.stuck_ns == 0 ? 0 : deadline_ns + patience.longest_ns;
+        timeout_ns_ = timeout_ns;
+        longest_ns_ = patience.longest_ns;
     }
     Messages& messages() { return GroupAccess<G>::messages(self_); }
 
@@ -223,13 +256,13 @@ public:
         return messages().test(request);
     }
     nb::object wait(std::int64_t end_ns) override {
-        GilHook hook;
+        MessageHook hook(backend_, dst(), src(), request.tag, site_);
         const core::WaitOptions options{&hook, end_ns, GroupAccess<G>::spins(self_)};
         if (!GroupAccess<G>::keeps_gil) {
             hook.let_go();
         }
         messages().wait(request, options, false);
-        hook.take_back();
+        hook.end();
         return hook.error();
     }
     bool hear(std::uint64_t token) override {
@@ -239,7 +272,9 @@ public:
     nb::object result() override { return memory.result(); }
     nb::object error() override {
         const Failure failure{request.status(), request.found, {}, {}};
-        return make_error(backend_, failure, {dst(), src(), request.tag, timeout_, request.header, site_});
+        const bool was_patient = request.last_deadline_ns != 0 && core::now_ns() >= request.last_deadline_ns;
+        const double timeout = seconds_of(timeout_ns_ + (was_patient ? longest_ns_ : 0));
+        return make_error(backend_, failure, {dst(), src(), request.tag, timeout, request.header, site_});
     }
     void on_interrupt(nb::handle error) override {
         const char* const name = request.is_send ? "send" : "recv";
@@ -259,7 +294,7 @@ private:
 
     G& self_;
     nb::object group_, backend_, site_;
-    double timeout_ = -1;
+    std::int64_t timeout_ns_ = 0, longest_ns_ = 0;  // 0: none
 };
 
 // Posts a send and gives its Work.
@@ -281,28 +316,32 @@ PyObject* start_receive(std::unique_ptr<MessageInFlight<G, Memory>> made) {
     return work.release();
 }
 
-double seconds_or_none(nb::handle timeout) { return timeout.is_none() ? -1 : nb::cast<double>(timeout); }
+template <class Call>
+void set_given_deadline(Call& call, nb::handle deadline) {
+    const Deadline limit(deadline);
+    call.set_deadline(limit.at_ns, limit.at_ns == 0 ? 0 : to_ns(limit.seconds), limit.patience);
+}
 
 template <class G>
 nb::object start_converted_send(nb::handle group, nb::handle backend, int peer, std::uint32_t tag,
-                                const nb::bytes& header, nb::handle payload, double deadline, nb::handle timeout) {
+                                const nb::bytes& header, nb::handle payload, nb::handle deadline) {
     auto call = std::make_unique<MessageInFlight<G, ConvertedMemory>>(group, backend);
     call->memory.view.emplace(readable(payload));
     set_peer(call->request, *nb::inst_ptr<G>(group), peer, tag);
     set_source(call->request, *call->memory.view);
-    call->set_deadline(deadline_ns(deadline), seconds_or_none(timeout));
+    set_given_deadline(*call, deadline);
     return nb::steal(start_send(std::move(call), bytes_of(header)));
 }
 
 template <class G>
 nb::object start_converted_receive(nb::handle group, nb::handle backend, int peer, std::uint32_t tag,
-                                   const nb::bytes& header, nb::handle target, double deadline, nb::handle timeout,
+                                   const nb::bytes& header, nb::handle target, nb::handle deadline,
                                    nb::object finish) {
     auto call = std::make_unique<MessageInFlight<G, ConvertedMemory>>(group, backend);
     set_peer(call->request, *nb::inst_ptr<G>(group), peer, tag);
     set_target(call->request, call->memory.view, call->memory.received, bytes_of(header), target);
     call->memory.finish = std::move(finish);
-    call->set_deadline(deadline_ns(deadline), seconds_or_none(timeout));
+    set_given_deadline(*call, deadline);
     return nb::steal(start_receive(std::move(call)));
 }
 
@@ -354,9 +393,10 @@ struct OwnRequest : Request {
 template <class G>
 class FastCall {
 public:
-    FastCall(G& self, const char* name)
+    FastCall(G& self, const char* name, nb::handle backend, int dst, int src, std::uint32_t tag)
         : self_(self), messages_(GroupAccess<G>::messages(self)), name_(name),
-          options_{&hook_, 0, GroupAccess<G>::spins(self), 0, self.timeout_ns} {
+          hook_(backend, dst, src, tag, Py_None),
+          options_{&hook_, 0, GroupAccess<G>::spins(self), 0, self.timeout_ns, self.patience} {
         if constexpr (!GroupAccess<G>::keeps_gil) {
             options_.begin();  // waits there begin with the deadline
         }
@@ -386,21 +426,23 @@ public:
         return failure_.status.code == StatusCode::unexpected || failure_.status.code == StatusCode::corrupt;
     }
     PyObject* raise(PyObject* backend, int dst, int src, std::uint32_t tag, core::Bytes expected = {}) {
-        hook_.take_back();
+        hook_.end();
         failure_.error = hook_.error();
-        const MessageFacts facts{dst, src, tag, seconds_of(self_.timeout_ns), expected, nb::none(), name_};
+        const bool was_patient = options_.patience.stuck_ns != 0 && !options_.is_patient();
+        const double timeout = seconds_of(options_.timeout_ns + (was_patient ? options_.patience.longest_ns : 0));
+        const MessageFacts facts{dst, src, tag, timeout, expected, nb::none(), name_};
         const nb::object error = make_error(backend, failure_, facts);
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
         return nullptr;
     }
-    void take_gil_back() { hook_.take_back(); }
+    void end() { hook_.end(); }
     Messages& messages() { return messages_; }
 
 private:
     G& self_;
     Messages& messages_;
     const char* name_;
-    GilHook hook_;
+    MessageHook hook_;
     core::WaitOptions options_;
     Failure failure_;
 };
@@ -420,14 +462,14 @@ PyObject* fast_send(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
             Py_RETURN_NONE;
         }
     }
-    FastCall<G> call(self, "send");
+    FastCall<G> call(self, "send", args[0], send.peer, -1, send.tag);
     if (!GroupAccess<G>::keeps_gil || send.nbytes > core::eager_limit) {
         call.messages().isend(send, ArrayHeader(x).all());
     }
     if (!call.wait(send, true)) {
         return call.raise(args[0], send.peer, -1, send.tag);
     }
-    call.take_gil_back();
+    call.end();
     Py_RETURN_NONE;
 }
 
@@ -440,12 +482,12 @@ PyObject* fast_recv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     if (!read_receive(receive, self, target, args[1], args[2], args[3], args[4])) {
         return decline();
     }
-    FastCall<G> call(self, "recv");
+    FastCall<G> call(self, "recv", args[0], -1, receive.peer, receive.tag);
     call.messages().irecv(receive);
     if (!call.wait(receive, false)) {
         return call.raise(args[0], -1, receive.peer, receive.tag, receive.header);
     }
-    call.take_gil_back();
+    call.end();
     return target.finish().release().ptr();
 }
 
@@ -460,19 +502,20 @@ PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t
         !read_receive(receive, self, target, args[3], args[4], args[5], args[6]) || target.overlaps(x)) {
         return decline();
     }
-    FastCall<G> call(self, "sendrecv");
+    FastCall<G> call(self, "sendrecv", args[0], send.peer, receive.peer, send.tag);
     call.messages().isend(send, ArrayHeader(x).all());
     call.messages().irecv(receive);
     // A message that came but does not fit is this rank's own affair: its own goes out. Else it is withdrawn.
     const bool is_received = call.wait(receive, false);
     if (is_received && call.wait(send, false)) {
-        call.take_gil_back();
+        call.end();
         return target.finish().release().ptr();
     }
     if (!is_received && call.has_misfit()) {
-        call.take_gil_back();
-        FastCall<G> rest(self, "sendrecv");
+        call.end();
+        FastCall<G> rest(self, "sendrecv", args[0], send.peer, -1, send.tag);
         rest.wait(send, true);
+        rest.end();
     }
     call.end(send);
     call.end(receive);
@@ -483,7 +526,7 @@ PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t
 
 template <class G, class Memory>
 void set_default_deadline(MessageInFlight<G, Memory>& call, const G& self) {
-    call.set_deadline(self.timeout_ns == 0 ? 0 : core::now_ns() + self.timeout_ns, seconds_of(self.timeout_ns));
+    call.set_deadline(self.timeout_ns == 0 ? 0 : core::now_ns() + self.timeout_ns, self.timeout_ns, self.patience);
 }
 
 // args: backend, x, dst, tag
@@ -533,9 +576,9 @@ void add_messages(nb::class_<G>& group) {
         }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "target"_a.none(),
              "Post a receive to be waited for; without a target it takes whatever array comes.")
         .def("start_send", &start_converted_send<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "payload"_a, "deadline"_a,
-             "timeout"_a.none(), "Post a send and return its Work; it fails by itself at the deadline.")
+             "Post a send and return its Work; it fails by itself at the deadline.")
         .def("start_recv", &start_converted_receive<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "target"_a.none(),
-             "deadline"_a, "timeout"_a.none(), "finish"_a.none(),
+             "deadline"_a, "finish"_a.none(),
              "Post a receive, as start_send does; finish() makes the result of the Work if there is a target.")
         .def("unexpected_tags", [](G& self, int peer) {
             const WithoutGil unlocked;

@@ -93,7 +93,7 @@ std::shared_ptr<Plan> new_plan(nb::handle table, nb::handle ranges, nb::handle s
 }
 
 CallStatus execute(TcpGroup& self, const Plan& plan, nb::handle source, nb::handle target, bool in_place,
-            std::uint64_t sequence, std::uint64_t fingerprint, double deadline, bool in_background,
+            std::uint64_t sequence, std::uint64_t fingerprint, nb::handle deadline, bool in_background,
             nb::handle poll) {
     require(plan.num_ranks() <= self.group->size(), "a plan of another world");
     std::optional<View> input, output;
@@ -107,7 +107,7 @@ CallStatus execute(TcpGroup& self, const Plan& plan, nb::handle source, nb::hand
     require((input ? input->nbytes() : 0) >= plan.source_nbytes(), "the source is too short");
     require((output ? output->nbytes() : 0) >= plan.target_nbytes(), "the target is too short");
     GilHook hook(poll.ptr(), in_background);
-    const core::WaitOptions options = options_of(self, hook, deadline, in_background);
+    const core::WaitOptions options = options_of(self, hook, Deadline(deadline), in_background);
     hook.let_go();
     const Status status = net::execute(*self.group, plan, task, options);
     hook.take_back();
@@ -115,7 +115,7 @@ CallStatus execute(TcpGroup& self, const Plan& plan, nb::handle source, nb::hand
 }
 
 CallStatus exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgoing, int peer, nb::handle incoming,
-                std::uint64_t sequence, std::uint64_t fingerprint, double deadline, bool in_background,
+                std::uint64_t sequence, std::uint64_t fingerprint, nb::handle deadline, bool in_background,
                 nb::handle poll) {
     std::optional<View> out, in;
     if (!outgoing.is_none()) {
@@ -128,7 +128,7 @@ CallStatus exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgo
     }
     const net::Task task{nullptr, nullptr, false, sequence, fingerprint};
     GilHook hook(poll.ptr(), in_background);
-    const core::WaitOptions options = options_of(self, hook, deadline, in_background);
+    const core::WaitOptions options = options_of(self, hook, Deadline(deadline), in_background);
     hook.let_go();
     const Status status =
         net::exchange(*self.group, kind, out ? to : -1, out ? bytes_of(*out) : Bytes{}, in ? peer : -1,
@@ -138,10 +138,10 @@ CallStatus exchange(TcpGroup& self, std::uint32_t kind, int to, nb::handle outgo
 }
 
 std::pair<CallStatus, nb::list> exchange_descriptors(TcpGroup& self, std::uint64_t sequence,
-                                                     const nb::bytes& descriptor, double deadline,
+                                                     const nb::bytes& descriptor, nb::handle deadline,
                                                      bool in_background, nb::handle poll) {
     GilHook hook(poll.ptr(), in_background);
-    const core::WaitOptions options = options_of(self, hook, deadline, in_background);
+    const core::WaitOptions options = options_of(self, hook, Deadline(deadline), in_background);
     std::vector<std::string> descriptors;
     hook.let_go();
     const Status status = self.group->exchange_descriptors(sequence, bytes_of(descriptor), options, descriptors);
@@ -161,7 +161,10 @@ void add_settings(nb::class_<TcpGroup>& group) {
         .def_rw("is_open", &TcpGroup::is_open, "Whether calls may be made.")
         .def_rw("reproducible", &TcpGroup::reproducible, "What calls are fingerprinted with.")
         .def_rw("fuse_nbytes", &TcpGroup::fuse_nbytes, "Up to which size arrays of a tree travel together.")
-        .def_rw("timeout_ns", &TcpGroup::timeout_ns, "How long a call may wait; 0 is for ever.");
+        .def_rw("timeout_ns", &TcpGroup::timeout_ns, "How long a call may wait; 0 is for ever.")
+        .def("set_patience", [](TcpGroup& self, double timeout, double late_timeout) {
+            self.patience = patience_of(timeout, late_timeout);
+        }, "timeout"_a, "late_timeout"_a, "Set how long a call waits for ranks that are alive and not stuck.");
 }
 
 void add_endings(nb::class_<TcpGroup>& group) {
@@ -301,13 +304,17 @@ void add_group(nb::module_& module) {
             return static_cast<int>(status.code);
         }, "kind"_a, "sequence"_a, "fingerprint"_a,
              "Enter a call whose first part is done elsewhere; return a status code.")
-        .def("expire", [](TcpGroup& self) {
-            const WithoutGil unlocked;
-            net::Lock guard = self.group->mesh().lock();
+        .def("expire", [](TcpGroup& self, nb::handle deadline) {
             core::ProgressHook nobody;
-            const Status status = self.group->expire(guard, {&nobody});
+            const Deadline limit(deadline);
+            const core::WaitOptions options{&nobody, limit.at_ns, core::no_spins, 0, 0, limit.patience};
+            const Status status = [&] {
+                const WithoutGil unlocked;
+                net::Lock guard = self.group->mesh().lock();
+                return self.group->expire(guard, options);
+            }();
             return CallStatus(status);
-        }, "Bar ranks from the current call, which is late; return its status.")
+        }, "deadline"_a, "Bar ranks from the current call, which is late; done if it goes on all the same.")
         .def_prop_ro("has_barred", [](TcpGroup& self) {
             const WithoutGil unlocked;
             const net::Lock guard = self.group->mesh().lock();
@@ -335,9 +342,10 @@ void add_group(nb::module_& module) {
             }
             new (self) net::Split(parent.group, std::move(members), identity);
         }, "parent"_a, "members"_a, "identity"_a)
-        .def("wait", [](net::Split& self, double deadline, nb::handle poll) {
+        .def("wait", [](net::Split& self, nb::handle deadline, nb::handle poll) {
             GilHook hook(poll.ptr());
-            const core::WaitOptions options{&hook, deadline_ns(deadline), core::no_spins};
+            const Deadline limit(deadline);
+            const core::WaitOptions options{&hook, limit.at_ns, core::no_spins, 0, 0, limit.patience};
             hook.let_go();
             const Status status = self.wait(options);
             hook.take_back();

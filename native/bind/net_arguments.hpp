@@ -33,8 +33,9 @@ inline void require_rank(const TcpGroup& self, int rank) {
     require(rank >= 0 && rank < self.group->size(), "no such rank");
 }
 
-inline core::WaitOptions options_of(const TcpGroup& self, GilHook& hook, double deadline, bool in_background) {
-    return {&hook, deadline_ns(deadline), in_background ? core::no_spins : self.group->mesh().spins()};
+inline core::WaitOptions options_of(const TcpGroup& self, GilHook& hook, const Deadline& deadline, bool in_background) {
+    core::Spins* const spins = in_background ? core::no_spins : self.group->mesh().spins();
+    return {&hook, deadline.at_ns, spins, 0, 0, deadline.patience};
 }
 
 }  // namespace ferrodist::bind

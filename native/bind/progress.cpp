@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "core/futex.hpp"
+#include "core/held_thread.hpp"
 
 namespace ferrodist::bind {
 namespace {
@@ -49,6 +50,7 @@ void Progress::post(CallInFlight& call) {
         const SignalsBlocked blocked;
         state_->thread = std::thread([this, state = state_.get()] {
             runs_here = this;
+            core::HeldThread::exempt_this_thread();
             run(*state);
         });
     }

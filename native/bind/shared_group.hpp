@@ -24,6 +24,7 @@ struct SharedGroup {
     bool is_open = true;        // takes calls
     bool reproducible = false;  // part of the fingerprint
     std::int64_t timeout_ns = 0;
+    core::Patience patience;  // beyond the timeout
     std::size_t fuse_nbytes = 0;  // up to which arrays of a tree travel together
     Progress progress;  // ends before the group does
 };

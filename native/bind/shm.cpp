@@ -99,7 +99,7 @@ void require(bool is_right, const char* problem) {
 
 CallStatus run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dtype, std::size_t op, int root,
                       nb::handle source, nb::handle target, std::size_t count, nb::handle counts,
-                      bool in_place, std::uint64_t sequence, std::uint64_t fingerprint, double deadline,
+                      bool in_place, std::uint64_t sequence, std::uint64_t fingerprint, nb::handle deadline,
                       bool in_background, nb::handle poll) {
     require(kind < shm::num_kinds, "unknown kind");
     require(dtype < num_dtypes, "unknown dtype");
@@ -126,8 +126,9 @@ CallStatus run_collective(SharedGroup& self, std::uint32_t kind, std::size_t dty
     task.in_place = in_place;
     task.fingerprint = fingerprint;
     GilHook hook(poll.ptr(), in_background);
-    const core::WaitOptions options{&hook, deadline_ns(deadline),
-                                 in_background ? core::no_spins : self.group->spins(), sequence};
+    const Deadline limit(deadline);
+    const core::WaitOptions options{&hook, limit.at_ns, in_background ? core::no_spins : self.group->spins(), sequence, 0,
+                                    limit.patience};
     hook.let_go();
     const Status status = shm::run(*self.group, task, options);
     hook.take_back();
@@ -173,9 +174,10 @@ std::optional<nb::bytes> leave_reason_of(const SharedGroup& self, int rank) {
 
 // -- splitting -------------------------------------------------------------------------------------
 
-CallStatus wait_for_members(Split& self, double deadline, nb::handle poll) {
+CallStatus wait_for_members(Split& self, nb::handle deadline, nb::handle poll) {
     GilHook hook(poll.ptr());
-    const core::WaitOptions options{&hook, deadline_ns(deadline), core::no_spins};
+    const Deadline limit(deadline);
+    const core::WaitOptions options{&hook, limit.at_ns, core::no_spins, 0, 0, limit.patience};
     hook.let_go();
     const Status status = self.wait(options);
     hook.take_back();
@@ -240,11 +242,17 @@ void add_group(nb::module_& module) {
         .def_rw("reproducible", &SharedGroup::reproducible, "What calls are fingerprinted with.")
         .def_rw("fuse_nbytes", &SharedGroup::fuse_nbytes, "Up to which size arrays of a tree travel together.")
         .def_rw("timeout_ns", &SharedGroup::timeout_ns, "How long a call may wait; 0 is for ever.")
+        .def("set_patience", [](SharedGroup& self, double timeout, double late_timeout) {
+            self.patience = patience_of(timeout, late_timeout);
+        }, "timeout"_a, "late_timeout"_a, "Set how long a call waits for ranks that are alive and not stuck.")
         .def("missing", &missing, "List the ranks that have not come to the current round.")
         .def("note_move", [](SharedGroup& self) { self.group->note_move(); },
              "Let the others see that the current call gets on.")
-        .def("expire", [](SharedGroup& self) { return CallStatus(self.group->expire()); },
-             "Bar ranks from the current call, which is late; return its status.")
+        .def("expire", [](SharedGroup& self, nb::handle deadline) {
+            core::ProgressHook nobody;
+            const Deadline limit(deadline);
+            return CallStatus(self.group->expire({&nobody, limit.at_ns, core::no_spins, 0, 0, limit.patience}));
+        }, "deadline"_a, "Bar ranks from the current call, which is late; done if it goes on all the same.")
         .def("last_call", &last_call, "rank"_a, "Return sequence and kind of a rank's last call.")
         .def("waited", &waited, "rank"_a, "for_rank"_a, "Return how long a rank has slept for another, in seconds.")
         .def("is_gone", [](const SharedGroup& self, int rank) { return self.group->is_gone(rank); }, "rank"_a,

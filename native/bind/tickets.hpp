@@ -11,6 +11,7 @@
 #include <set>
 
 #include "bind/gil.hpp"
+#include "core/held_thread.hpp"
 
 namespace ferrodist::bind {
 
@@ -80,7 +81,9 @@ inline void add_tickets(nanobind::module_& module) {
         .def(nanobind::init<>())
         .def("take", &Tickets::take, "Draw the next number.")
         .def("wait", [](Tickets& self, std::uint64_t number, const nanobind::callable& poll) {
+            core::HeldThread held;
             while (self.ended() + 1 < number) {
+                held.note();
                 const nanobind::object seconds = nanobind::steal(call_python(poll.ptr()));
                 const double longest = seconds.is_valid() ? nanobind::cast<double>(seconds) : throw nanobind::python_error();
                 const WithoutGil unlocked;

@@ -454,7 +454,14 @@ void Messages::fail_receives(int peer, const Status& status) {
 void Messages::expire() {
     const std::int64_t now = deadlines_.empty() ? 0 : core::now_ns();
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
-        end(*deadlines_.begin()->second, {StatusCode::late, deadlines_.begin()->second->peer});
+        Request& late = *deadlines_.begin()->second;
+        if (now < late.last_deadline_ns && held_ns(late.peer) < late.stuck_ns) {
+            deadlines_.erase(deadlines_.begin());
+            late.deadline_ns = std::min(now + patient_look_ns, late.last_deadline_ns);
+            deadlines_.emplace(late.deadline_ns, &late);
+        } else {
+            end(late, {StatusCode::late, late.peer});
+        }
     }
 }
 

@@ -115,6 +115,10 @@ protected:
     virtual bool receives_no_more(int peer) const = 0;
     virtual Status loss(int peer) const = 0;
     virtual bool lacks_heartbeat(int peer) = 0;
+    // How long a thread of a rank has been held in one call.
+    virtual std::int64_t held_ns(int peer) const = 0;
+    // A number that changes as long as the data of a request moves.
+    virtual std::uint64_t moves_of(const Request& request) const = 0;
 
     // -- what a transport hears: with the lock held ----------------------------------------------------
 
@@ -149,6 +153,10 @@ protected:
     void complete(Request& request, const Status& status = {});
     // Puts a matched receive back: its message is not coming.
     void match_again(Request& receive);
+    // Whether a wait goes on for a rank though its deadline is over.
+    bool may_still_come(const Request& request, const WaitOptions& options) const {
+        return options.is_patient() && held_ns(request.peer) < options.patience.stuck_ns;
+    }
     // Fails what cannot succeed any more.
     void check();
     // All requests with a rank, or its receives, whatever they wait for.

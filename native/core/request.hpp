@@ -60,6 +60,7 @@ public:
     std::vector<std::byte> header;   // what that of a message must begin with for a receive to take it
     Place* place = nullptr;          // of a receive that takes any message: sets target and nbytes
     std::int64_t deadline_ns = 0;    // when it fails by itself, whoever waits; 0: never
+    std::int64_t last_deadline_ns = 0, stuck_ns = 0;  // as of WaitOptions; 0: the deadline is exact
     std::uint64_t token = 0;         // what Completions is told, not 0, if somebody wants to hear of it
     bool is_heard_if_done = false;   // whether that is so if it goes well, too
     bool is_unattended = false;      // whether somebody else than its owner has to make progress

@@ -19,6 +19,15 @@ public:
     virtual void let_go() {}
     // Called about every 50 ms of a wait; false ends it.
     virtual bool poll() { return true; }
+    // What was waited for has come, or some of it: the call gets on.
+    virtual void progressed() {}
+};
+
+// The default timeout is patient with the living: beyond the deadline a wait goes on as long as all that it waits for
+// are there and not stuck. All 0: the deadline is exact.
+struct Patience {
+    std::int64_t longest_ns = 0;  // how far beyond the deadline
+    std::int64_t stuck_ns = 0;    // who has been held for so long in one other call is stuck
 };
 
 // How one call waits.
@@ -28,6 +37,8 @@ struct WaitOptions {
     Spins* spins = no_spins;  // null: sleeps at once
     std::uint64_t sequence = 0;
     std::int64_t timeout_ns = 0;  // sets the deadline when a wait first takes a while; 0: given
+    Patience patience = {};
+    mutable std::int64_t last_deadline_ns = 0;  // of the patience: the deadline may be put off meanwhile
 
     // A wait begins to take a while: reading the clock earlier would cost every call.
     void begin() const {
@@ -37,6 +48,14 @@ struct WaitOptions {
         hook->let_go();
     }
     bool is_late() const { return deadline_ns != 0 && now_ns() >= deadline_ns; }
+    // Whether the wait may go on though its deadline is over.
+    bool is_patient() const {
+        if (patience.stuck_ns == 0) {
+            return false;
+        }
+        last_deadline_ns = last_deadline_ns == 0 ? deadline_ns + patience.longest_ns : last_deadline_ns;
+        return now_ns() < last_deadline_ns;
+    }
 };
 
 constexpr int spins_with_locks = 48;     // before letting go of anything: about a microsecond
@@ -46,13 +65,17 @@ constexpr std::int64_t longest_sleep_ns = 50'000'000;
 // shares its core with others may not run for a good part of that.
 constexpr std::int64_t stall_ns = 200'000'000;
 constexpr std::int64_t late_sleep_ns = 10'000'000;  // in a call that goes on after its deadline
+constexpr std::int64_t patient_look_ns = 200'000'000;  // between looks whether a rank is stuck
 
 inline std::int64_t sleep_limit(const WaitOptions& options) {
     if (options.deadline_ns == 0) {
         return longest_sleep_ns;
     }
     const std::int64_t rest = options.deadline_ns - now_ns();
-    return rest <= 0 ? late_sleep_ns : std::clamp<std::int64_t>(rest, 1'000, longest_sleep_ns);
+    if (rest <= 0) {
+        return options.is_patient() ? longest_sleep_ns : late_sleep_ns;
+    }
+    return std::clamp<std::int64_t>(rest, 1'000, longest_sleep_ns);
 }
 
 // Waits until `is_ready()`, which depends on `word`. Whoever changes the word wakes its sleepers if
@@ -107,6 +130,7 @@ Status wait_until(const Word& word, Word& sleepers, const WaitOptions& options, 
         }
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (is_ready()) {
+            options.hook->progressed();
             return end();
         }
         if (const Status status = wait_poll.poll(); status.failed()) {

@@ -26,11 +26,11 @@ public:
         found = group_.poll_all();
         if (!found.failed() && options_.is_late()) {  // ranks are barred between hosts, and on this one alike
             net::Lock guard = group_.mesh().lock();
-            core::ProgressHook nobody;
-            found = group_.expire(guard, {&nobody});
+            found = group_.expire(guard, core::WaitOptions(options_));  // whose deadline is not put off
         }
         return !found.failed();
     }
+    void progressed() override { options_.hook->progressed(); }
 
     Status found;
 

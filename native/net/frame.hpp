@@ -25,7 +25,7 @@ constexpr std::size_t header_nbytes = 72;
 constexpr std::uint8_t wire_version = 5;
 
 enum class FrameKind : std::uint8_t {
-    heartbeat,   // I am alive
+    heartbeat,   // I am alive: a thread of mine has been held in one call for so many ns: sequence
     data,        // a piece of a collective
     credit,      // I have consumed so many bytes of this group's pieces: sequence
     eager,       // a whole message: payload is its header and its content, fingerprint the size of that

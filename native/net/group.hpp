@@ -13,7 +13,8 @@
 // all alike. A rank that does not answer (stopped, or its host is gone) cannot bar itself: the others are asked to
 // refuse its pieces. If none of them has had one of this call, nobody can finish it: the rank counts as barred. If
 // one has, the rank has entered. Once all have entered, a deadline ends a call only if nothing has moved on any
-// rank between two questions.
+// rank between two questions. Before ranks are barred, a patient wait asks who is missing, and goes on while none of them
+// has been held in another call for long: that is in their heartbeats.
 #pragma once
 
 #include <algorithm>
@@ -100,7 +101,8 @@ public:
     // The same for what takes longer to find; tells the coordinator that this rank waits, and in what.
     Status slow_trouble();
     // The deadline of the current call is over: late if a rank is barred from it, or if nothing moves any more;
-    // then missing() names who. Otherwise the call goes on, and the deadline is put off. The lock is let go of.
+    // then missing() names who. Otherwise, also because of its patience, the call goes on, and the deadline is put off.
+    // The lock is let go of.
     Status expire(Lock& lock, const WaitOptions& options);
     // Whether it was given up for ranks that are barred.
     bool has_barred() const { return has_barred_; }
@@ -217,6 +219,7 @@ private:
     std::uint64_t moves_here() const;
     std::uint64_t count_moves(std::uint64_t here) const;
     Status give_up(std::vector<int> missing, bool are_barred);
+    bool may_still_come(Lock& lock, const WaitOptions& options);
     // Ranks differ in a call, which may be one that this rank has yet to come to: then a piece of the call before, which
     // comes late, must not make it forget that.
     void note_difference(std::uint64_t sequence) { asked_ = std::max(asked_, sequence); }
@@ -244,6 +247,7 @@ private:
     std::uint64_t expired_ = 0;    // the last call whose deadline was over
     std::uint64_t last_moves_ = 0;      // of all ranks, when it was
     std::int64_t next_expiry_ns_ = 0;   // when to ask again whether anything moves
+    std::int64_t next_look_ns_ = 0;     // the same whether one who is missing is stuck
     std::vector<int> given_up_for_;     // who is barred or waited for in a call that was given up
     std::uint64_t last_poll_ = 0;  // for dead ranks
     std::int64_t next_poll_ns_ = 0;

@@ -290,7 +290,26 @@ Status Group::give_up(std::vector<int> missing, bool are_barred) {
     return {StatusCode::late};
 }
 
+// Whether the current call waits for ranks none of which is stuck in another call.
+bool Group::may_still_come(Lock& lock, const WaitOptions& options) {
+    poll_all(lock);
+    std::vector<int> missing = find_missing();
+    std::erase(missing, rank_);
+    return !missing.empty() && std::all_of(missing.begin(), missing.end(), [&](int rank) {
+        return mesh_->held_ns(world_rank(rank)) < options.patience.stuck_ns;
+    });
+}
+
 Status Group::expire(Lock& lock, const WaitOptions& options) {
+    if (options.is_patient()) {
+        // Their heartbeats say nothing new any sooner.
+        const bool is_due = core::now_ns() >= next_look_ns_;
+        if (!is_due || may_still_come(lock, options)) {
+            next_look_ns_ = is_due ? core::now_ns() + mesh_->options().heartbeat_ns : next_look_ns_;
+            options.deadline_ns = next_look_ns_;
+            return {};
+        }
+    }
     const std::int64_t now = core::now_ns();
     const bool is_first = expired_ != own_status_.sequence;
     if (!is_first && now < next_expiry_ns_) {

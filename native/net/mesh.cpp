@@ -16,6 +16,7 @@
 #include <set>
 #include <system_error>
 
+#include "core/held_thread.hpp"
 #include "net/group.hpp"
 
 namespace ferrodist::net {
@@ -74,7 +75,8 @@ void watch_forks() {
 
 Mesh::Mesh(int rank, const std::vector<LinkSpec>& specs, const MeshOptions& options)
     : reports(specs.size()), rank_(rank), options_(options), last_time_ns_(core::now_ns()),
-      last_heard_ns_(specs.size()), sent_at_last_beat_(specs.size()), cpus_(specs.size()),
+      last_heard_ns_(specs.size()), sent_at_last_beat_(specs.size()), held_ns_(specs.size()),
+      told_held_ns_(specs.size()), cpus_(specs.size()),
       spins_(pointers_to(cpus_), rank, has_one_local_peer(specs)) {
     watch_forks();
     epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
@@ -304,17 +306,21 @@ void Mesh::run_in_background() {
     }
 }
 
-// Sends a heartbeat where nothing else was sent for a while.
+// Sends a heartbeat where nothing else was sent for a while, or where it has something to tell.
 void Mesh::beat() {
     const std::int64_t now = core::now_ns();
     if (now < next_beat_ns_) {
         return;
     }
     next_beat_ns_ = now + options_.heartbeat_ns;
+    const std::int64_t held_ns = core::longest_hold_ns();
     for (int peer = 0; peer < size(); ++peer) {
         std::uint64_t& before = sent_at_last_beat_[static_cast<std::size_t>(peer)];
-        if (peer != rank_ && link(peer).num_sent() == before && link(peer).is_idle() && !is_finished_) {
-            send(peer, {.kind = FrameKind::heartbeat}, {}, true);
+        std::int64_t& told = told_held_ns_[static_cast<std::size_t>(peer)];
+        const bool has_news = link(peer).num_sent() == before || held_ns != told;
+        if (peer != rank_ && has_news && link(peer).is_idle() && !is_finished_) {
+            send(peer, {.kind = FrameKind::heartbeat, .sequence = static_cast<std::uint64_t>(held_ns)}, {}, true);
+            told = held_ns;
         }
         before = link(peer).num_sent();
     }
@@ -329,6 +335,7 @@ std::byte* Mesh::place_for(int peer, const Header& header) {
 
 void Mesh::on_frame(int peer, const Header& header, Payload payload, bool is_void) {
     if (header.kind == FrameKind::heartbeat) {
+        held_ns_[static_cast<std::size_t>(peer)] = static_cast<std::int64_t>(header.sequence);
         return;
     }
     if (header.kind == FrameKind::join || header.kind == FrameKind::unjoin) {

@@ -88,6 +88,8 @@ public:
     bool is_up(int peer) const { return peer == rank_ || links_[static_cast<std::size_t>(peer)]->is_up(); }
     // Whether nothing at all was heard of a rank for too long.
     bool lacks_heartbeat(int peer) const;
+    // How long a thread of a rank has been held in one call, as of its last heartbeat.
+    std::int64_t held_ns(int peer) const { return held_ns_[static_cast<std::size_t>(peer)]; }
     // Changes whenever something has happened that a wait may depend on.
     std::uint64_t epoch() const { return epoch_; }
     void add(std::uint64_t id, Group* group) { groups_[id] = group; }
@@ -181,6 +183,7 @@ private:
     std::int64_t last_time_ns_, awake_ns_ = 0;
     std::vector<std::int64_t> last_heard_ns_;  // by awake_ns_
     std::vector<std::uint64_t> sent_at_last_beat_;
+    std::vector<std::int64_t> held_ns_, told_held_ns_;  // what others have told, and were told
     std::int64_t next_beat_ns_ = 0;
     std::vector<core::Word> cpus_;  // by rank, of those on this host; 0 for the others
     core::Spins spins_;

@@ -39,12 +39,20 @@ core::Status Messages::wait(Request& request, const core::WaitOptions& options, 
         group_.begin_send(request.peer);
     }
     check();
+    std::uint64_t moves = 0;
     while (!request.is_complete()) {
-        if (const Status status = waiter.until_change(mesh.epoch()); status.failed()) {
+        const Status status = waiter.until_change(mesh.epoch());
+        if (status.code == StatusCode::late && may_still_come(request, options)) {
+            options.deadline_ns = core::now_ns() + core::patient_look_ns;
+        } else if (status.failed()) {
             return status;  // until it is withdrawn it shows whom it is for: others may ask
         }
         if (waiter.is_time_to_poll()) {
             check();
+            if (const std::uint64_t now = request.is_complete() ? moves : moves_of(request); now != moves) {
+                moves = now;
+                waiter.progressed();
+            }
         }
     }
     if (holds_caller && request.is_send) {
@@ -251,6 +259,16 @@ bool Messages::is_gone(int peer) const { return group_.is_gone(peer); }
 bool Messages::is_closing(int peer) const { return group_.sends_no_more(peer); }
 bool Messages::receives_no_more(int peer) const { return group_.takes_no_more(peer); }
 core::Status Messages::loss(int peer) const { return group_.loss(peer); }
+std::int64_t Messages::held_ns(int peer) const { return group_.mesh().held_ns(group_.world_rank(peer)); }
+
+std::uint64_t Messages::moves_of(const Request& request) const {
+    if (request.transfer == nullptr) {
+        return 0;
+    }
+    return request.is_send ? static_cast<const SendData&>(*request.transfer).ticket.pending
+                           : static_cast<const ReceiveData&>(*request.transfer).filled;
+}
+
 bool Messages::lacks_heartbeat(int peer) { return group_.mesh().lacks_heartbeat(group_.world_rank(peer)); }
 
 }  // namespace ferrodist::net

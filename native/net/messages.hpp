@@ -63,6 +63,8 @@ protected:
     bool receives_no_more(int peer) const override;
     core::Status loss(int peer) const override;
     bool lacks_heartbeat(int peer) override;
+    std::int64_t held_ns(int peer) const override;
+    std::uint64_t moves_of(const core::Request& request) const override;
 
 private:
     struct SendData final : core::Transfer {

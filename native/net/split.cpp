@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "net/split.hpp"
+
+#include <algorithm>
+
 #include "net/waiter.hpp"
 
 namespace ferrodist::net {
@@ -59,6 +62,13 @@ std::vector<int> Split::absent() {
     return absent_now();
 }
 
+// Whether none of those who are missing is stuck in another call.
+bool Split::may_still_come(const std::vector<int>& absent, const WaitOptions& options) const {
+    return std::all_of(absent.begin(), absent.end(), [&](int rank) {
+        return parent_->mesh().held_ns(parent_->world_rank(rank)) < options.patience.stuck_ns;
+    });
+}
+
 Status Split::wait(const WaitOptions& options) {
     Mesh& mesh = parent_->mesh();
     Lock guard = mesh.lock();
@@ -81,7 +91,10 @@ Status Split::wait(const WaitOptions& options) {
                 return {StatusCode::no_heartbeat, rank};
             }
         }
-        if (const Status status = waiter.until_change(mesh.epoch()); status.failed()) {
+        const Status status = waiter.until_change(mesh.epoch());
+        if (status.code == StatusCode::late && options.is_patient() && may_still_come(absent, options)) {
+            options.deadline_ns = core::now_ns() + core::patient_look_ns;
+        } else if (status.failed()) {
             return status;
         }
     }

@@ -28,6 +28,7 @@ public:
 
 private:
     std::vector<int> absent_now() const;
+    bool may_still_come(const std::vector<int>& absent, const WaitOptions& options) const;
     void tell(FrameKind kind);
 
     std::shared_ptr<Group> parent_;

@@ -37,6 +37,10 @@ void Waiter::progressed() {
         options_.spins->waited(core::now_ns() - start_ns_);
     }
     start_ns_ = 0;
+    if (has_polled_) {
+        has_polled_ = false;
+        options_.hook->progressed();
+    }
 }
 
 core::Spins::Step Waiter::next_step(std::int64_t now) {
@@ -91,7 +95,7 @@ Status Waiter::poll() {
     const bool goes_on = options_.hook->poll();
     lock_.lock();
     next_poll_ns_ = core::now_ns() + core::longest_sleep_ns;
-    was_asked_ = true;
+    was_asked_ = has_polled_ = true;
     return goes_on ? Status{} : Status{StatusCode::interrupted};
 }
 

@@ -35,6 +35,7 @@ private:
     std::int64_t start_ns_ = 0;  // of the wait for what is awaited now; 0: it has not begun
     std::int64_t next_poll_ns_ = 0;
     bool was_asked_ = false;
+    bool has_polled_ = false;  // since something has come
 };
 
 }  // namespace ferrodist::net

@@ -109,8 +109,30 @@ bool Group::bar_missing() {
     return finds_barred;
 }
 
-Status Group::expire() {
+template <class IsMissing>
+bool Group::may_still_come(const WaitOptions& options, const IsMissing& is_missing) const {
+    bool is_anybody_missing = false;
+    for (int rank = 0; rank < size(); ++rank) {
+        if (rank == rank_ || !is_missing(rank)) {
+            continue;
+        }
+        if (peer(rank).held_ns() >= options.patience.stuck_ns) {
+            return false;
+        }
+        is_anybody_missing = true;
+    }
+    return is_anybody_missing;
+}
+
+Status Group::expire(const WaitOptions& options) {
     const std::lock_guard lock(end_mutex_);
+    const std::uint32_t round = published_round();
+    const auto has_come_to_it = [&](int rank) {
+        return slot(rank, round).epoch.load(std::memory_order_acquire) == round + 1;  // pairs with publish
+    };
+    if (options.is_patient() && may_still_come(options, [&](int rank) { return !has_come_to_it(rank); })) {
+        return {};
+    }
     if (bar_missing()) {
         return {StatusCode::late};
     }
@@ -213,6 +235,9 @@ private:
     Status expire(std::int64_t now) {
         const bool all_entered = group_.have_all_entered(options_.sequence);
         if (!options_.is_late() || (all_entered && now - moved_ns_ < stall_ns)) {
+            return {};
+        }
+        if (options_.is_patient() && group_.may_still_come(options_, [&](int rank) { return is_missing(rank); })) {
             return {};
         }
         if (group_.bar_missing()) {

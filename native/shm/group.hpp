@@ -20,6 +20,7 @@
 // is barred is never complete, so nobody can have finished its call; the group error that names the barred ranks
 // concerns all of them alike. If all have come, the round is complete and nobody may give it up.
 // Once all have entered a call, a deadline ends it only if nothing has moved for a while.
+// A deadline that nobody chose ends nothing at all while those that are missing are alive and not stuck: see Patience.
 #pragma once
 
 #include <cstdint>
@@ -89,8 +90,8 @@ public:
     // thread of this rank.
     bool bar_missing();
     // The deadline of the current call is over, says a thread that is not in it: late if a rank was barred, or if
-    // nothing has moved for a while.
-    Status expire();
+    // nothing has moved for a while. Done if the call is to go on, also because of its patience.
+    Status expire(const WaitOptions& options);
     // All ranks were seen in a round of this call.
     void note_all_entered(std::uint64_t sequence) { all_entered_ = sequence; }
     bool have_all_entered(std::uint64_t sequence) const { return all_entered_ == sequence; }
@@ -173,6 +174,9 @@ private:
     std::uint32_t published_round() const;
     // A number that changes as long as anything moves in this group.
     std::uint64_t count_moves() const;
+    // Whether nobody of those who are missing is stuck in another call.
+    template <class IsMissing>
+    bool may_still_come(const WaitOptions& options, const IsMissing& is_missing) const;
     void wake_everybody();
     Status await(int peer, std::size_t nbytes, const Word& word, const WaitOptions& options);
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/forks.hpp"
+#include "core/held_thread.hpp"
 
 namespace ferrodist::shm {
 namespace {
@@ -68,9 +69,11 @@ private:
         std::unique_lock lock(mutex_);
         while (!is_ending) {
             auto interval = std::chrono::nanoseconds(std::chrono::hours(1));
+            const std::int64_t held_ns = core::longest_hold_ns();
             for (const Entry& entry : beats_) {
-                // Relaxed: a heartbeat orders nothing. Pairs with the load in HeartbeatTimer.
-                entry.beat->fetch_add(1, std::memory_order_relaxed);
+                // Relaxed, both: a heartbeat orders nothing. Pairs with the loads in HeartbeatTimer and Peer::held_ns.
+                entry.beat->held_ns.store(held_ns, std::memory_order_relaxed);
+                entry.beat->count.fetch_add(1, std::memory_order_relaxed);
                 interval = std::min(interval, entry.interval);
             }
             changed_.wait_for(lock, interval);

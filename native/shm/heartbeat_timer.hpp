@@ -19,7 +19,7 @@ public:
     // may be stopped.
     bool is_too_long(const Peer& peer, std::int64_t limit_ns, std::int64_t passed_ns) {
         // Pairs with the heartbeat's fetch_add; orders nothing.
-        const std::uint64_t beat = peer.header().beat.load(std::memory_order_relaxed);
+        const std::uint64_t beat = peer.header().beat.count.load(std::memory_order_relaxed);
         quiet_ns_ = beat == beat_ ? quiet_ns_ + std::min(passed_ns, 2 * longest_sleep_ns) : 0;
         beat_ = beat;
         return quiet_ns_ > limit_ns && peer.hook >= 0;

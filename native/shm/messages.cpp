@@ -44,13 +44,13 @@ Messages::~Messages() {
 
 core::Status Messages::wait(Request& request, const core::WaitOptions& options, bool holds_caller) {
     if (!holds_caller || !request.is_send || request.is_complete()) {
-        return progress_.wait(request, options);
+        return progress_.wait(*this, request, options);
     }
     RankWords& mine = group_.words(group_.rank());
     // Relaxed, all of these: hints for those who look for a cycle. Pair with find_send_cycle.
     mine.cycle_next.store(0, std::memory_order_relaxed);
     mine.sending_to.store(static_cast<std::uint32_t>(request.peer) + 1, std::memory_order_relaxed);
-    const core::Status status = progress_.wait(request, options);
+    const core::Status status = progress_.wait(*this, request, options);
     mine.sending_to.store(0, std::memory_order_relaxed);
     return status;
 }
@@ -532,6 +532,14 @@ bool Messages::is_closing(int peer) const {
 bool Messages::receives_no_more(int peer) const {
     // Pairs with count_receives: after is_closing no new ones are posted.
     return group_.words(peer).num_receives.load(std::memory_order_seq_cst) == 0;
+}
+
+std::uint64_t Messages::moves_of(const Request& request) const {
+    if (request.transfer == nullptr) {
+        return 0;
+    }
+    return request.is_send ? static_cast<const SendData&>(*request.transfer).num_filled
+                           : static_cast<const ReceiveData&>(*request.transfer).num_emptied;
 }
 
 bool Messages::lacks_heartbeat(int peer) {

@@ -39,7 +39,9 @@ public:
     using core::Messages::check;
     // Whether something comes that nobody may wait for, such as data for a receive that was given up.
     bool has_unattended() const;
+    using core::Messages::may_still_come;
     using core::Messages::next_deadline;
+    std::uint64_t moves_of(const core::Request& request) const override;
 
 protected:
     Lock lock() override { return progress_.lock(); }
@@ -69,6 +71,7 @@ protected:
     bool receives_no_more(int peer) const override;
     core::Status loss(int peer) const override { return {StatusCode::lost, peer}; }
     bool lacks_heartbeat(int peer) override;
+    std::int64_t held_ns(int peer) const override { return group_.peer(peer).held_ns(); }
 
 private:
     // A stream of this process, with its ring. Lasts as long as the group.

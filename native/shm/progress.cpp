@@ -65,7 +65,8 @@ bool Progress::has_unattended() const {
 // What a wait looks at, now and then.
 class Progress::WaitPoll {
 public:
-    WaitPoll(Progress& progress, const WaitOptions& options) : progress_(progress), options_(options) {}
+    WaitPoll(Progress& progress, const Messages& messages, const core::Request& request, const WaitOptions& options)
+        : progress_(progress), messages_(messages), request_(request), options_(options) {}
     ~WaitPoll() {
         if (has_begun_) {
             const auto guard = progress_.lock();
@@ -90,19 +91,32 @@ public:
 
     Status poll() {
         check();
-        if (options_.is_late()) {
+        if (options_.is_late() && !messages_.may_still_come(request_, options_)) {
             return {StatusCode::late};
         }
         if (now_ns() < next_poll_ns_) {
             return {};
         }
         next_poll_ns_ = now_ns() + longest_sleep_ns / 2;
+        if (has_moved()) {
+            options_.hook->progressed();
+        }
         return {options_.hook->poll() ? StatusCode::done : StatusCode::interrupted};
     }
 
 private:
+    bool has_moved() {
+        const auto guard = progress_.lock();
+        const std::uint64_t before = moves_;
+        moves_ = request_.is_complete() ? moves_ : messages_.moves_of(request_);
+        return moves_ != before;
+    }
+
     Progress& progress_;
+    const Messages& messages_;
+    const core::Request& request_;
     const WaitOptions& options_;
+    std::uint64_t moves_ = 0;
     bool has_begun_ = false;
     std::int64_t next_poll_ns_ = 0;
 };
@@ -113,7 +127,7 @@ void Progress::advance_for(const core::Request& request) {
     }
 }
 
-Status Progress::wait(core::Request& request, const WaitOptions& options) {
+Status Progress::wait(const Messages& messages, core::Request& request, const WaitOptions& options) {
     const auto is_ready = [&] {
         if (!request.is_complete()) {
             const auto guard = lock();
@@ -129,7 +143,7 @@ Status Progress::wait(core::Request& request, const WaitOptions& options) {
     if (request.is_complete()) {
         return {};
     }
-    WaitPoll wait_poll(*this, options);
+    WaitPoll wait_poll(*this, messages, request, options);
     const Status status = wait_until(doorbell_.rings, doorbell_.sleepers, options, is_ready, wait_poll);
     return request.is_complete() ? Status{} : status;
 }

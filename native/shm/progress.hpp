@@ -37,7 +37,7 @@ public:
     Progress& operator=(const Progress&) = delete;
 
     std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
-    Status wait(core::Request& request, const WaitOptions& options);
+    Status wait(const Messages& messages, core::Request& request, const WaitOptions& options);
     bool test(core::Request& request);
 
     // -- with the lock held ----------------------------------------------------------------------

@@ -91,13 +91,21 @@ public:
         if (const Status status = check(); status.failed()) {
             return status;
         }
-        if (options_.is_late()) {
+        if (options_.is_late() && !(options_.is_patient() && may_still_come())) {
             return {StatusCode::late};
         }
         return {options_.hook->poll() ? StatusCode::done : StatusCode::interrupted};
     }
 
 private:
+    // Whether nobody of those who are missing is stuck in another call.
+    bool may_still_come() const {
+        const std::vector<int> absent = split_.absent();
+        return std::all_of(absent.begin(), absent.end(), [&](int member) {
+            return split_.parent_->peer(member).held_ns() < options_.patience.stuck_ns;
+        });
+    }
+
     Split& split_;
     const WaitOptions& options_;
 };

@@ -53,6 +53,10 @@ struct Peer {
     std::shared_ptr<const Mapping> mapping;
 
     ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(base); }
+    // How long a thread of it has been held in one call, as of its last heartbeat.
+    std::int64_t held_ns() const {
+        return header().beat.held_ns.load(std::memory_order_relaxed);  // pairs with the heartbeat's store
+    }
     // Memory in the peer's arena; null if it reaches beyond.
     std::byte* at(std::uint64_t offset, std::uint64_t size) const {
         return offset <= nbytes && size <= nbytes - offset ? base + offset : nullptr;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "core/held_thread.hpp"
 #include "ranks.hpp"
 #include "shm/collectives.hpp"
 
@@ -173,10 +174,72 @@ TEST(another_thread_of_a_rank_ends_a_call_that_has_no_deadline) {
             return;
         }
         CHECK(eventually([&] { return host.group(0)->words(1).sleepers.load() > 0; }));
-        CHECK_EQUAL(host.group(0)->expire().code, StatusCode::late);
+        core::ProgressHook nobody;
+        CHECK_EQUAL(host.group(0)->expire({&nobody}).code, StatusCode::late);
         CHECK(host.group(0)->set_error(3, "late"));
     });
     CHECK_EQUAL(meet_all(*host.group(1), 3).code, StatusCode::given_up);
+}
+
+// -- the patience of a deadline that nobody chose ------------------------------------------------------------
+
+namespace {
+
+// A wait whose deadline is over soon, and that then is patient with who is not held for a tenth of a second.
+core::WaitOptions patient(core::ProgressHook& hook, std::int64_t longest_ns) {
+    core::WaitOptions options = options_of(hook, 1, millisecond);
+    options.patience = {longest_ns, 100 * millisecond};
+    return options;
+}
+
+}  // namespace
+
+TEST(a_rank_that_is_alive_is_waited_for_beyond_the_deadline) {
+    Host host(2);
+    std::atomic<int> num_polls{0};
+    host.run([&](Group& group) {
+        ActingHook hook([&] { return ++num_polls > 0; });
+        if (group.rank() == 1) {
+            CHECK(eventually([&] { return num_polls > 5; }));
+        }
+        CHECK_EQUAL(group.meet(patient(hook, very_long)).code, StatusCode::done);
+    });
+    CHECK(num_polls > 5);
+}
+
+TEST(a_rank_that_is_held_in_another_call_is_not_waited_for) {
+    Host host(2);
+    CountingHook hook;
+    core::HeldThread elsewhere;
+    elsewhere.note();
+    CHECK_EQUAL(host.group(0)->meet(patient(hook, very_long)).code, StatusCode::late);
+    CHECK(missing_of(*host.group(0)) == std::vector<int>{1});
+    CHECK(core::longest_hold_ns() >= 100 * millisecond);
+    CHECK_EQUAL(host.group(1)->meet(patient(hook, very_long)).code, StatusCode::given_up);
+}
+
+TEST(patience_ends) {
+    Host host(2);
+    CountingHook hook;
+    const std::int64_t start = core::now_ns();
+    CHECK_EQUAL(host.group(0)->meet(patient(hook, 300 * millisecond)).code, StatusCode::late);
+    CHECK(core::now_ns() - start >= 300 * millisecond);
+    CHECK(missing_of(*host.group(0)) == std::vector<int>{1});
+}
+
+TEST(an_exact_deadline_of_another_thread_ends_a_call_that_is_patient) {
+    Host host(2);
+    run_threads(2, [&](int number) {
+        CountingHook hook;
+        if (number == 0) {
+            CHECK_EQUAL(host.group(0)->meet(patient(hook, very_long)).code, StatusCode::group_error);
+            return;
+        }
+        CHECK(eventually([&] { return host.group(0)->words(1).sleepers.load() > 0; }));
+        CHECK_EQUAL(host.group(0)->expire(patient(hook, very_long)).code, StatusCode::done);
+        CHECK_EQUAL(host.group(0)->expire(options_of(hook, 1, millisecond)).code, StatusCode::late);
+        CHECK(host.group(0)->set_error(1, "late"));
+    });
 }
 
 }  // namespace ferrodist::tests

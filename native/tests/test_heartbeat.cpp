@@ -7,25 +7,26 @@
 #include <thread>
 
 #include "check.hpp"
+#include "core/held_thread.hpp"
 #include "ranks.hpp"
 #include "shm/heartbeat.hpp"
 
 namespace ferrodist::tests {
 
 TEST(a_heart_beats_until_it_is_stopped) {
-    shm::Beat slow{0}, quick{0};
+    shm::Beat slow, quick;
     shm::start_beating(slow, very_long);
     shm::start_beating(quick, millisecond);
-    CHECK(eventually([&] { return quick > 3; }));
+    CHECK(eventually([&] { return quick.count > 3; }));
     shm::stop_beating(quick);
-    const std::uint64_t last = quick;
+    const std::uint64_t last = quick.count;
     shm::stop_beating(slow);
-    CHECK_EQUAL(quick.load(), last);
-    CHECK(slow > 0);
+    CHECK_EQUAL(quick.count.load(), last);
+    CHECK(slow.count > 0);
 }
 
 TEST(the_end_of_a_heartbeat_does_not_wait_for_another) {
-    shm::Beat one{0}, other{0};
+    shm::Beat one, other;
     for (std::size_t i = 0; i < times(1000); ++i) {
         shm::start_beating(one, second);
         std::atomic<int> num_ready{0};
@@ -54,6 +55,38 @@ TEST(the_end_of_a_heartbeat_does_not_wait_for_another) {
     }
 }
 
+TEST(the_thread_that_is_held_for_longest_counts) {
+    CHECK_EQUAL(core::longest_hold_ns(), 0);
+    core::HeldThread first, second;
+    first.note();
+    CHECK(eventually([] { return core::longest_hold_ns() > 20 * millisecond; }));
+    second.note();
+    first.note();  // it is still the same wait
+    CHECK(core::longest_hold_ns() > 20 * millisecond);
+    first.let_go();
+    CHECK(core::longest_hold_ns() < 20 * millisecond || is_sanitized);
+    std::thread([] {
+        core::HeldThread::exempt_this_thread();
+        core::HeldThread third;
+        third.note();
+        CHECK(eventually([] { return core::longest_hold_ns() > 0; }));
+    }).join();
+    second.let_go();
+    CHECK_EQUAL(core::longest_hold_ns(), 0);
+}
+
+TEST(a_heartbeat_shows_how_long_a_thread_is_held) {
+    shm::Beat beat;
+    shm::start_beating(beat, millisecond);
+    {
+        core::HeldThread held;
+        held.note();
+        CHECK(eventually([&] { return beat.held_ns > 20 * millisecond; }));
+    }
+    CHECK(eventually([&] { return beat.held_ns == 0; }));
+    shm::stop_beating(beat);
+}
+
 TEST(a_forked_child_can_have_a_world_of_its_own) {
     if (is_sanitized) {
         return;  // ThreadSanitizer allows no threads in the child of a process that had some
@@ -69,10 +102,10 @@ TEST(a_forked_child_can_have_a_world_of_its_own) {
         CHECK_EQUAL(arena.allocated_nbytes(), before);
         const shm::Beat& beat = own.world(0)->peer(1).header().beat;
         const std::int64_t limit = core::now_ns() + second;
-        while (beat < 2 && core::now_ns() < limit) {
+        while (beat.count < 2 && core::now_ns() < limit) {
             std::this_thread::yield();
         }
-        CHECK(beat >= 2);
+        CHECK(beat.count >= 2);
         _exit(num_failed == failed_before ? 0 : 1);
     }
     int status = -1;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "core/held_thread.hpp"
 #include "meshes.hpp"
 
 namespace ferrodist::tests {
@@ -87,6 +88,68 @@ TEST(a_rank_of_which_a_piece_has_come_has_entered_though_it_does_not_answer) {
     CHECK_EQUAL(receive_piece(meshes.group(0), 2, soon).code, StatusCode::late);
     CHECK(!meshes.group(0).has_barred());
     CHECK(meshes.group(0).missing() == std::vector<int>{2});
+}
+
+// -- the patience of a deadline that nobody chose ------------------------------------------------------------
+
+namespace {
+
+// Receives a piece with a deadline that is over soon, and that then is patient with who is not held for long.
+core::Status receive_patiently(Group& group, int peer, core::ProgressHook& hook, std::int64_t longest_ns = very_long) {
+    Buffer here(10);
+    const core::WaitOptions options{&hook, core::now_ns() + millisecond, core::no_spins, 0, 0,
+                                    {longest_ns, 100 * millisecond}};
+    return net::exchange(group, 0, -1, {}, peer, here.data(), here.size(), {nullptr, nullptr, false, 1, 1}, options);
+}
+
+}  // namespace
+
+TEST(over_tcp_a_rank_that_is_alive_is_waited_for_beyond_the_deadline) {
+    Meshes meshes(3);
+    std::atomic<int> num_polls{0};
+    meshes.run([&](Group& group) {
+        if (group.rank() == 2) {
+            CHECK(eventually([&] { return num_polls > 10; }));
+            for (int peer = 0; peer < 2; ++peer) {
+                const Buffer piece(10);
+                CHECK_EQUAL(trade(group, {.sequence = 1, .to = peer, .out = piece}).code, StatusCode::done);
+            }
+            return;
+        }
+        ActingHook hook([&] { return ++num_polls > 0; });
+        CHECK_EQUAL(receive_patiently(group, 2, hook).code, StatusCode::done);
+    });
+}
+
+TEST(over_tcp_a_rank_whose_heartbeat_says_that_it_is_held_is_not_waited_for) {
+    Meshes meshes(2, {.strangers = {1}});
+    meshes.stranger(1, 0).say({.kind = FrameKind::heartbeat, .sequence = 200 * millisecond});
+    core::ProgressHook hook;
+    CHECK_EQUAL(receive_patiently(meshes.group(0), 1, hook).code, StatusCode::late);
+    CHECK(meshes.group(0).missing() == std::vector<int>{1});
+}
+
+TEST(over_tcp_patience_ends) {
+    Meshes meshes(2);
+    core::ProgressHook hook;
+    const std::int64_t start = core::now_ns();
+    CHECK_EQUAL(receive_patiently(meshes.group(0), 1, hook, 300 * millisecond).code, StatusCode::late);
+    CHECK(core::now_ns() - start >= 300 * millisecond);
+    CHECK(meshes.group(0).has_barred());
+}
+
+TEST(heartbeats_tell_how_long_a_thread_is_held) {
+    Meshes meshes(2);
+    const auto told = [&] {
+        const net::Lock guard = meshes.mesh(0).lock();
+        return meshes.mesh(0).held_ns(1);
+    };
+    {
+        core::HeldThread held;
+        held.note();
+        CHECK(eventually([&] { return told() > 20 * millisecond; }));
+    }
+    CHECK(eventually([&] { return told() == 0; }));
 }
 
 }  // namespace ferrodist::tests

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Messages in shared memory: requests in any number and order, and what becomes of them when a rank goes.
 #include <algorithm>
+#include <atomic>
 #include <deque>
 
 #include "check.hpp"
 #include "core/completions.hpp"
+#include "core/held_thread.hpp"
 #include "requests.hpp"
 #include "shm/messages.hpp"
 
@@ -457,6 +459,45 @@ TEST(queues_and_rings_are_given_back) {
         CHECK(host.arena(0).num_blocks() >= before);
     }
     CHECK_EQUAL(host.arena(0).num_blocks(), before);
+}
+
+TEST(a_receive_in_flight_outlives_its_deadline_until_its_sender_is_held_elsewhere) {
+    Mail mail(2);
+    Buffer here(8);
+    Posted receive(new core::Request, {&mail.of(1)});
+    receive->peer = 0;
+    receive->target = here.data();
+    receive->nbytes = here.size();
+    receive->is_unattended = true;
+    receive->deadline_ns = core::now_ns() + millisecond;
+    receive->last_deadline_ns = core::now_ns() + very_long;
+    receive->stuck_ns = 100 * millisecond;
+    mail.of(1).irecv(*receive);
+    CHECK_EQUAL(wait_for(mail.of(1), *receive, 3 * soon).code, StatusCode::late);
+    CHECK(!receive->is_complete());  // only the wait for it is over
+    core::HeldThread elsewhere;
+    elsewhere.note();
+    CHECK_EQUAL(wait_for(mail.of(1), *receive).code, StatusCode::late);
+    CHECK(receive->is_complete());
+}
+
+TEST(a_wait_for_a_message_is_patient_with_its_sender) {
+    Mail mail(2);
+    Buffer here(8);
+    const auto receive = irecv(mail.of(1), 0, 1, here);
+    std::atomic<int> num_polls{0};
+    run_threads(2, [&](int rank) {
+        if (rank == 0) {
+            CHECK(eventually([&] { return num_polls > 5; }));
+            deliver(mail.of(0), 1, 1, Buffer(8, std::byte{3}));
+            return;
+        }
+        ActingHook hook([&] { return ++num_polls > 0; });
+        const core::WaitOptions options{&hook, core::now_ns() + millisecond, core::no_spins, 0, 0,
+                                        {very_long, 100 * millisecond}};
+        CHECK_EQUAL(mail.of(1).wait(*receive, options, false).code, StatusCode::done);
+    });
+    CHECK(is_all(here.data(), here.size(), 3));
 }
 
 }  // namespace ferrodist::tests

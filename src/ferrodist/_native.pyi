@@ -14,6 +14,7 @@ from _typeshed import ReadableBuffer, WriteableBuffer
 from numpy.typing import NDArray
 
 from ferrodist.call import Site
+from ferrodist.deadline import Deadline
 
 def hash_text(text: str) -> int:
     """Hash text to 64 bits."""
@@ -104,6 +105,8 @@ def set_message_hooks(
     message_error: Callable[..., BaseException],
     make_received: Callable[..., Any],
     on_message_interrupt: Callable[[Any, str, BaseException], None],
+    on_message_wait: Callable[..., Any],
+    on_message_wait_end: Callable[[Any], None],
 ) -> None:
     """Set what native code calls for point-to-point calls."""
 
@@ -253,7 +256,9 @@ class World:
 class Request:
     """A send or receive that is waited for."""
 
-    def wait(self, deadline: float, holds_caller: bool, poll: Callable[[], None] | None) -> Status:
+    def wait(
+        self, deadline: Deadline, holds_caller: bool, poll: Callable[[], None] | None
+    ) -> Status:
         """Wait until it is complete; return a status."""
 
     def abandon(self, code: int) -> None:
@@ -282,8 +287,7 @@ class SharedGroup:
         tag: int,
         header: bytes,
         payload: ReadableBuffer,
-        deadline: float,
-        timeout: float | None,
+        deadline: Deadline,
     ) -> Any:
         """Post a send and return its Work; it fails by itself at the deadline."""
 
@@ -294,8 +298,7 @@ class SharedGroup:
         tag: int,
         header: bytes,
         target: WriteableBuffer | None,
-        deadline: float,
-        timeout: float | None,
+        deadline: Deadline,
         finish: Callable[[], Any] | None,
     ) -> Any:
         """Post a receive, as start_send does; finish() makes the result if there is a target."""
@@ -346,7 +349,7 @@ class SharedGroup:
         in_place: bool,
         sequence: int,
         fingerprint: int,
-        deadline: float,
+        deadline: Deadline,
         in_background: bool,
         poll: Callable[[], None],
     ) -> Status:
@@ -400,14 +403,17 @@ class SharedGroup:
 
     @timeout_ns.setter
     def timeout_ns(self, value: int) -> None: ...
+    def set_patience(self, timeout: float, late_timeout: float) -> None:
+        """Set how long a call waits for ranks that are alive and not stuck."""
+
     def missing(self) -> list[int]:
         """List the ranks that have not come to the current round."""
 
     def note_move(self) -> None:
         """Let the others see that the current call gets on."""
 
-    def expire(self) -> Status:
-        """Bar ranks from the current call, which is late; return its status."""
+    def expire(self, deadline: Deadline) -> Status:
+        """Bar ranks from the current call, which is late; done if it goes on all the same."""
 
     def last_call(self, rank: int) -> tuple[int, int]:
         """Return sequence and kind of a rank's last call."""
@@ -445,7 +451,7 @@ class Split:
     """Some ranks of a group on their way to be a group."""
 
     def __init__(self, parent: SharedGroup, members: Sequence[int], identity: int) -> None: ...
-    def wait(self, deadline: float, poll: Callable[[], None]) -> Status:
+    def wait(self, deadline: Deadline, poll: Callable[[], None]) -> Status:
         """Wait for all members; return a status."""
 
     def absent(self) -> list[int]:
@@ -529,8 +535,7 @@ class TcpGroup:
         tag: int,
         header: bytes,
         payload: ReadableBuffer,
-        deadline: float,
-        timeout: float | None,
+        deadline: Deadline,
     ) -> Any:
         """Post a send and return its Work; it fails by itself at the deadline."""
 
@@ -541,8 +546,7 @@ class TcpGroup:
         tag: int,
         header: bytes,
         target: WriteableBuffer | None,
-        deadline: float,
-        timeout: float | None,
+        deadline: Deadline,
         finish: Callable[[], Any] | None,
     ) -> Any:
         """Post a receive, as start_send does; finish() makes the result if there is a target."""
@@ -620,7 +624,7 @@ class TcpGroup:
         in_place: bool,
         sequence: int,
         fingerprint: int,
-        deadline: float,
+        deadline: Deadline,
         in_background: bool,
         poll: Callable[[], None],
     ) -> Status:
@@ -635,7 +639,7 @@ class TcpGroup:
         incoming: WriteableBuffer | None,
         sequence: int,
         fingerprint: int,
-        deadline: float,
+        deadline: Deadline,
         in_background: bool,
         poll: Callable[[], None],
     ) -> Status:
@@ -645,7 +649,7 @@ class TcpGroup:
         self,
         sequence: int,
         descriptor: bytes,
-        deadline: float,
+        deadline: Deadline,
         in_background: bool,
         poll: Callable[[], None],
     ) -> tuple[Status, list[bytes]]:
@@ -679,11 +683,14 @@ class TcpGroup:
 
     @timeout_ns.setter
     def timeout_ns(self, value: int) -> None: ...
+    def set_patience(self, timeout: float, late_timeout: float) -> None:
+        """Set how long a call waits for ranks that are alive and not stuck."""
+
     def missing(self) -> list[int]:
         """Ask all ranks, and list those that hold up the current call."""
 
-    def expire(self) -> Status:
-        """Bar ranks from the current call, which is late; return its status."""
+    def expire(self, deadline: Deadline) -> Status:
+        """Bar ranks from the current call, which is late; done if it goes on all the same."""
 
     @property
     def has_barred(self) -> bool:
@@ -792,7 +799,7 @@ class HybridGroup:
         sequence: int,
         fingerprint: int,
         index: int,
-        deadline: float,
+        deadline: Deadline,
         in_background: bool,
         poll: Callable[[], None],
     ) -> Status:
@@ -803,7 +810,7 @@ class HybridGroup:
         call_kind: int,
         sequence: int,
         fingerprint: int,
-        deadline: float,
+        deadline: Deadline,
         in_background: bool,
         poll: Callable[[], None],
     ) -> Status:
@@ -813,7 +820,7 @@ class TcpSplit:
     """Some ranks of a group on their way to be a group."""
 
     def __init__(self, parent: TcpGroup, members: Sequence[int], identity: int) -> None: ...
-    def wait(self, deadline: float, poll: Callable[[], None]) -> Status:
+    def wait(self, deadline: Deadline, poll: Callable[[], None]) -> Status:
         """Wait for all members; return a status."""
 
     def absent(self) -> list[int]:

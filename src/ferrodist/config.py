@@ -26,6 +26,13 @@ class Default(enum.Enum):
         return "DEFAULT"
 
 
+class DefaultTimeout(float):
+    """Seconds that nobody chose: beyond them a call still waits for ranks that are not stuck.
+
+    A number of the same value that somebody chose is exact.
+    """
+
+
 DEFAULT = Default.DEFAULT
 Timeout = float | timedelta | None | Default
 
@@ -101,7 +108,16 @@ class Config:
     """Every setting with its default. The table in the docs is made from this class."""
 
     timeout: float | None = _setting(
-        DEFAULT_COLLECTIVE_TIMEOUT, _LIMIT, "deadline of a whole call when none is passed"
+        DefaultTimeout(DEFAULT_COLLECTIVE_TIMEOUT),
+        _LIMIT,
+        "deadline of a whole call when none is passed; exact if it is set, also to 60",
+    )
+    late_timeout: float = _setting(
+        1800.0,
+        _SECONDS,
+        "how long a call waits at most, when nobody has set a timeout, for ranks that are alive "
+        "and not stuck in another call",
+        shared=True,
     )
     reproducible: bool = _setting(
         False, _SWITCH, "reduce in rank order on every backend, whatever the algorithm"
@@ -271,6 +287,8 @@ def check_timeout(timeout: Any) -> float | None:
     """Return a timeout in seconds, None for no limit; refuse what is not a time above zero."""
     if timeout is None:
         return None
+    if isinstance(timeout, DefaultTimeout):
+        return timeout
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:

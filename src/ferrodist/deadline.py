@@ -7,15 +7,39 @@ import math
 import threading
 import time
 
+from ferrodist.config import DefaultTimeout
+
+_SLACK = 0.5  # seconds after which a wait on the fast path is surely noticed
+
 
 class Deadline:
-    """The moment at which a call gives up; ``seconds`` is what the caller asked for."""
+    """The moment at which a call gives up; ``seconds`` is what the caller asked for.
 
-    __slots__ = ("end", "seconds")
+    If nobody asked for anything, and there is a ``late_timeout``, the call goes on for so long
+    after its ``start`` as those that it waits for are alive, and have not been held in one other
+    call for ``seconds``.
+    """
 
-    def __init__(self, seconds: float | None) -> None:
+    __slots__ = ("end", "late_seconds", "seconds")
+
+    def __init__(
+        self,
+        seconds: float | None,
+        late_timeout: float | None = None,
+        *,
+        start: float | None = None,
+    ) -> None:
+        start = time.monotonic() if start is None else start
         self.seconds = seconds
-        self.end = math.inf if seconds is None else time.monotonic() + seconds
+        self.end = math.inf if seconds is None else start + seconds
+        self.late_seconds = 0.0  # exact
+        if isinstance(seconds, DefaultTimeout) and late_timeout is not None:
+            self.late_seconds = late_timeout
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether a call may go on after ``end``, for those who live."""
+        return self._waited() < self.late_seconds
 
     def remaining(self) -> float:
         """Seconds left; zero or less when it has passed, infinite when there is no limit."""
@@ -25,5 +49,12 @@ class Deadline:
         """Return what threads and locks take: seconds left, never below zero nor endless."""
         return min(max(self.remaining(), 0.0), threading.TIMEOUT_MAX)
 
+    def _waited(self) -> float:
+        return (self.seconds or 0.0) - self.remaining()
+
     def __str__(self) -> str:
-        return "no limit" if self.seconds is None else f"{self.seconds:g} s"
+        if self.seconds is None:
+            return "no limit"
+        if self.late_seconds > self.seconds and self._waited() > self.late_seconds - _SLACK:
+            return f"{self.late_seconds:g} s (FERRODIST_LATE_TIMEOUT)"
+        return f"{self.seconds:g} s"

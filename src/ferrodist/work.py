@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,10 +23,16 @@ class Work(Future[T]):
     finishes the call and must not communicate.
     """
 
-    def __init__(self, describe: str = "work", thread: threading.Thread | None = None) -> None:
+    def __init__(
+        self,
+        describe: str = "work",
+        thread: threading.Thread | None = None,
+        holding: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__()
         self.describe = describe
         self._thread = thread  # the one that will finish it
+        self._holding = holding  # shows others that it is waited for
         self.is_asked = False  # whether anybody looked at the outcome, so that no error is lost
 
     def cancel(self) -> bool:
@@ -40,7 +47,8 @@ class Work(Future[T]):
         """Return the result, waiting for it if necessary."""
         self._ask()
         try:
-            return super().result(timeout)
+            with nullcontext() if self.done() else self._holding():
+                return super().result(timeout)
         except TimeoutError as error:
             raise self._explain(error, timeout) from None
 
@@ -48,7 +56,8 @@ class Work(Future[T]):
         """Return the error of the call, None if it went well."""
         self._ask()
         try:
-            return super().exception(timeout)
+            with nullcontext() if self.done() else self._holding():
+                return super().exception(timeout)
         except TimeoutError as error:
             raise self._explain(error, timeout) from None
 

@@ -46,6 +46,12 @@ HEARTBEAT = "FERRODIST_HEARTBEAT is 1.0 on ranks 0, 2 and 4.0 on rank 1: it has 
         ),
         ("tcp", "TCP_LINK", "1,1,1,1", "FERRODIST_TCP_LINK is 2.5e-05,5e-10,1e-10,5e-06 on ranks"),
         ("shared_memory", "FUSE_NBYTES", "4096", "FERRODIST_FUSE_NBYTES is 65536 on ranks 0, 2"),
+        (
+            "tcp",
+            "LATE_TIMEOUT",
+            "7",
+            "FERRODIST_LATE_TIMEOUT is 1800.0 on ranks 0, 2 and 7.0 on rank 1",
+        ),
         ("shared_memory", "LOG_WAIT_AFTER", "7", "agreed"),
         ("tcp", "LOG_WAIT_AFTER", "7", "agreed"),
     ],

@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -90,6 +91,8 @@ class Backend(CallMethods, abc.ABC):
     _fast_isend: Callable[..., Any] | None = None
     _fast_irecv: Callable[..., Any] | None = None
 
+    _knows_statuses = True  # whether ranks know of each other that they live, and what holds them
+
     def __init__(self, rank: int, world_size: int, config: Config) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -97,6 +100,8 @@ class Backend(CallMethods, abc.ABC):
         self._reproducible = config.reproducible
         self._timeout = config.timeout
         self._pickle = False  # whether object calls pickle that do not say otherwise
+        # Where it is not known what the other ranks do, every deadline is exact.
+        self._late_timeout = config.late_timeout if self._knows_statuses else None
         self._tickets = _native.Tickets()
         self._progress: Progress | None = None
         self._unasked: list[Work[Any]] = []
@@ -237,7 +242,11 @@ class Backend(CallMethods, abc.ABC):
 
     @property
     def timeout(self) -> float | None:
-        """Deadline of a call in seconds when none is passed; None waits for ever."""
+        """Deadline of a call in seconds when none is passed; None waits for ever.
+
+        Until it is set, a call still waits after it for ranks that are alive and not stuck in
+        another call, at most ``FERRODIST_LATE_TIMEOUT``. What is set, also 60, is exact.
+        """
         return self._timeout
 
     @timeout.setter
@@ -259,6 +268,12 @@ class Backend(CallMethods, abc.ABC):
         """Take over what calls of the group this one is split off go by."""
         self.timeout, self.reproducible = parent.timeout, parent.reproducible
         self._pickle = parent._pickle
+
+    def _deadline(self, timeout: Timeout = DEFAULT, *, start: float | None = None) -> Deadline:
+        """Make the deadline of a call, by its own timeout or that of this backend."""
+        if timeout is DEFAULT:
+            return Deadline(self._timeout, self._late_timeout, start=start)
+        return Deadline(check_timeout(timeout))
 
     def _note_change(self) -> None:
         """Hear that timeout, reproducible or is_closed changed."""
@@ -314,7 +329,7 @@ class Backend(CallMethods, abc.ABC):
                 weakref.finalize(self, self._progress.stop).atexit = False
             ticket = self._tickets.take()
             label = prepared.call.kind.label
-            work: Work[T] = Work(f"{label} #{ticket}", self._progress.thread)
+            work: Work[T] = Work(f"{label} #{ticket}", self._progress.thread, self._holding)
 
             def run() -> T:
                 self._run_in_flight(prepared, ticket)
@@ -322,6 +337,10 @@ class Backend(CallMethods, abc.ABC):
 
             self._progress.put(lambda: self._finish(work, run))
         return work
+
+    def _holding(self) -> AbstractContextManager[None]:
+        """Show the other ranks that a call, or a Work, holds this thread as long as it lasts."""
+        return nullcontext()
 
     def _run_in_flight(
         self, prepared: Prepared[T], ticket: int, in_background: bool = True

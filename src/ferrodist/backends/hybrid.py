@@ -172,7 +172,7 @@ class HybridBackend(TcpBackend):
             running.sequence,
             running.fingerprint,
             running.num_collectives - 1,
-            running.deadline.end,
+            running.deadline,
             running.in_background,
             running.poll,
         )
@@ -248,7 +248,7 @@ class HybridBackend(TcpBackend):
             running.call.kind,
             running.sequence,
             running.fingerprint,
-            running.deadline.end,
+            running.deadline,
             running.in_background,
             running.poll,
         )

@@ -25,6 +25,7 @@ from ferrodist.backends.framing import (
 )
 from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.request_work import name_of_message
+from ferrodist.backends.waits import Wait
 from ferrodist.buffer import ArrayKind, DType
 from ferrodist.call import Leaf, Site, caller_site
 from ferrodist.config import Config
@@ -183,7 +184,7 @@ class ThreadMessagingBackend(MessagingBackend):
 
     def _in_background(self, posted: Posted) -> Work[Any]:
         """Finish a message on a thread of its own: it never queues behind a collective."""
-        work: Work[Any] = Work(posted.what)
+        work: Work[Any] = Work(posted.what, holding=self._holding)
         if posted.is_done:
             work.set_result(None)
             return work
@@ -215,7 +216,7 @@ class ThreadMessagingBackend(MessagingBackend):
 class MessageCall:
     """One call: what errors name it, its deadline, and what becomes of a native code."""
 
-    __slots__ = ("_expected", "_site", "backend", "deadline", "dst", "src", "tag")
+    __slots__ = ("_expected", "_site", "_wait", "backend", "deadline", "dst", "src", "tag")
 
     def __init__(
         self,
@@ -232,12 +233,29 @@ class MessageCall:
         self.deadline = deadline
         self._expected = expected  # what is to be received
         self._site = site or caller_site()
+        self._wait: Wait | None = None
 
     @property
     def what(self) -> str:
         """The call as errors show it; made only for them."""
-        name = name_of_message(self.dst, self.src, self.tag)
-        return f"{name} at {self._site}{self.backend.group_name}"
+        return f"{self._where}{self.backend.group_name}"
+
+    @property
+    def _where(self) -> str:
+        return f"{name_of_message(self.dst, self.src, self.tag)} at {self._site}"
+
+    def poll(self) -> None:
+        """Look round in a wait that lasts."""
+        if self._wait is None:
+            peer = self.src if self.src >= 0 else self.dst
+            self._wait = Wait(self.backend, self._where, lambda: [peer])
+        self._wait.poll()
+
+    def end_wait(self) -> None:
+        """End what poll() began."""
+        if self._wait is not None:
+            self._wait.end()
+            self._wait = None
 
     def failure(
         self,
@@ -313,16 +331,14 @@ class ProcessMessenger:
         """Post a send; the Work is done when ``source`` may change."""
         self._refuse_if_gone(MessageCall(self.backend, peer, -1, tag, deadline), peer)
         header, memory = header_of(source), source.buffer.memory
-        work: Work[None] = self._group.start_send(
-            self.backend, peer, tag, header, memory, deadline.end, deadline.seconds
-        )
+        work: Work[None] = self._group.start_send(self.backend, peer, tag, header, memory, deadline)
         return work
 
     def start_recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Work[Any]:
         """Post a receive."""
         finish = None if target is None else target.finish
         work: Work[Any] = self._group.start_recv(
-            self.backend, peer, tag, *_expect(target), deadline.end, deadline.seconds, finish
+            self.backend, peer, tag, *_expect(target), deadline, finish
         )
         return work
 
@@ -361,7 +377,10 @@ class ProcessMessenger:
 
     def _wait(self, call: MessageCall, request: _native.Request, *, holds_caller: bool) -> None:
         """Wait for a request, which is over in any case; raise what became of it."""
-        status = request.wait(call.deadline.end, holds_caller, None)
+        try:
+            status = request.wait(call.deadline, holds_caller, call.poll)
+        finally:
+            call.end_wait()
         if status.code == StatusCode.DONE:
             return
         cycle = []
@@ -413,10 +432,21 @@ def _message_error(
     return made
 
 
+def _on_message_wait(
+    call: MessageCall | None, backend: ProcessBackend, dst: int, src: int, tag: int, site: Any
+) -> MessageCall:
+    """Look round in a wait of a call that native code does."""
+    call = call or MessageCall(backend, dst, src, tag, Deadline(None), site=site)
+    call.poll()
+    return call
+
+
 _native.set_message_hooks(
     message_error=_message_error,
     make_received=lambda memory, dtype, shape, kind: received_array(
         memory, DType(dtype), shape, ArrayKind(kind)
     ),
+    on_message_wait=_on_message_wait,
+    on_message_wait_end=MessageCall.end_wait,
     on_message_interrupt=lambda backend, name, error: backend._abort_if_foreign(error, name),
 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import logging
 import time
 import weakref
 from collections.abc import Sequence
@@ -39,13 +38,12 @@ from ferrodist.backends.p2p import MessagingBackend, ProcessMessenger, Target
 from ferrodist.backends.peers import ExitStatuses
 from ferrodist.backends.request_work import end_callbacks_thread
 from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
+from ferrodist.backends.waits import Wait
 from ferrodist.call import Kind, Site, caller_site
-from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
+from ferrodist.config import DEFAULT, Config, DefaultTimeout, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
 from ferrodist.work import Work
-
-logger = logging.getLogger("ferrodist")
 
 T = TypeVar("T")
 
@@ -53,38 +51,6 @@ _FOR_EVER = 1e9  # seconds: thirty years
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 _GROUP_ERROR_WAIT = 5.0  # seconds that whoever has barred this rank has to say so to all
 _GROUP_ERROR_POLL = 0.001
-_REPORT_AFTER = 0.1  # seconds of waiting after which the others can read what this rank waits in
-
-
-class Wait:
-    """What a wait does besides waiting: it tells the log, and the other ranks, what it is in."""
-
-    def __init__(self, backend: ProcessBackend, where: str) -> None:
-        self.backend = backend
-        self.where = where
-        self.has_reported = False
-        self._started = time.monotonic()
-        self._log_wait_after = backend.config.log_wait_after
-        self._next_log = self._started + self._log_wait_after
-
-    def poll(self) -> None:
-        """Report a wait that lasts; native code asks for this about every 50 ms."""
-        now = time.monotonic()
-        if not self.has_reported and now - self._started > _REPORT_AFTER:
-            self.has_reported = True
-            self.backend.world.report(f"is in {self.where}{self.backend.group_name}")
-        if now >= self._next_log:
-            self._log_wait_after *= 2
-            self._next_log = now + self._log_wait_after
-            missing = failures.names_of_ranks(self.backend.group.missing())
-            logger.warning(
-                "rank %d: still waiting for %s in %s", self.backend.rank, missing, self.where
-            )
-
-    def end(self) -> None:
-        """Take the report back."""
-        if self.has_reported:
-            self.backend.world.report("")
 
 
 class ProcessBackend(MessagingBackend):
@@ -126,9 +92,11 @@ class ProcessBackend(MessagingBackend):
         weakref.finalize(self, group.leave, b"").atexit = False
 
     def _note_change(self) -> None:
-        timeout, group = self._timeout, self.group
+        timeout, group, late_timeout = self._timeout, self.group, self._late_timeout or 0.0
         is_limited = timeout is not None and timeout < _FOR_EVER
         group.timeout_ns = max(1, int(timeout * 1e9)) if timeout and is_limited else 0
+        is_default = isinstance(timeout, DefaultTimeout)
+        group.set_patience(timeout or 0.0, late_timeout if is_default else 0.0)
         group.reproducible = self._reproducible
         group.fuse_nbytes = self.config.fuse_nbytes
         group.is_open = not self._is_closed
@@ -216,14 +184,17 @@ class ProcessBackend(MessagingBackend):
         """Look round in a call on the fast path that waits."""
         if self._wait is None:
             sequence, kind = self.group.last_call(self.rank)
-            self._wait = Wait(self, f"{Kind(kind).label} #{sequence} at {site or caller_site()}")
+            where = f"{Kind(kind).label} #{sequence} at {site or caller_site()}"
+            self._wait = Wait(self, where)
         self._wait.poll()
 
-    def end_wait(self) -> None:
-        """End what look_in_wait began."""
-        if self._wait is not None:
-            self._wait.end()
-            self._wait = None
+    def end_wait(self) -> float | None:
+        """End what look_in_wait began; return when that was, None if it never was."""
+        wait, self._wait = self._wait, None
+        if wait is None:
+            return None
+        wait.end()
+        return wait.started
 
     def _look_while_queued(self, running: RunningCall) -> float:
         """Let the call that holds this one up run out of time when this one does."""
@@ -231,15 +202,15 @@ class ProcessBackend(MessagingBackend):
             raise self.cut_short(running.call.kind, running.sequence)
         deadline = running.deadline
         if deadline.remaining() <= 0 and self.error_of(None) is None:
-            if self._expire_earlier_call():
+            if self._expire_earlier_call(deadline):
                 raise self.set_error(self._expiry_in_queue(running)).now(self.rank)
             return _QUEUE_LOOK
         self._refuse_if_final()
         return min(max(deadline.remaining(), 0.0), _QUEUE_LOOK)
 
-    def _expire_earlier_call(self) -> bool:
+    def _expire_earlier_call(self, deadline: Deadline) -> bool:
         """Bar ranks from the call that this rank is in; tell whether it is to be given up."""
-        return self.group.expire().code == StatusCode.LATE
+        return self.group.expire(deadline).code == StatusCode.LATE
 
     def _expiry_in_queue(self, running: RunningCall) -> GroupError:
         sequence = self._tickets.last_ended + 1
@@ -378,7 +349,7 @@ class ProcessBackend(MessagingBackend):
     ) -> GroupError:
         """Make the group error of a deadline that ran out, in this call or an earlier one."""
         sequence = running.sequence if sequence is None else sequence
-        last = [f"rank {rank} {self._last_seen(rank, sequence)}" for rank in missing]
+        last = [f"rank {rank} {self.last_seen(rank, sequence)}" for rank in missing]
         call, deadline = running.call, running.deadline
         return failures.timeout(call, sequence, missing, deadline, last, is_barred=is_barred)
 
@@ -391,8 +362,8 @@ class ProcessBackend(MessagingBackend):
         """Tell whether those ranks were barred, so that they may not know it themselves."""
         return False
 
-    def _last_seen(self, rank: int, sequence: int) -> str:
-        """Say what a rank that did not get through is doing, as a clause."""
+    def last_seen(self, rank: int, sequence: int | None = None) -> str:
+        """Say what a rank is doing that did not get through to a call, or to this rank's last."""
         report = self.world.report_of(self.members[rank])
         if report:
             return report
@@ -400,7 +371,8 @@ class ProcessBackend(MessagingBackend):
         if last == 0:
             return "has made no call yet"
         label = f"{Kind(kind).label} #{last}"
-        return f"is in {label}" if last >= sequence else f"last call was {label}"
+        is_inside = sequence is not None and last >= sequence
+        return f"is in {label}" if is_inside else f"last call was {label}"
 
     def leave_reason_of(self, rank: int) -> LeaveReason:
         """Tell how a rank left, in its own words if it had any."""
@@ -468,7 +440,7 @@ class ProcessBackend(MessagingBackend):
         """
         self._check_usable()
         members = self._check_members(ranks)
-        deadline = Deadline(self.timeout if timeout is DEFAULT else check_timeout(timeout))
+        deadline = self._deadline(timeout)
         self.refuse_if_aborted()
         nth = self._splits[members] = self._splits.get(members, 0) + 1
         identity = _native.fingerprint([self._id, nth, *members]) or 1
@@ -477,7 +449,11 @@ class ProcessBackend(MessagingBackend):
     def _split_off(self, members: tuple[int, ...], identity: int, deadline: Deadline) -> Self:
         """Make a group whose members know it by ``identity``, which no other group has."""
         split = self._new_split(members, identity)
-        status = split.wait(deadline.end, lambda: None)
+        wait = Wait(self, f"split({list(members)}) at {caller_site()}", split.absent)
+        try:
+            status = split.wait(deadline, wait.poll)
+        finally:
+            wait.end()
         if status.code != StatusCode.DONE:
             raise self._split_failure(split, members, deadline, status)
         world_ranks = tuple(self.members[member] for member in members)

@@ -41,7 +41,7 @@ from ferrodist.backends.provider_link import (
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.buffer import Buffer
 from ferrodist.call import Kind
-from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
+from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     BackendClosed,
@@ -59,6 +59,8 @@ _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 
 class ProviderBackend(ThreadMessagingBackend):
     """One rank of a group whose messages a Provider moves."""
+
+    _knows_statuses = False
 
     def __init__(
         self, provider: Provider, config: Config | None = None, *, _link: ProviderLink | None = None
@@ -295,7 +297,7 @@ class ProviderBackend(ThreadMessagingBackend):
         """
         self._check_usable()
         members = self._check_members(ranks)
-        deadline = Deadline(self.timeout if timeout is DEFAULT else check_timeout(timeout))
+        deadline = self._deadline(timeout)
         with self._aborting_on_interrupt("split"):
             self._link.poll()
             self._link.refuse_if_aborted()

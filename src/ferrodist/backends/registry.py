@@ -20,6 +20,7 @@ from ferrodist.config import (
     AUTO,
     DEFAULT,
     Config,
+    DefaultTimeout,
     Timeout,
     check_timeout,
     environment,
@@ -213,9 +214,11 @@ def _check_same(made: Backend, name: str | None, timeout: Timeout, pickle: bool 
         raise InvalidArgument(
             f"init() was called before and made a {type(made).__name__}, not {name!r}", got=name
         )
-    if timeout is not DEFAULT and check_timeout(timeout) != made.timeout:
+    is_chosen = not isinstance(made.timeout, DefaultTimeout)
+    if timeout is not DEFAULT and not (is_chosen and check_timeout(timeout) == made.timeout):
+        given = made.timeout if is_chosen else f"the default, {made.timeout}"
         raise InvalidArgument(
-            f"init() was called before, and timeout is {made.timeout}, not {timeout!r}; set "
+            f"init() was called before, and timeout is {given}, not {timeout!r}; set "
             "backend.timeout to change it",
             got=timeout,
             expected=made.timeout,

@@ -114,7 +114,9 @@ class RunningCall:
         if not self.sequence:
             self.sequence = tickets.take()
         try:
-            tickets.wait(self.sequence, self._look_while_queued)
+            if tickets.last_ended + 1 < self.sequence:
+                with self.backend._holding():
+                    tickets.wait(self.sequence, self._look_while_queued)
             self.backend._begin_call(self)
         except BaseException as error:
             self._end_ticket(error)

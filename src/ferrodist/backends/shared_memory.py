@@ -9,7 +9,6 @@ fingerprints of all are compared there. Then all exchange their descriptors, aga
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -30,6 +29,7 @@ from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, Counts, Run
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import MAX_TAG, Kind
 from ferrodist.config import Config
+from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job, meet
@@ -163,7 +163,7 @@ class SharedMemoryBackend(ProcessBackend):
             args.in_place,
             running.sequence,
             (running.fingerprint + number) & _64_BITS if fingerprint is None else fingerprint,
-            running.deadline.end,
+            running.deadline,
             running.in_background,
             running.poll,
         )
@@ -191,7 +191,7 @@ class SharedMemoryBackend(ProcessBackend):
                 sending = group.isend(to, _SCHEDULE_TAG, b"", payload)
             for request, rank in ((receiving, peer), (sending, to)):
                 if request is not None:
-                    status = self._wait_for(request, running.deadline.end, poll)
+                    status = self._wait_for(request, running.deadline, poll)
                     self._check(running, Status(status.code, rank, status.error))
             group.note_move()
         except BaseException:
@@ -201,13 +201,17 @@ class SharedMemoryBackend(ProcessBackend):
             raise
         return arrived
 
-    def _wait_for(self, request: _native.Request, end: float, poll: Callable[[], None]) -> Status:
-        """Wait for a message of a schedule, beyond the deadline as long as the call gets on."""
+    def _wait_for(
+        self, request: _native.Request, deadline: Deadline, poll: Callable[[], None]
+    ) -> Status:
+        """Wait for a message of a schedule, beyond the deadline as long as the call goes on."""
+        limit = deadline
         while True:
-            status = request.wait(end, False, poll)
-            if status.code != StatusCode.LATE or self.group.expire().code != StatusCode.DONE:
+            status = request.wait(limit, False, poll)
+            is_late = status.code == StatusCode.LATE
+            if not is_late or self.group.expire(deadline).code != StatusCode.DONE:
                 return status
-            end = time.monotonic() + _LATE_WAIT
+            limit = Deadline(_LATE_WAIT)
 
     def _poll_in_schedule(self, running: RunningCall) -> None:
         """Poll in a message of a schedule; only here a group error ends a wait for a message."""

@@ -201,7 +201,7 @@ class TcpBackend(ProcessBackend):
             in_place,
             running.sequence,
             running.fingerprint,
-            running.deadline.end,
+            running.deadline,
             running.in_background,
             running.poll,
         )
@@ -253,7 +253,7 @@ class TcpBackend(ProcessBackend):
             arrived,
             running.sequence,
             running.fingerprint,
-            running.deadline.end,
+            running.deadline,
             running.in_background,
             running.poll,
         )
@@ -279,7 +279,7 @@ class TcpBackend(ProcessBackend):
         status, found = self.group.exchange_descriptors(
             running.sequence,
             pack_descriptor(mine),
-            running.deadline.end,
+            running.deadline,
             running.in_background,
             running.poll,
         )

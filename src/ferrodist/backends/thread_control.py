@@ -16,13 +16,14 @@ it happen under the lock. If all have entered, it goes on as long as anything mo
 
 from __future__ import annotations
 
-import logging
 import math
 import time
+from collections.abc import Callable, Sequence
 
 from ferrodist.backends import failures
 from ferrodist.backends.failures import GroupError, LeaveReason
 from ferrodist.backends.thread_links import Switch
+from ferrodist.backends.waits import LogTimes, log_wait
 from ferrodist.call import Call, Kind, caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -214,8 +215,22 @@ class Control:
         if not self._absent(sequence) and not stall.is_over():
             return
         missing = self.missing(sequence)
+        have_part_to_do = all(self._has_part_to_do(rank, sequence) for rank in missing)
+        if have_part_to_do and self.may_still_come(missing, deadline):
+            return
         last = [f"rank {rank} {self._excuse(rank, sequence)}" for rank in missing]
         self.set_error(failures.timeout(call, sequence, missing, deadline, last))
+
+    def _has_part_to_do(self, rank: int, sequence: int) -> bool:
+        status = self.statuses[rank]
+        return status.sequence < sequence or (status.is_inside and status.waiting_for is None)
+
+    def may_still_come(self, ranks: Sequence[int], deadline: Deadline) -> bool:
+        """Tell whether a deadline is patient, and none of these ranks stuck in another call."""
+        limit = deadline.seconds or 0.0
+        return deadline.is_patient and all(
+            self.switch.seconds_held(self.members[rank]) < limit for rank in ranks
+        )
 
     def lose(self, sequence: int, call: Call, rank: int) -> None:
         """Set the group error of a rank that is gone and that ``sequence`` needs. Lock held."""
@@ -310,24 +325,42 @@ class Control:
 # -- waits -----------------------------------------------------------------------------------------
 
 
-logger = logging.getLogger("ferrodist")
+class _LoggingHook:
+    """The waits of one rank in one call, of which the log hears when they last."""
+
+    def __init__(self, control: Control, rank: int, deadline: Deadline) -> None:
+        self.control = control
+        self.rank = rank
+        self.deadline = deadline
+        self._log_times = LogTimes(control.log_wait_after, deadline.seconds)
+
+    def _sleep_limit(self, where: Callable[[], str], peers: Callable[[], list[int]]) -> float:
+        """Log the wait if that is due; say how long to sleep until it is, or the deadline."""
+        now, remaining = time.monotonic(), self.deadline.remaining()
+        if not self._log_times.is_due(now):
+            return min(remaining if remaining > 0 else STALL / 4, self._log_times.next - now)
+        text, missing, waited = where(), peers(), now - self._log_times.start
+        seen = {rank: self.control.statuses[rank].last_seen() for rank in missing}
+        # A log handler is somebody else's code: it must not run under the lock of the world.
+        self.control.switch.lock.release()
+        try:
+            log_wait(self.rank, text, missing, seen.__getitem__, waited)
+        finally:
+            self.control.switch.lock.acquire()
+        return 0.0  # something may have come meanwhile
 
 
-class CallHook:
+class CallHook(_LoggingHook):
     """The waits of one rank in one collective."""
 
     def __init__(
         self, control: Control, rank: int, sequence: int, call: Call, deadline: Deadline
     ) -> None:
-        self.control = control
-        self.rank = rank
+        super().__init__(control, rank, deadline)
         self.sequence = sequence
         self.call = call
-        self.deadline = deadline
         self._stall = Stall(control)
         self._status = control.statuses[rank]
-        self._log_wait_after = control.log_wait_after
-        self._next_log = time.monotonic() + control.log_wait_after
 
     def poll(self, peer: int) -> float:
         """Raise the group error of the call, set one if it is due, or say how long to sleep."""
@@ -338,15 +371,17 @@ class CallHook:
             raise BackendClosed(text, this_rank=self.rank)
         group_peer = self._status.waiting_for = control.rank_of(peer)
         if group_peer == self.rank:  # waits for a group error, not for anybody
-            self._next_log = math.inf
+            self._log_times.next = math.inf
         lost = control.lost_rank(self.sequence, group_peer, self.rank)
         if lost is not None:
             control.lose(self.sequence, self.call, lost)
         elif self.deadline.remaining() <= 0:
             control.expire(self.sequence, self.call, self.deadline, self._stall)
         self._raise_group_error()
-        remaining = self.deadline.remaining()
-        return min(remaining if remaining > 0 else STALL / 4, self._seconds_to_log())
+        return self._sleep_limit(
+            lambda: f"{self.call.kind.label} #{self.sequence} at {self.call.site}",
+            lambda: control.missing(self.sequence),
+        )
 
     def arrived(self) -> None:
         """Hear that the wait is over."""
@@ -363,31 +398,13 @@ class CallHook:
         if found is not None:
             raise found.now(self.rank)
 
-    def _seconds_to_log(self) -> float:
-        seconds = self._next_log - time.monotonic()
-        if seconds > 0:
-            return seconds
-        missing = failures.names_of_ranks(self.control.missing(self.sequence))
-        where = f"{self.call.kind.label} #{self.sequence} at {self.call.site}"
-        self._log_wait_after *= 2
-        self._next_log = time.monotonic() + self._log_wait_after
-        # A log handler is somebody else's code: it must not run under the lock of the world.
-        self.control.switch.lock.release()
-        try:
-            logger.warning("rank %d: still waiting for %s in %s", self.rank, missing, where)
-        finally:
-            self.control.switch.lock.acquire()
-        return 0.0  # something may have come meanwhile
 
-
-class MessageHook:
+class MessageHook(_LoggingHook):
     """The waits of one rank in a point-to-point call: its errors are its own, the group goes on."""
 
     def __init__(self, control: Control, rank: int, call: str, deadline: Deadline) -> None:
-        self.control = control
-        self.rank = rank
+        super().__init__(control, rank, deadline)
         self.call = call
-        self.deadline = deadline
         self.is_receiving = False
         self._site = caller_site()
 
@@ -400,7 +417,7 @@ class MessageHook:
         """Raise if the group was given up, the peer is gone or the time is over."""
         control, group_peer = self.control, self.control.rank_of(peer)
         control.refuse_if_aborted(self.rank)
-        if self.deadline.remaining() <= 0:
+        if self.is_over(group_peer):
             raise self.timed_out(group_peer)
         source, target = peer, control.members[self.rank]
         status = control.statuses[group_peer]
@@ -408,7 +425,12 @@ class MessageHook:
         if leave_reason is not None and not control.switch.is_pending(source, target):
             tags = control.waiting_tags(group_peer, self.rank)
             raise failures.lost(self.what, group_peer, self.rank, leave_reason, tags)
-        return self.deadline.remaining()
+        return self._sleep_limit(lambda: f"{self.call} at {self._site}", lambda: [group_peer])
+
+    def is_over(self, peer: int) -> bool:
+        """Tell whether the deadline ends the wait for a rank."""
+        is_late = self.deadline.remaining() <= 0
+        return is_late and not self.control.may_still_come([peer], self.deadline)
 
     def arrived(self) -> None:
         """Hear that the wait is over."""
@@ -436,10 +458,10 @@ class SendHook(MessageHook):
 
     def poll(self, peer: int) -> float:
         """Raise as a message does; whoever finds a ring first tells the others in it."""
-        if not self.ring and self.deadline.remaining() <= 0:
+        if not self.ring and self.is_over(self.peer):
             self._find_ring()
         leave_reason = self.control.statuses[self.peer].takes_no_more()
-        if self.ring and (leave_reason is not None or self.deadline.remaining() <= 0):
+        if self.ring and (leave_reason is not None or self.is_over(self.peer)):
             raise failures.send_cycle(self.what, self.peer, self.rank, self.ring)
         return super().poll(peer)
 
@@ -456,7 +478,7 @@ class SendHook(MessageHook):
                 hook.ring = ranks[start:] + ranks[:start]
 
 
-class SplitHook:
+class SplitHook(_LoggingHook):
     """The wait of a member for the other members; speaks in ranks of the parent group."""
 
     def __init__(
@@ -467,26 +489,26 @@ class SplitHook:
         rank: int,
         deadline: Deadline,
     ) -> None:
+        super().__init__(parent, rank, deadline)
         self.parent = parent
-        self.control = control
+        self.group = control
         self.members = members
-        self.rank = rank
-        self.deadline = deadline
         self.what = f"split({list(members)}){parent.group_name}"
+        self._site = caller_site()
 
     def absent(self) -> list[int]:
         """List the members, as ranks of the parent, that have not called split."""
-        joined = {self.members[rank] for rank in self.control.joined}
+        joined = {self.members[rank] for rank in self.group.joined}
         return [rank for rank in self.members if rank not in joined]
 
     def poll(self, peer: int) -> float:
         """Raise the group error on the new group, bring one about if it is due."""
-        due = None if self.control.final is not None else self._due()
+        due = None if self.group.final is not None else self._due()
         if due is not None:
-            self.control.announce(due)
-        if self.control.final is not None:
-            raise self.control.final.now(self.rank)
-        return self.deadline.remaining()
+            self.group.announce(due)
+        if self.group.final is not None:
+            raise self.group.final.now(self.rank)
+        return self._sleep_limit(lambda: f"{self.what} at {self._site}", self.absent)
 
     def arrived(self) -> None:
         """Hear that the wait is over."""
@@ -503,7 +525,8 @@ class SplitHook:
             assert leave_reason is not None
             text = f"{self.what}: rank {gone} {leave_reason.how}"
             return GroupError(RankLost, 0, text, {"rank": gone, "how": leave_reason.how})
-        if self.deadline.remaining() <= 0:
+        is_late = self.deadline.remaining() <= 0
+        if is_late and not self.parent.may_still_come(absent, self.deadline):
             others = self._other_splits(absent)
             text = (
                 f"{self.what}: {failures.names_of_ranks(absent)} did not call it within "

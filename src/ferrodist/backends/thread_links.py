@@ -9,11 +9,14 @@ not pass its tests on threads.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ferrodist.backends.framing import POINT_TO_POINT, Frame
+from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.thread_faults import Faults, FaultyLinks
 
 
@@ -72,6 +75,7 @@ class _Mailbox:
         self.requests: defaultdict[tuple[int, int, int], deque[SendRequest]] = defaultdict(deque)
         self.damage: dict[int, str] = {}
         self.awaited: list[int] = []  # the peers that threads of this rank sleep for
+        self.held: dict[int, float] = {}  # since when threads of this rank wait, each in one call
 
 
 class Switch:
@@ -154,6 +158,24 @@ class Switch:
         found = [key[2] for key, queue in requests.items() if key[:2] == (source, group) and queue]
         return sorted(found)
 
+    @contextmanager
+    def holding(self, rank: int) -> Iterator[None]:
+        """Show that a call holds this thread of a rank; one that makes progress never shows."""
+        held, thread = self.mailboxes[rank].held, threading.get_ident()
+        is_shown = not isinstance(threading.current_thread(), ProgressThread) and thread not in held
+        if is_shown:
+            held[thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            if is_shown:
+                del held[thread]
+
+    def seconds_held(self, rank: int) -> float:
+        """Say how long a thread of a rank has been held in one call; zero if none is."""
+        since = list(self.mailboxes[rank].held.values())
+        return time.monotonic() - min(since) if since else 0.0
+
     def is_pending(self, source: int, target: int) -> bool:
         """Tell whether something sent on a link will still arrive."""
         return self.links is not None and self.links.is_pending(source, target)
@@ -175,17 +197,16 @@ class ThreadTransport:
 
     def recv(self, peer: int, expected: Expected, hook: ProgressHook) -> memoryview:
         """Wait for the next frame of the call and return its payload."""
+
+        def is_here() -> bool:  # not on a foreign fingerprint: the group error is on its way
+            frame = _next_of_call(frames, expected)
+            return frame is not None and frame.fingerprint == expected.fingerprint
+
         with self.switch.lock:
             frames = self._mailbox.frames[peer, expected.group]
-            while True:
-                frame = _next_of_call(frames, expected)
-                if frame is not None and frame.fingerprint == expected.fingerprint:
-                    hook.arrived()
-                    frames.popleft()
-                    return memoryview(frame.payload)
-                self.sleep(
-                    peer, hook
-                )  # on a foreign fingerprint too: the group error is on its way
+            self.sleep_until(is_here, peer, hook)
+            hook.arrived()
+            return memoryview(frames.popleft().payload)
 
     def exchange(
         self, to: int, frame: Frame, peer: int, expected: Expected, hook: ProgressHook
@@ -215,8 +236,7 @@ class ThreadTransport:
         """Wait until the receiver has the message; if that fails take the message back."""
         with self.switch.lock:
             try:
-                while not request.is_taken:
-                    self.sleep(request.peer, hook)
+                self.sleep_until(lambda: request.is_taken, request.peer, hook)
             except BaseException:
                 self.take_back(request)
                 raise
@@ -224,14 +244,23 @@ class ThreadTransport:
     def collect(self, peer: int, group: int, tag: int, hook: ProgressHook) -> bytes | memoryview:
         """Wait for the next point-to-point message with this tag and return its payload."""
         with self.switch.lock:
-            while not (requests := self._mailbox.requests.get((peer, group, tag))):
-                self.sleep(peer, hook)
+            boxes, key = self._mailbox.requests, (peer, group, tag)
+            self.sleep_until(lambda: bool(boxes.get(key)), peer, hook)
+            requests = boxes[key]
             request = requests.popleft()
             if not requests:  # tags may be many: an empty queue is not kept
                 del self._mailbox.requests[peer, group, tag]
             request.is_taken = True
             self.switch.mailboxes[peer].changed.notify_all()
             return request.frame.payload
+
+    def sleep_until(self, is_ready: Callable[[], bool], peer: int, hook: ProgressHook) -> None:
+        """Wait for what is one step of a call. The lock is held by the caller."""
+        if is_ready():
+            return
+        with self.switch.holding(self.rank):
+            while not is_ready():
+                self.sleep(peer, hook)
 
     def sleep(self, peer: int, hook: ProgressHook) -> None:
         """Sleep until something changes or it is time to look. The lock is held by the caller."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -40,7 +41,7 @@ from ferrodist.backends.thread_faults import Faults
 from ferrodist.backends.thread_links import Expected, SendRequest, Switch, ThreadTransport
 from ferrodist.buffer import Buffer
 from ferrodist.call import Kind
-from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
+from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveMismatch,
@@ -166,7 +167,7 @@ class SimulatedBackend(ThreadMessagingBackend):
         """
         self._check_usable()
         members = self._check_members(ranks)
-        deadline = Deadline(self.timeout if timeout is DEFAULT else check_timeout(timeout))
+        deadline = self._deadline(timeout)
         with self._aborting_on_interrupt("split"):
             control = self._join(members, deadline)
         backend = type(self)(self._world, control, members.index(self.rank), self.config)
@@ -185,8 +186,8 @@ class SimulatedBackend(ThreadMessagingBackend):
             control = self._world.group(parent, world_members, group)
             control.join(rank)
             hook = SplitHook(parent, control, members, self.rank, deadline)
-            while not control.is_complete:
-                self._transport.sleep(parent.members[self.rank], hook)
+            peer = parent.members[self.rank]  # nobody in particular
+            self._transport.sleep_until(lambda: control.is_complete, peer, hook)
         return control
 
     @property
@@ -286,6 +287,9 @@ class SimulatedBackend(ThreadMessagingBackend):
         with self._control.switch.lock:
             self._control.statuses[self.rank].is_closing = True
             self._control.switch.wake_all()
+
+    def _holding(self) -> AbstractContextManager[None]:
+        return self._world.switch.holding(self._transport.rank)
 
     def _holds_lock(self) -> bool:
         return self._control.switch.is_locked_here()

@@ -18,7 +18,6 @@ from ferrodist.backends.running_call import RunningCall
 from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, Site, caller_site
 from ferrodist.collectives.plan import leaf_of
-from ferrodist.deadline import Deadline
 from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ def _on_error(
         compared=() if kind == SCATTER else None,
     )
 
-    backend.end_wait()
-    deadline = Deadline(backend.timeout)
+    deadline = backend._deadline(start=backend.end_wait())
     running = RunningCall(backend, call, deadline, ticket=sequence, num_collectives=num_collectives)
     refused = None
     with contextlib.ExitStack() as stack:

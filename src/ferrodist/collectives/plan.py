@@ -28,7 +28,7 @@ from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Part, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind, Leaf, caller_site
-from ferrodist.config import DEFAULT, Timeout, check_timeout
+from ferrodist.config import DEFAULT, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     InvalidArgument,
@@ -179,7 +179,7 @@ def _meant_instead(backend: Any, what: str) -> str:
 
 def open_deadline(backend: Backend, timeout: Timeout) -> Deadline:
     """Start the clock of a call."""
-    return Deadline(backend.timeout if timeout is DEFAULT else check_timeout(timeout))
+    return backend._deadline(timeout)
 
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
