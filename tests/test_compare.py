@@ -668,6 +668,7 @@ def test_blocks_over_tcp_have_both_libraries_and_no_variants_of_ours() -> None:
 
 
 def test_tcp_and_ddp_run_on_the_fewest_ranks_and_with_our_own_library_over_tcp() -> None:
+    pytest.importorskip("torch", reason="DDP is for torch's modules")
     wish = Wish(["tcp", "ddp"], ["ferrodist", "mpich"], [4, 2], ["broadcast"], [8])
     (tcp, ddp), missing = plan_parts(wish)
     assert (tcp.engines, ddp.engines) == ([TCP_ENGINES["ferrodist"]], [DDP_ENGINES["ferrodist"]])

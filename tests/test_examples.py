@@ -61,7 +61,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("path", EXAMPLES.glob("*.py"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_example_joins_nothing_when_a_worker_of_a_loader_imports_it(path: Path) -> None:
     definitions = (ast.FunctionDef, ast.ClassDef, ast.If)
     top = [node for node in ast.parse(path.read_text()).body if not isinstance(node, definitions)]

@@ -6,6 +6,7 @@ A member has proved that it knows the secret of the job, and may still be mistak
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -43,10 +44,13 @@ FRAMES = Path(__file__).parents[2] / "native" / "net" / "frame.hpp"
 KINDS = re.findall(r"^    (\w+),", FRAMES.read_text(), re.MULTILINE)
 
 
+SETTINGS = json.dumps(Config(message_nbytes=1 << 19).shared()).encode()  # those of rank 0, over TCP
+
+
 class Impostor:
     """Rank 1 of two, who has the key of its link and says what it likes."""
 
-    def __init__(self, place: Place, settings: bytes = b'{"difference": ""}') -> None:
+    def __init__(self, place: Place, settings: bytes = SETTINGS) -> None:
         # From elsewhere: of ranks of this host it is found out whether they live, which takes time.
         (rank_0, _) = join_mesh(place, Config(host_id="elsewhere"))
         self.key = rank_0.key
@@ -56,14 +60,13 @@ class Impostor:
         self._agree(settings)
 
     def _agree(self, words: bytes) -> None:
-        """Answer to the settings of rank 0, and wait until it has heard it, or is gone."""
+        """Tell rank 0 these settings, and wait until it has compared them, or is gone."""
         header = pack_array_header(DType.UINT8, (_SETTINGS_NBYTES,), ArrayKind.BYTES)
         letter = struct.pack("<H", len(header)) + header + words.ljust(_SETTINGS_NBYTES, b"\0")
         answer = self.frame("eager", letter, tag=_SETTINGS_TAG)
         self.socket.sendall(answer)
         with contextlib.suppress(ConnectionError):
-            for _ in range(2):  # its settings, and that nobody has others
-                self.socket.recv(len(answer), socket.MSG_WAITALL)
+            self.socket.recv(len(answer), socket.MSG_WAITALL)  # that they do not differ
 
     def frame(self, kind: str | int, payload: bytes = b"", **fields: int) -> bytes:
         """Make the next frame of the link."""
