@@ -245,7 +245,7 @@ class Gradients:
         If they train this rank gets their means; else gradients stay what they are.
         """
         for memories in self._memories:
-            if not memories.are_free():
+            if not memories.are_free(self._parameters):
                 self._move(memories)
         self._reducer.begin(0.0, self.divisor)
         used = self._reducer.finish(self._fill_with_nothing)

@@ -39,9 +39,10 @@ class Memories:
         ]
         return any(replaced) or (bool(replaced) and self._now.others_by_alias() > 0)
 
-    def are_free(self) -> bool:
+    def are_free(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Tell whether nobody has any of it, not even a parameter as its gradient."""
-        return self._now.are_all_ours(1)
+        views = self.bucket.views.items()
+        return self._now.are_all_ours(1) and not any(parameters[n].grad is v for n, v in views)
 
     def change(self) -> None:
         """Give the bucket other memory."""
