@@ -9,20 +9,16 @@ import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from commands import RUN, are_gone, lines_of, pids_of
+from commands import RUN, are_gone, children_of, lines_of, pids_of, run, start
 
 pytestmark = pytest.mark.timeout(120)
-
-Write = Callable[[str], str]
 
 
 @pytest.fixture(autouse=True)
@@ -30,29 +26,6 @@ def nothing_left_behind() -> Iterator[None]:
     before = sorted(os.listdir("/proc/self/fd"))
     yield
     assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Write:
-    """Give what writes a script; all it needs is imported, ``rank`` and ``say`` are there."""
-    head = textwrap.dedent("""\
-        import os, signal, sys, time
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        def say(*words):  # in one piece
-            os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-        """)
-
-    def write(code: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(head + textwrap.dedent(code))
-        return str(path)
-
-    return write
-
-
-def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [*RUN, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, **options)
 
 
 # -- what a script finds --------------------------------------------------------------------------
@@ -499,16 +472,6 @@ def test_a_rank_that_ends_before_it_joins_is_not_waited_for(script, failed_rank,
 # -- signals --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def start(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    command = [*RUN, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_to_the_command_reaches_every_rank(script, number):
     path = script("""
@@ -622,16 +585,6 @@ def test_what_a_rank_has_started_ends_with_it_though_the_rank_ends_well(script):
         process.send_signal(signal.SIGTERM)
         process.wait(10)
         assert are_gone(pids, 2)
-
-
-def children_of(pid: int) -> set[int]:
-    """List all descendants of a process."""
-    found: set[int] = set()
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found |= {int(child)} | children_of(int(child))
-    return found
 
 
 @pytest.mark.slow

@@ -8,8 +8,29 @@ import select
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 RUN = [sys.executable, "-m", "ferrodist", "run"]
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    command = [*RUN, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, **options)
+
+
+@contextmanager
+def start(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start the command; it is killed at the end of the context."""
+    command = [*RUN, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def lines_of(text: str) -> list[str]:
@@ -42,6 +63,16 @@ def are_gone(pids: list[int], seconds: float) -> bool:
 def pids_of(process: subprocess.Popen[str], count: int) -> list[int]:
     """Read the pids that the ranks print."""
     return [int(process.stdout.readline().rpartition(" ")[2]) for _ in range(count)]
+
+
+def children_of(pid: int) -> set[int]:
+    """List all descendants of a process."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found |= {int(child)} | children_of(int(child))
+    return found
 
 
 def free_port() -> int:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """WorkerGroup: the processes of one job on this host. They are started, watched and ended here.
 
-Each rank is in a process group of its own: a Ctrl-C reaches only the launcher, which decides what
-to do, and what a rank has started itself is ended along with it.
+Their parent is a process of ours, the reaper, through which everything goes. Each rank is in a
+process group of its own: a Ctrl-C reaches only the launcher, which decides what to do.
 """
 
 from __future__ import annotations
 
+import marshal
 import os
 import selectors
 import signal
@@ -16,32 +17,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from ferrodist.deadline import Deadline
 from ferrodist.launch.cores import share_cores, threads_per_rank
 from ferrodist.launch.node_spec import FIRST_ATTEMPT, Attempt, NodeSpec
+from ferrodist.launch.reaper import ENDING_SIGNALS, EVERYTHING, LEAVE, RankSpec
 from ferrodist.rendezvous.find_job import run_variables
 from ferrodist.rendezvous.watch import FinalError, StatusBoard, describe_exit
 
 # -I and -S: it needs no paths and no packages, and starts in half the time without.
-_SHIM = [sys.executable, "-I", "-S", str(Path(__file__).with_name("shim.py"))]
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_REAPER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py"))]
 # The ranks know what the last two mean, and the launcher goes on.
 FORWARDED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
-_POLL_SECONDS = 0.05  # between looks at processes that cannot be watched
+_POLL_SECONDS = 0.05  # between looks at the reaper
+_REAPER_SECONDS = 10.0  # twice as long as it takes to kill what does not end
+_EVENTS_NBYTES = 1 << 16  # as much as a pipe holds, so that lines come whole
 KILL_SECONDS = 1.0  # from SIGTERM to SIGKILL
 
 
 class StandardFiles(NamedTuple):
-    """The standard streams of a process.
+    """The standard streams of a process: descriptors above 2, or DEVNULL.
 
     ``has_terminal``: they are a terminal of its own, which is to be its controlling terminal.
     """
 
     stdin: int = subprocess.DEVNULL  # a process in the background must not read from a terminal
-    stdout: int | None = None
-    stderr: int | None = None
+    stdout: int = subprocess.DEVNULL
+    stderr: int = subprocess.DEVNULL
     has_terminal: bool = False
 
 
@@ -53,29 +56,11 @@ class ProcessSpec(NamedTuple):
     inherited: Sequence[int] = ()
 
 
-class ChildProcess:
-    """A child process in a process group of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.pidfd = _try_pidfd(process.pid)
-
-    def has_ended(self) -> bool:
-        """Tell whether it has ended."""
-        return self.process.poll() is not None
-
-    def send_signal(self, number: int) -> None:
-        """Signal it, and what it has started. Takes no lock: signal handlers call it."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def close(self) -> None:
-        """Release what belongs to it: it has ended."""
-        if self.pidfd is not None:
-            os.close(self.pidfd)
+class _Process(Protocol):
+    def has_ended(self) -> bool: ...
 
 
-P = TypeVar("P", bound=ChildProcess)
+P = TypeVar("P", bound=_Process)
 
 
 class ProcessSet(Generic[P]):
@@ -85,20 +70,12 @@ class ProcessSet(Generic[P]):
         self._selector = selectors.DefaultSelector()
         self.running: list[P] = []
 
-    def add(self, process: P) -> None:
-        """Wait for one more."""
-        self.running.append(process)
-        if process.pidfd is not None:
-            self._selector.register(process.pidfd, selectors.EVENT_READ)
-
     def watch(self, file: int, callback: Callable[[], bool]) -> None:
         """Call back, within ``wait``, whenever a file can be read, until that returns False."""
         self._selector.register(file, selectors.EVENT_READ, callback)
 
     def wait(self, seconds: float) -> list[P]:
         """Wait until something happens, but not longer; return the processes that have ended."""
-        if any(process.pidfd is None for process in self.running):
-            seconds = min(seconds, _POLL_SECONDS)
         for key, _ in self._selector.select(max(0.0, seconds)):
             if key.data is not None and not key.data():
                 self._selector.unregister(key.fileobj)
@@ -107,30 +84,21 @@ class ProcessSet(Generic[P]):
             self._forget(process)
         return ended
 
-    def wait_for_all(self, seconds: float) -> None:
-        """Wait until none is running, but not longer."""
-        end = time.monotonic() + seconds
-        while self.running and time.monotonic() < end:
-            self.wait(end - time.monotonic())
-
     def send_signal(self, number: int) -> None:
-        """Signal all that are running."""
-        for process in self.running:
-            process.send_signal(number)
+        """Signal all that are running. Takes no lock: signal handlers call it."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Kill what is still running."""
-        self._kill()
+        self.kill()
         self._selector.close()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Kill what is still running, and wait for it."""
         raise NotImplementedError
 
     def _forget(self, process: P) -> None:
         self.running.remove(process)
-        if process.pidfd is not None:
-            self._selector.unregister(process.pidfd)
-        process.close()
 
     def __enter__(self) -> Self:
         return self
@@ -139,50 +107,30 @@ class ProcessSet(Generic[P]):
         self.close()
 
 
-class Worker(ChildProcess):
+class Worker:
     """A process that is one rank."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], reaper: Reaper) -> None:
-        super().__init__(process)
+    def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
-        self._reaper = reaper
-        self._is_to_end = False
-        reaper.add(process.pid)
+        self.pid = pid
+        self.returncode: int | None = None  # minus a signal that killed it
 
     @property
     def how(self) -> str:
-        """Complete the sentence 'rank 2 ...'."""
-        return describe_exit(self.process.returncode)
+        """Complete the sentence 'rank 2 ...'; it has ended."""
+        assert self.returncode is not None
+        return describe_exit(self.returncode)
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended; if not well or not by itself, what it has started ends too."""
-        if self.process.returncode is not None:
-            return True
-        # Looked at, not waited for: its pid cannot become another process's before we are done.
-        try:
-            end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if end is None:
-                return False
-            if end.si_status != 0 or self._is_to_end:
-                super().send_signal(signal.SIGKILL)
-        except ChildProcessError:
-            pass  # this program ignores SIGCHLD, so the kernel has waited, and told nobody
-        self._reaper.remove(self.process.pid)
-        self.process.wait()
-        return True
-
-    def send_signal(self, number: int) -> None:
-        """Signal it, and what it has started. Takes no lock: signal handlers call it."""
-        if self.process.returncode is None:
-            is_ending = number in ENDING_SIGNALS or number == signal.SIGKILL
-            self._is_to_end = self._is_to_end or is_ending
-            super().send_signal(number)
+        """Tell whether it has ended."""
+        return self.returncode is not None
 
 
 class WorkerGroup(ProcessSet[Worker]):
     """The ranks of a new job, those of this host. Leaving the context leaves none alive.
 
-    ``node`` says which they are, if they are not all.
+    Nor does it leave anything that they have started, but for ``leave_children``. ``node`` says
+    which they are, if they are not all.
     """
 
     def __init__(
@@ -195,41 +143,112 @@ class WorkerGroup(ProcessSet[Worker]):
     ) -> None:
         super().__init__()
         self._node = NodeSpec.single(len(specs)) if node is None else node
+        self._workers: dict[int, Worker] = {}  # by pid
+        self._start_error = 0
+        self.asked: dict[int, str] = {}  # what ranks had left, when ``terminate`` asked it to end
+        self.stayed: dict[int, str] = {}  # what could not be ended
         self._status_board = StatusBoard.create(self._node.world_size)
-        self._reaper = Reaper()
         try:
-            self._start(specs, attempt, binds)
+            with ExitStack() as stack:
+                self._reaper = Reaper(self._rank_specs(specs, attempt, binds, stack))
+        except BaseException:
+            self._selector.close()
+            self._status_board.close()
+            raise
+        try:
+            self._wait_for_start([spec.command[0] for spec in specs])
         except BaseException:
             self.close()
             raise
 
-    def _start(self, specs: Sequence[ProcessSpec], attempt: Attempt, binds: bool) -> None:
+    def _rank_specs(
+        self, specs: Sequence[ProcessSpec], attempt: Attempt, binds: bool, stack: ExitStack
+    ) -> list[RankSpec]:
+        """Return what each rank is started with; the stack closes the files made for it here."""
         node, size = self._node, len(specs)
         name, secret, master = node.job(attempt), node.secret_of_job(), node.master()
         all_cores = (share_cores(size) if binds else None) or [set()] * size
+        null = os.open(os.devnull, os.O_RDWR)
+        stack.callback(os.close, null)
+        found = []
         for rank, spec, cores in zip(node.ranks, specs, all_cores, strict=True):
             secret_file = _pipe_with(secret)
+            stack.callback(os.close, secret_file)
             files = secret_file, self._status_board.file
             job = node.job_of(rank, name, secret)
             environment = node.environment(job, attempt, master, threads_per_rank(size))
-            environment |= run_variables(job, *files)
-            try:
-                process = _start_process(spec, files, environment, cores)
-            finally:
-                os.close(secret_file)
-            self.add(Worker(rank, process, self._reaper))
+            *standard, has_terminal = spec.standard
+            rank_spec = RankSpec(
+                command=list(spec.command),
+                environment=environment | run_variables(job, *files),
+                standard=[null if file == subprocess.DEVNULL else file for file in standard],
+                inherited=[*spec.inherited, *files],
+                cores=sorted(cores),
+                has_terminal=has_terminal,
+            )
+            found.append(rank_spec)
+        return found
+
+    def _wait_for_start(self, programs: Sequence[str]) -> None:
+        """Learn the pids of the ranks, or why one could not be started."""
+        self.watch(self._reaper.events, self._read_events)
+        while len(self._workers) < len(programs):
+            self._selector.select(_POLL_SECONDS)
+            has_ended = self.is_empty
+            self._read_events()
+            if self._start_error:
+                program = programs[len(self._workers)]
+                raise OSError(self._start_error, os.strerror(self._start_error), program)
+            if has_ended and len(self._workers) < len(programs):
+                raise ChildProcessError(f"the process that starts them {self._reaper.how}")
 
     def final_error(self, rank: int) -> FinalError | None:
         """Return the error that a rank noted when its program raised, if it did."""
         return self._status_board.final_error(rank)
 
-    def stop(self) -> list[Worker]:
-        """End all that are running, by SIGTERM and, soon after, SIGKILL; return them."""
-        stopped = list(self.running)
-        self.send_signal(signal.SIGTERM)
-        self.wait_for_all(KILL_SECONDS)
-        self._kill()
-        return stopped
+    @property
+    def is_empty(self) -> bool:
+        """True if no rank is left, nor anything that ranks have started."""
+        return self._reaper.has_ended()
+
+    def wait(self, seconds: float) -> list[Worker]:
+        """Wait until something happens, but not longer; return the ranks that have ended."""
+        if self.is_empty:  # its pipe need not say so: other processes may have inherited it
+            self._read_events()
+            for worker in self.running:
+                if worker.returncode is None:  # the reaper was killed, and the rank with it
+                    worker.returncode = -signal.SIGKILL
+        return super().wait(seconds)
+
+    def send_signal(self, number: int) -> None:
+        """Signal all that are running, and what is in their process groups."""
+        self._reaper.send(number)
+
+    def terminate(self) -> None:
+        """Ask everything that is left to end, by SIGTERM."""
+        self._reaper.send(EVERYTHING + signal.SIGTERM)
+
+    def leave_children(self) -> None:
+        """Leave alone what ranks have started; none of them is left."""
+        self._reaper.send(LEAVE)
+
+    def stop(self, seconds: float = KILL_SECONDS) -> None:
+        """End everything that is left, by SIGTERM and, so many seconds later, SIGKILL."""
+        end = time.monotonic() + seconds
+        self.terminate()
+        while not self.is_empty and time.monotonic() < end:
+            self.wait(min(_POLL_SECONDS, end - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill everything that is left, and wait for it."""
+        self._reaper.send(EVERYTHING + signal.SIGKILL)
+        end = time.monotonic() + _REAPER_SECONDS
+        while not self.is_empty:
+            self.wait(_POLL_SECONDS)
+            if time.monotonic() > end:
+                self._reaper.kill()
+        self.wait(0.0)
 
     def close(self) -> None:
         """Kill what is still running."""
@@ -239,51 +258,90 @@ class WorkerGroup(ProcessSet[Worker]):
 
     def _forget(self, process: Worker) -> None:
         """Note how a process ended, for the others and for good."""
-        self._status_board.set_exit_code(process.rank, process.process.returncode)
+        assert process.returncode is not None
+        self._status_board.set_exit_code(process.rank, process.returncode)
         super()._forget(process)
 
-    def _kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-        for worker in list(self.running):
-            while not worker.has_ended():
-                os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
-            self._forget(worker)
+    def _read_events(self) -> bool:
+        """Take what the reaper reports; return whether more may come."""
+        lines = self._reaper.read_events()
+        for line in lines or ():
+            what, pid, fact = line.split(" ", 2)
+            self._take_event(what, int(pid), fact)
+        return lines is not None
+
+    def _take_event(self, what: str, pid: int, fact: str) -> None:
+        if what == "started":
+            rank = self._node.ranks[len(self._workers)]
+            self._workers[pid] = Worker(rank, pid)
+            self.running.append(self._workers[pid])
+        elif what == "ended":
+            self._workers[pid].returncode = os.waitstatus_to_exitcode(int(fact))
+        elif what == "failed":
+            self._start_error = int(fact)
+        else:
+            (self.asked if what == "asked" else self.stayed)[pid] = fact
 
 
 class Reaper:
-    """A process that ends what ranks have started, should this one be killed by SIGKILL."""
+    """The process that is the parent of the ranks: ``reaper.py`` says what it does."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [*_SHIM, "reaper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    def __init__(self, specs: Sequence[RankSpec]) -> None:
+        files = {file for spec in specs for file in (*spec.standard, *spec.inherited)}
+        with ExitStack() as stack, ExitStack() as on_error:
+            source = os.memfd_create("ferrodist-ranks")
+            stack.callback(os.close, source)
+            os.pwrite(source, marshal.dumps([vars(spec) for spec in specs]), 0)
+            commands, self._commands = os.pipe()
+            self.events, events = os.pipe()
+            for end in (commands, events):
+                stack.callback(os.close, end)
+            for end in (self._commands, self.events):
+                on_error.callback(os.close, end)
+                os.set_blocking(end, False)
+            ends = source, commands, events
+            self._process = subprocess.Popen(
+                [*_REAPER, *map(str, [os.getpid(), *ends])],
+                pass_fds=[*ends, *files],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # a Ctrl-C is for this process
+            )
+            on_error.pop_all()
 
-    def add(self, group: int) -> None:
-        """Say that a process group has begun."""
-        self._write(f"+ {group}\n")
+    def send(self, command: int) -> None:
+        """Send a command. Takes no lock: signal handlers call it."""
+        with suppress(BrokenPipeError, BlockingIOError):  # it has ended, or is stopped
+            os.write(self._commands, bytes([command]))
 
-    def remove(self, group: int) -> None:
-        """Say that one is over; must be said before its number can become another's."""
-        self._write(f"- {group}\n")
+    def read_events(self) -> list[str] | None:
+        """Return the lines that have arrived; None if there will be no more."""
+        try:
+            data = os.read(self.events, _EVENTS_NBYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            self._process.wait()  # it is about to end
+            return None
+        return data.decode(errors="replace").splitlines()
 
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it was killed; ranks still die with this process
-            os.write(self._process.stdin.fileno(), line.encode())
+    def has_ended(self) -> bool:
+        """Tell whether it has ended: nothing is left, or it was killed."""
+        return self._process.poll() is not None
+
+    @property
+    def how(self) -> str:
+        """Say how it ended."""
+        return describe_exit(self._process.wait())
+
+    def kill(self) -> None:
+        """Kill it, and with it the ranks."""
+        self._process.kill()
 
     def close(self) -> None:
-        """End it by a message: another process may have inherited the pipe, and keep it open."""
-        assert self._process.stdin is not None
-        self._write("quit\n")
-        self._process.stdin.close()
-        try:
-            self._process.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Close the files: it has ended."""
+        os.close(self._commands)
+        os.close(self.events)
 
 
 @contextmanager
@@ -301,34 +359,9 @@ def sooner(one: Deadline, other: Deadline) -> Deadline:
     return one if one.end < other.end else other
 
 
-def _start_process(
-    spec: ProcessSpec, files: Sequence[int], environment: dict[str, str], cores: set[int]
-) -> subprocess.Popen[bytes]:
-    standard = spec.standard
-    core_list = ",".join(map(str, sorted(cores)))
-    terminal = "terminal" if standard.has_terminal else ""
-    return subprocess.Popen(
-        [*_SHIM, "rank", str(os.getpid()), core_list, terminal, *spec.command],
-        pass_fds=[*spec.inherited, *files],
-        env=environment,
-        stdin=standard.stdin,
-        stdout=standard.stdout,
-        stderr=standard.stderr,
-        process_group=None if standard.has_terminal else 0,
-        start_new_session=standard.has_terminal,
-    )
-
-
 def _pipe_with(data: bytes) -> int:
     """Return the read end of a pipe that holds these few bytes and nothing more."""
     read, write = os.pipe()
     os.write(write, data)
     os.close(write)
     return read
-
-
-def _try_pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None

@@ -62,9 +62,14 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
 @click.option(
     "--grace", type=click.FloatRange(min=0, max=1e9), callback=_refuse_nan, metavar="SECONDS",
     default=5.0, show_default=True,
-    help="How long the others may go on after a rank has failed; then SIGTERM and SIGKILL.",
+    help="How long the others may go on after a rank has failed; then SIGTERM and SIGKILL. At a "
+    "normal end, how long what ranks have started may go on after SIGTERM.",
 )  # fmt: skip
 @click.option("--keep-survivors", is_flag=True, help="Let the others go on as long as they like.")
+@click.option(
+    "--keep-children", is_flag=True,
+    help="At a normal end, leave alone what ranks have started and left running.",
+)  # fmt: skip
 @click.option(
     "--bind", type=click.Choice(["cores", "none"]), default="none", show_default=True,
     help="cores: bind each rank to cores of its own, if there are enough.",
@@ -94,6 +99,7 @@ def run(
     max_restarts: int,
     grace: float,
     keep_survivors: bool,
+    keep_children: bool,
     bind: str,
     log_dir: Path | None,
     tee: Choice | None,
@@ -113,10 +119,15 @@ def run(
     if is_module and no_python:
         raise click.UsageError("--module and --no-python exclude each other")
     files = LogOptions(log_dir, tee, redirects)
-    policy = FailurePolicy(max_restarts, grace, keep_survivors)
+    policy = FailurePolicy(max_restarts, grace, keep_survivors, keep_children)
     if options.is_for_others:
         passed_on = ["--grace", str(grace), "--bind", bind, *files.to_arguments()]
-        flags = {"-m": is_module, "--no-python": no_python, "--keep-survivors": keep_survivors}
+        flags = {
+            "-m": is_module,
+            "--no-python": no_python,
+            "--keep-survivors": keep_survivors,
+            "--keep-children": keep_children,
+        }
         passed_on += [name for name, is_given in flags.items() if is_given]
         remote = find_remote(options, sizes, passed_on, [script, *args])
         files.check(sum(remote.sizes))

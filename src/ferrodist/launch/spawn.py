@@ -28,6 +28,7 @@ from ferrodist.launch.output.console import console_of_streams
 from ferrodist.launch.output.reader import Reader
 from ferrodist.launch.output.streams import Streams
 from ferrodist.launch.processes import (
+    KILL_SECONDS,
     ProcessSpec,
     StandardFiles,
     Worker,
@@ -77,7 +78,7 @@ def run(
     several do. The others get ``grace`` seconds to notice and to finish, and are then ended. For a
     rank whose process dies, RankLost is raised. After ``timeout`` seconds all are ended, and
     CollectiveTimeout names those that had not finished. No process outlives this call, nor this
-    process.
+    process: what the ranks have started and left gets SIGTERM, and ``grace`` seconds later SIGKILL.
 
     Example:
         >>> import ferrodist
@@ -191,7 +192,7 @@ def _wait(
     grace: float,
 ) -> None:
     """Wait for all processes; from the first failure on, or when all is done, only for a while."""
-    is_hurried = False
+    is_hurried, seconds = False, KILL_SECONDS
     try:
         while workers.running and deadline.remaining() > 0:
             longest = min(deadline.remaining(), _LONGEST_WAIT, streams.wait_seconds())
@@ -202,8 +203,10 @@ def _wait(
             is_over = all(inbox.result is not None for inbox in inboxes)
             if not is_hurried and (is_over or any(inbox.has_failed for inbox in inboxes)):
                 is_hurried, deadline = True, sooner(deadline, Deadline(grace))
+        if not workers.running and not any(inbox.has_failed for inbox in inboxes):
+            seconds = grace  # for what ranks have started
     finally:
-        workers.stop()
+        workers.stop(seconds)
 
 
 def _results(inboxes: list[_Inbox], deadline: Deadline) -> list[Any]:
@@ -230,9 +233,9 @@ def _outcome(rank: int, inbox: _Inbox) -> Any:
     if result is not None:
         return _NoResult(rank, result.when, _load_error(rank, result))
     if inbox.ended is not None:
-        is_quiet = inbox.ended.process.returncode >= 0
+        is_quiet = (inbox.ended.returncode or 0) >= 0
         how = f"{inbox.ended.how} without a result" if is_quiet else inbox.ended.how
-        who = f"rank {rank} (pid {inbox.ended.process.pid})"
+        who = f"rank {rank} (pid {inbox.ended.pid})"
         error = RankLost(f"{who} {how}; look at its own output", rank=rank, how=how)
         return _NoResult(rank, inbox.when, error)
     return None

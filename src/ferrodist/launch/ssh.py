@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -25,13 +27,15 @@ from ferrodist.launch.output.console import Console
 from ferrodist.launch.output.reader import PassThrough, Prefixer, Stream
 from ferrodist.launch.output.streams import ProcessStreams
 from ferrodist.launch.output.writer import Writer
-from ferrodist.launch.processes import FORWARDED_SIGNALS, KILL_SECONDS, ChildProcess, ProcessSet
+from ferrodist.launch.processes import FORWARDED_SIGNALS, KILL_SECONDS, ProcessSet
 from ferrodist.rendezvous.job import SECRET_NBYTES
+from ferrodist.rendezvous.watch import try_pidfd
 
 _STDIN = 0
 _REPORT_NBYTES = 4096  # at most
 _REPORT_WORDS = 500  # letters of them, at most
 _STARTUP_NBYTES = 1 << 16  # of output before a launcher has started
+_POLL_SECONDS = 0.05  # between looks at processes that cannot be watched
 _LEAVE_SECONDS = KILL_SECONDS + 2.0  # for a launcher to end its ranks, and for the network
 
 
@@ -57,21 +61,30 @@ HostReport = Started | RankFailed
 class Connections(ProcessSet["Connection"]):
     """All hosts of a job. Leaving the context leaves no ssh process alive."""
 
-    def add(self, process: Connection) -> None:
+    def add(self, connection: Connection) -> None:
         """Wait for one more, and read what it writes."""
-        super().add(process)
-        process.streams.attach(self)
+        self.running.append(connection)
+        if connection.pidfd is not None:
+            self._selector.register(connection.pidfd, selectors.EVENT_READ)
+        connection.streams.attach(self)
+
+    def wait(self, seconds: float) -> list[Connection]:
+        """Wait until something happens, but not longer; return the connections that have ended."""
+        if any(connection.pidfd is None for connection in self.running):
+            seconds = min(seconds, _POLL_SECONDS)
+        return super().wait(seconds)
 
     def send_signal(self, number: int) -> None:
         """Forward a signal to all ranks of all hosts, if it is one that is forwarded."""
         if number in FORWARDED_SIGNALS:
-            super().send_signal(number)
+            for connection in self.running:
+                connection.send_signal(number)
 
     def stop(self) -> None:
         """End all hosts that are running, and wait for it; not for ever."""
         self._release()
-        self.wait_for_all(_LEAVE_SECONDS)
-        self._kill()
+        self._wait_for_all(_LEAVE_SECONDS)
+        self.kill()
 
     def close(self) -> None:
         """Kill every ssh that is left."""
@@ -82,23 +95,32 @@ class Connections(ProcessSet["Connection"]):
         for connection in self.running:
             connection.release()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """End every ssh that is left; the launcher at its other end then ends by itself."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             for connection in self.running:
                 connection.signal_ssh(number)
-            self.wait_for_all(KILL_SECONDS)
+            self._wait_for_all(KILL_SECONDS)
         for connection in list(self.running):
             connection.process.wait()
             self._forget(connection)
 
+    def _wait_for_all(self, seconds: float) -> None:
+        """Wait until none is running, but not longer."""
+        end = time.monotonic() + seconds
+        while self.running and time.monotonic() < end:
+            self.wait(end - time.monotonic())
+
     def _forget(self, process: Connection) -> None:
         super()._forget(process)
+        if process.pidfd is not None:
+            self._selector.unregister(process.pidfd)
+        process.close()
         process.streams.retire()
 
 
-class Connection(ChildProcess):
-    """The ssh process that leads to a host."""
+class Connection:
+    """The ssh process that leads to a host, in a process group of its own."""
 
     def __init__(
         self, host: str, command: Sequence[str], secret: bytes, streams: HostStreams
@@ -111,7 +133,7 @@ class Connection(ChildProcess):
             os.write(self._stdin, secret)
             stdout, stderr = streams.files
             # A Ctrl-C is for this process, which decides what to do.
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=read, stdout=stdout, stderr=stderr, process_group=0
             )
         except BaseException:
@@ -119,7 +141,11 @@ class Connection(ChildProcess):
             raise
         finally:
             os.close(read)
-        super().__init__(process)
+        self.pidfd = try_pidfd(self.process.pid)
+
+    def has_ended(self) -> bool:
+        """Tell whether it has ended."""
+        return self.process.poll() is not None
 
     def send_signal(self, number: int) -> None:
         """Have the launcher there signalled. Takes no lock: signal handlers call it."""
@@ -129,7 +155,8 @@ class Connection(ChildProcess):
 
     def signal_ssh(self, number: int) -> None:
         """Signal ssh itself, and what it has started."""
-        super().send_signal(number)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def release(self) -> None:
         """Have the launcher there end its ranks immediately, and itself."""
@@ -140,7 +167,8 @@ class Connection(ChildProcess):
     def close(self) -> None:
         """Release what belongs to it: it has ended."""
         self.release()
-        super().close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
 
 
 class HostStreams(ProcessStreams):

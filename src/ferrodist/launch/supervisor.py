@@ -19,14 +19,15 @@ from ferrodist.launch.output.console import Console
 from ferrodist.launch.output.logs import LogFiles, is_at_end, traceback_in
 from ferrodist.launch.output.streams import Streams, StreamSet
 from ferrodist.launch.processes import (
-    ENDING_SIGNALS,
     FORWARDED_SIGNALS,
+    KILL_SECONDS,
     ProcessSet,
     ProcessSpec,
     Worker,
     WorkerGroup,
     sooner,
 )
+from ferrodist.launch.reaper import ENDING_SIGNALS
 from ferrodist.launch.ssh import ControlPipe, RankFailed, Started
 from ferrodist.rendezvous.watch import FinalError, describe_exit
 
@@ -34,18 +35,22 @@ _INTERRUPT_GRACE = 1.5  # for all, after a Ctrl-C
 _INSIST_SECONDS = 1.0  # a signal again after so long is a second request
 _ANNOUNCE_SECONDS = 1.0  # after a failure; most jobs are over by then
 _LONGEST_WAIT = 0.2  # at once: a signal that came just before is noticed after it
+_MOST_NAMES = 5  # of processes that ranks have left
+_SETTLE_SECONDS = 0.1  # for what ranks have left to end by itself
 
 
 class FailurePolicy(NamedTuple):
-    """What to do when ranks fail.
+    """What to do when ranks fail, and with what they leave.
 
-    ``grace`` is how long the others may go on. ``only_attempt``: another launcher counts the
-    attempts, and this is the one to make.
+    ``grace`` is how long the others may go on, and what ranks have started at a normal end unless
+    ``keeps_children`` leaves it alone. ``only_attempt``: another launcher counts the attempts, and
+    this is the one to make.
     """
 
     most_restarts: int = 0
     grace: float = 5.0
     keeps_survivors: bool = False
+    keeps_children: bool = False
     only_attempt: int | None = None
 
     @property
@@ -186,10 +191,16 @@ class JobAttempt(Generic[F]):
         self._console.say(f"ferrodist run: {text}")
 
     def _wait_for(
-        self, processes: ProcessSet[Any], streams: StreamSet, see_end: Callable[[Any], None]
+        self,
+        processes: ProcessSet[Any],
+        streams: StreamSet,
+        see_end: Callable[[Any], None] = lambda process: None,
+        *,
+        are_over: Callable[[], bool] | None = None,
     ) -> None:
-        """Wait until all have ended or the deadline has passed."""
-        while processes.running and self._deadline.remaining() > 0:
+        """Wait until all have ended, or what else is asked for, or the deadline has passed."""
+        are_over = are_over or (lambda: not processes.running)
+        while not are_over() and self._deadline.remaining() > 0:
             longest = min(_LONGEST_WAIT, streams.wait_seconds(), self._deadline.remaining())
             for process in processes.wait(longest):
                 see_end(process)
@@ -286,13 +297,44 @@ class _LocalAttempt(JobAttempt[RankFailure]):
                     self._control.attach(workers)
                 with self._signals.forwarded_to(workers, streams.restore_terminal):
                     self._wait_for(workers, streams, self._see_end)
-                    for worker in workers.stop():
-                        self._see_stopped(worker)
+                    self._end_rest()
+
+    def _end_rest(self) -> None:
+        """End the ranks that are left, and what ranks have started."""
+        workers, stopped = self._workers, list(self._workers.running)
+        has_ended_well = not (stopped or self.failures or self.was_stopped)
+        if has_ended_well and self._policy.keeps_children:
+            workers.leave_children()
+            return
+        if has_ended_well:
+            self._wait_until_empty(_SETTLE_SECONDS)
+        workers.terminate()
+        self._wait_until_empty(self._policy.grace if has_ended_well else KILL_SECONDS)
+        workers.kill()
+        for worker in stopped:
+            self._see_stopped(worker)
+        self._say_what_was_left(has_ended_well)
+
+    def _wait_until_empty(self, seconds: float) -> None:
+        workers = self._workers
+        self._deadline = Deadline(seconds)
+        self._wait_for(workers, self._streams, are_over=lambda: workers.is_empty)
+
+    def _say_what_was_left(self, has_ended_well: bool) -> None:
+        """Name what did not end with the job: a program may have counted on it, or still runs."""
+        workers = self._workers
+        if has_ended_well and workers.asked:
+            names = _names_of(workers.asked)
+            self.say(
+                f"ended what ranks had left running, which --keep-children would keep: {names}"
+            )
+        if workers.stayed:
+            self.say(f"could not end what ranks have started: {_names_of(workers.stayed)}")
 
     def _see_end(self, worker: Worker) -> None:
         """Record a rank that has ended; the others have a while if it failed."""
         self._streams.ranks[worker.rank].retire()
-        if worker.process.returncode == 0 or self.was_stopped:
+        if worker.returncode == 0 or self.was_stopped:
             return
         failure = self._failure_of(worker)
         if not self._announcement and not failure.is_consequence:
@@ -310,8 +352,9 @@ class _LocalAttempt(JobAttempt[RankFailure]):
             self._add(failure._replace(code=1))  # as if it had ended in time
 
     def _failure_of(self, worker: Worker) -> RankFailure:
-        process, error = worker.process, self._workers.final_error(worker.rank)
-        return RankFailure(worker.rank, process.pid, process.returncode, time.monotonic(), error)
+        assert worker.returncode is not None
+        error = self._workers.final_error(worker.rank)
+        return RankFailure(worker.rank, worker.pid, worker.returncode, time.monotonic(), error)
 
     def _add(self, failure: RankFailure) -> None:
         self.failures.append(failure)
@@ -351,6 +394,12 @@ class _LocalAttempt(JobAttempt[RankFailure]):
             others = sorted(failure.rank for failure in self.failures if failure is not first)
             then = f"; then {names_of_ranks(others)} failed" if others else ""
             self.say(f"{first}{then}")
+
+
+def _names_of(processes: dict[int, str]) -> str:
+    named = [f"{name} (pid {pid})" for pid, name in processes.items()]
+    more = len(named) - _MOST_NAMES
+    return ", ".join(named[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class Signals:

@@ -195,7 +195,7 @@ class RankStreams(ProcessStreams):
         if self._rank > 0 or stdin == subprocess.DEVNULL:
             return subprocess.DEVNULL
         if not os.isatty(stdin):
-            return stdin
+            return self._lend(os.dup(stdin))
         if self.terminal is not None and self.terminal.keyboard is not None:
             return self.terminal.inside
         return subprocess.DEVNULL  # to read from a terminal in the background would stop it
