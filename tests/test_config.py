@@ -30,6 +30,7 @@ GOOD = {
     "host_id": ("left", "left"),
     "tls": ("1", True),
     "executor": ("python", "python"),
+    "full_traceback": ("1", True),
 }
 
 

@@ -7,7 +7,16 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "ferrodist"
 
-FOUNDATION = {"errors", "config", "reduce_op", "buffer", "call", "deadline", "version"}
+FOUNDATION = {
+    "errors",
+    "config",
+    "reduce_op",
+    "buffer",
+    "call",
+    "deadline",
+    "version",
+    "tracebacks",
+}
 ALLOWED = {
     "arrays": {"_native"},
     "schedules": set(),

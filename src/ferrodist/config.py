@@ -204,6 +204,9 @@ class Config:
         _EXECUTOR,
         "what executes schedules over TCP: native code, or Python as a reference",
     )
+    full_traceback: bool = _setting(
+        False, _SWITCH, "show ferrodist's inner frames in the tracebacks of errors"
+    )
 
     def __post_init__(self) -> None:
         for setting in fields(self):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from ferrodist import tracebacks
 from ferrodist.backends.base import Backend
 from ferrodist.call import caller_site
 from ferrodist.config import (
@@ -132,6 +133,7 @@ def init(
         >>> ferrodist.allreduce(1.0)  # doctest: +SKIP
         1.0
     """
+    tracebacks.install()
     with _process.lock:
         if _process.backend is not None:
             return _check_same(_process.backend, backend, timeout, pickle)

@@ -107,7 +107,10 @@ def run(
         _wait(workers, inboxes, streams, deadline, grace=grace)
         streams.finish()
         console.finish(lambda: False)  # as any program waits for its reader
-        return _results(inboxes, deadline)
+        results = _results(inboxes, deadline)
+        if isinstance(results, BaseException):
+            raise results
+        return results
 
 
 class _Inbox:
@@ -209,16 +212,16 @@ def _wait(
         workers.stop(seconds)
 
 
-def _results(inboxes: list[_Inbox], deadline: Deadline) -> list[Any]:
-    """Return all results, or raise the error that best explains why there are none."""
+def _results(inboxes: list[_Inbox], deadline: Deadline) -> list[Any] | BaseException:
+    """Return all results, or the error that best explains why there are none."""
     outcomes = [_outcome(rank, inbox) for rank, inbox in enumerate(inboxes)]
     failures = [one for one in outcomes if isinstance(one, _NoResult)]
     if failures:
-        raise min(failures, key=lambda one: (one.is_consequence, one.when)).error
+        return min(failures, key=lambda one: (one.is_consequence, one.when)).error
     unfinished = [rank for rank, inbox in enumerate(inboxes) if inbox.result is None]
     if unfinished:
         names = ", ".join(f"rank {rank}" for rank in unfinished)
-        raise CollectiveTimeout(
+        return CollectiveTimeout(
             f"run gave up after {deadline}, its timeout=: {names} had not finished",
             missing=unfinished,
         )

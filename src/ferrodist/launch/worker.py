@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("!Q")
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class WorkerResult(NamedTuple):
@@ -121,10 +120,10 @@ def _result_of_error(error: BaseException) -> WorkerResult:
 
 def _trace_of(error: BaseException) -> str:
     """Format a traceback, from where the user's code begins."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    from ferrodist import tracebacks
+
+    tracebacks.cut(error)
+    return "".join(traceback.format_exception(error))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ def test_sum(world):
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,7 +28,10 @@ class World:
         """Run ``fn(backend)`` on every rank; options as of ``ferrodist.testing.run_ranks``."""
         from ferrodist.testing.ranks import run_ranks
 
-        return run_ranks(self.size, fn, **options)
+        try:
+            return run_ranks(self.size, fn, **options)
+        except BaseExceptionGroup as group:
+            raise group.with_traceback(None)  # noqa: B904 -- the same, without a frame of ours
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +43,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line("markers", "world(*sizes): world sizes of the 'world' fixture")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Let pytest hide our frames, as it does those of modules with a ``__tracebackhide__``."""
+    if call.excinfo is None:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "ferrodist":
+            vars(module).setdefault("__tracebackhide__", _is_hidden)
+
+
+def _is_hidden(about: pytest.ExceptionInfo[BaseException]) -> bool:
+    """Hide our frames if the error says what is wrong, unless the user wants to see them."""
+    from ferrodist import tracebacks
+
+    return isinstance(about.value, tracebacks.EXPLAINED) and not tracebacks.are_full()
 
 
 @pytest.fixture

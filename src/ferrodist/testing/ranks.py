@@ -13,12 +13,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from ferrodist import tracebacks
 from ferrodist.backends.failures import describe
 from ferrodist.backends.thread_faults import Faults
 from ferrodist.backends.threads import SimulatedBackend
 from ferrodist.config import Config, check_timeout
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveTimeout, is_consequence
+from ferrodist.errors import CollectiveTimeout, DistributedError, is_consequence
 
 T = TypeVar("T")
 
@@ -134,10 +135,27 @@ def _errors(ranks: list[_Rank[Any]], stuck: list[_Rank[Any]]) -> list[BaseExcept
     for rank in failed:
         assert rank.error is not None
         rank.error.add_note(f"on rank {rank.backend.rank}")
+        tracebacks.cut(rank.error)
         errors.append(rank.error)
+    if not tracebacks.are_full():
+        _shorten_repeated(errors)
     causes = sum(not _is_consequence(rank) for rank in failed)
     errors[causes:causes] = [_stuck_error(rank) for rank in stuck]
     return errors
+
+
+def _shorten_repeated(errors: list[BaseException]) -> None:
+    """Leave what several ranks raise alike, a table and the way to it, to the first of them."""
+    first: dict[str, BaseException] = {}
+    for error in errors:
+        text = str(error) if isinstance(error, DistributedError) else ""
+        earlier = first.setdefault(text, error)
+        if not text or earlier is error:
+            continue
+        if "\n" in text:
+            error.args = (f"{text.splitlines()[0]} (the table is {earlier.__notes__[-1]})",)
+        if tracebacks.are_alike(error, earlier):
+            error.__traceback__ = None
 
 
 def _headline(errors: list[BaseException], num_ranks: int) -> str:
