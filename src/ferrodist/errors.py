@@ -151,7 +151,18 @@ def is_consequence(error: BaseException | None, rank: int) -> bool:
 
     It may be the cause of the error, or what was being handled when that was raised.
     """
-    kinds = (RankLost, GroupAborted, RendezvousError)
+    return _names_another(error, rank, (RankLost, GroupAborted, RendezvousError))
+
+
+def is_of_victim(error: BaseException | None, rank: int) -> bool:
+    """Tell the same, also of an error that says that this rank has waited for another in vain."""
+    kinds = (RankLost, GroupAborted, RendezvousError, CollectiveTimeout)
+    return _names_another(error, rank, kinds)
+
+
+def _names_another(
+    error: BaseException | None, rank: int, kinds: tuple[type[DistributedError], ...]
+) -> bool:
     for _ in range(_LONGEST_CHAIN):
         if error is None:
             break

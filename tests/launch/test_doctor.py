@@ -544,14 +544,21 @@ def test_shared_memory_is_tried_for_real():
     assert outcome == engines.Outcome({"is_right": True, "totals": [3.0, 3.0]})
 
 
-def test_an_mpiexec_of_another_mpi_is_an_error():
+def test_an_mpiexec_of_another_mpi_is_a_warning_that_says_whom_it_concerns():
     outcome = engines.Outcome({"library": "Open MPI v5.0.1"})
     found = told(
-        engines._judge_launcher(outcome, engines._mpi_name("HYDRA build details")), "error"
+        engines._judge_launcher(outcome, engines._mpi_name("HYDRA build details")), "warning"
     )
     assert "mpiexec is that of MPICH, mpi4py uses Open MPI" in found
+    assert "On one host ferrodist needs mpiexec alone" in found
     assert list(engines._judge_launcher(outcome, "Open MPI")) == []
     assert list(engines._judge_launcher(outcome, "")) == []
+
+
+def test_what_a_missing_library_is_for_is_said(machine):
+    (found,) = engines._missing(machine(), ["mpi4py"])
+    assert "none is needed" in found.advice
+    assert "on one host mpiexec is enough" in found.advice
 
 
 def test_tls_without_its_library_is_an_error(machine):

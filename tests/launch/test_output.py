@@ -189,6 +189,38 @@ def test_what_comes_after_all_ranks_have_ended_waits_for_nobody():
     assert stage.say(2, b"from a process that it left behind\n") != b""
 
 
+HEADER = b"Traceback (most recent call last):\n"
+
+
+def test_a_traceback_stays_whole_though_others_have_the_same_header():
+    stage = Stage(4)
+    for rank in (1, 2, 3):
+        stage.say(rank, HEADER)
+    for rank in (1, 2, 3):
+        stage.say(rank, b'  File "x.py", line %d\n' % (rank % 2))
+    said = b"".join(stage.say(rank, b"ValueError: %d\n" % (rank % 2)) for rank in (1, 2, 3))
+    of_one = b'Traceback (most recent call last):|  File "x.py", line %d|ValueError: %d|'
+    odd, even = ((of_one % (n, n)).split(b"|")[:-1] for n in (1, 0))
+    both = [b"ranks 1, 3: " + line for line in odd]
+    alone = [b"rank 2: " + line for line in even]
+    assert (said + stage.end()).splitlines() == [*both, *alone]
+
+
+def test_what_looks_like_a_traceback_is_not_held_for_long():
+    stage = Stage(2)
+    assert stage.say(1, HEADER) == b""
+    assert stage.ranks[1].wait_seconds() == pytest.approx(0.2)
+    assert stage.wait(0.2) == b"rank 1: " + HEADER
+    assert stage.say(1, HEADER) + stage.end() == b"rank 1: " + HEADER
+
+
+def test_the_traceback_of_a_group_ends_before_what_follows():
+    stage = Stage(2)
+    lines = [b"  + Exception Group " + HEADER[:-1], b"  | ExceptionGroup: two", b"and on"]
+    said = stage.say(1, b"\n".join(lines) + b"\n")
+    assert said.splitlines() == [b"rank 1: " + line for line in lines]
+
+
 def test_equal_lines_of_one_rank_stay_as_many():
     stage = Stage(3)
     stage.say(1, b"x\nx\nx\n")

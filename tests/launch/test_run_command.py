@@ -209,6 +209,7 @@ def test_the_secret_is_nowhere_to_be_seen(script, tmp_path):
         ("1 / 0", 1, "rank 1: ZeroDivisionError: division by zero"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 (pid N) was killed by SIGKILL"),
         ("os.abort()", 134, "rank 1 (pid N) was killed by SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "PYTHONFAULTHANDLER=1 shows where"),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed(script, code, expected, how):
@@ -309,6 +310,43 @@ def test_a_wrapped_consequence_is_still_one(script):
         """)
     done = run("-n", "3", path)
     assert done.stderr.endswith("ValueError: the cause\n")
+
+
+def test_a_rank_that_waited_in_vain_did_not_fail_first(script):
+    path = script("""
+        import ferrodist
+        ferrodist.init()
+        pids = ferrodist.all_gather_object(os.getpid())
+        def outlive(rank):
+            while os.path.exists(f"/proc/{pids[rank]}"):
+                pass
+        try:
+            if rank == 1:
+                outlive(0)
+            ferrodist.barrier(timeout=None if rank == 1 else 0.3)
+        finally:
+            if rank == 2:
+                outlive(1)
+        """)
+    done = run("-n", "3", path)
+    end = done.stderr.rpartition("ferrodist run: ")[2]
+    assert end.startswith("rank 1 (pid ")
+    assert "failed first; its traceback:\n" in end
+    assert "GroupAborted" in end
+    assert done.stderr.count("raise the limit") == 4  # by each rank, and in the traceback
+
+
+def test_a_victim_alone_is_not_said_to_have_failed_first(script):
+    path = script("""
+        import ferrodist
+        ferrodist.init()
+        if rank == 1:
+            signal.pause()
+        ferrodist.barrier(timeout=0.3)
+        """)
+    done = run("-n", "2", "--grace", "0.1", path)
+    assert done.returncode == 1
+    assert "failed first" not in done.stderr
 
 
 def test_the_survivors_have_a_while_and_are_then_ended(script):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -113,11 +114,16 @@ def describe(error: BaseException) -> str:
 
 def died(how: str) -> LeaveReason:
     """Describe a rank that stopped without a word."""
-    is_killed = "SIGKILL" in how
-    return LeaveReason(how, _WHO_KILLS if is_killed else "look at that rank's own output")
+    if "SIGKILL" in how:
+        return LeaveReason(how, _WHO_KILLS)
+    if any(number.name in how for number in CRASHES):
+        return LeaveReason(how, _WHERE_CRASHED)
+    return LeaveReason(how, "look at that rank's own output")
 
 
 _WHO_KILLS = "the kernel does that when memory runs out (see dmesg), and so do job managers"
+_WHERE_CRASHED = "it crashed in native code, and PYTHONFAULTHANDLER=1 shows where"
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _SAME_NUMBER = "every rank must make the same number of calls"
 
 

@@ -24,7 +24,7 @@ from ferrodist.errors import (
     InvalidArgument,
     ProtocolError,
     RendezvousError,
-    is_consequence,
+    is_of_victim,
 )
 from ferrodist.rendezvous import Job, Member
 from ferrodist.rendezvous.mesh import MeshPeer
@@ -68,7 +68,7 @@ class ExitStatuses:
         """Tell the launcher that this rank's program has raised."""
         rank, board = self._job.rank, self._job.status_board
         if board is not None:
-            is_second = is_consequence(error, rank)
+            is_second = is_of_victim(error, rank)
             board.set_final_error(rank, describe(error), is_consequence=is_second)
 
 

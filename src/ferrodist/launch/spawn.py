@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ferrodist.backends.failures import describe
+from ferrodist.backends.failures import describe, died
 from ferrodist.config import check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -239,7 +239,7 @@ def _outcome(rank: int, inbox: _Inbox) -> Any:
         is_quiet = (inbox.ended.returncode or 0) >= 0
         how = f"{inbox.ended.how} without a result" if is_quiet else inbox.ended.how
         who = f"rank {rank} (pid {inbox.ended.pid})"
-        error = RankLost(f"{who} {how}; look at its own output", rank=rank, how=how)
+        error = RankLost(f"{who} {how}; {died(how).advice}", rank=rank, how=how)
         return _NoResult(rank, inbox.when, error)
     return None
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from ferrodist.backends.failures import names_of_ranks
+from ferrodist.backends.failures import CRASHES, died, names_of_ranks
 from ferrodist.deadline import Deadline
 from ferrodist.launch.node_spec import Attempt, NodeSpec
 from ferrodist.launch.output.console import Console
@@ -35,6 +35,7 @@ _INTERRUPT_GRACE = 1.5  # for all, after a Ctrl-C
 _INSIST_SECONDS = 1.0  # a signal again after so long is a second request
 _ANNOUNCE_SECONDS = 1.0  # after a failure; most jobs are over by then
 _LONGEST_WAIT = 0.2  # at once: a signal that came just before is noticed after it
+_MOST_CHARACTERS = 120  # of an error that its rank has shown as a whole
 _MOST_NAMES = 5  # of processes that ranks have left
 _SETTLE_SECONDS = 0.1  # for what ranks have left to end by itself
 
@@ -94,7 +95,7 @@ def run_attempts(
             if attempt == policy.attempts[-1] or not job.may_be_repeated:
                 break
             again = f"starting all again, restart {attempt.restarts + 1} of {attempt.most_restarts}"
-            job.say(f"{job.first_failure}; {again}")
+            job.say(f"{_in_short(job.first_failure)}; {again}")
         job.explain()
         code = job.exit_code
         console.finish(lambda: job.was_stopped)
@@ -137,12 +138,14 @@ class RankFailure(NamedTuple):
             is_its_own = is_its_own and trace.startswith("Fatal Python error")
         return trace if is_its_own else ""
 
+    @property
+    def how(self) -> str:
+        """Who it is and how it ended."""
+        return f"rank {self.rank} (pid {self.pid}) {describe_exit(self.code)}"
+
     def __str__(self) -> str:
-        error = ""
-        if self.error is not None:
-            first_line = self.error.text.splitlines()[0] if self.error.text else ""
-            error = f" ({first_line})"
-        return f"rank {self.rank} (pid {self.pid}) {describe_exit(self.code)}{error}"
+        lines = [] if self.error is None else self.error.text.splitlines()
+        return f"{self.how} ({lines[0]})" if lines else self.how
 
 
 class HostFailure(NamedTuple):
@@ -337,8 +340,9 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         if worker.returncode == 0 or self.was_stopped:
             return
         failure = self._failure_of(worker)
-        if not self._announcement and not failure.is_consequence:
-            self._announcement = f"{failure}; {self._what_others_may_do}"
+        is_due = self._announce_at < math.inf
+        if not self._announcement or (is_due and not failure.is_consequence):
+            self._announcement = f"{_in_short(failure)}; {self._what_others_may_do}"
             self._announce_at = time.monotonic() + _ANNOUNCE_SECONDS
         if not self._policy.keeps_survivors:
             self._end_within(self._policy.grace)
@@ -389,11 +393,19 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         first = self.first_failure
         trace = first.traceback_in(self._streams.ranks[first.rank].last_output())
         if trace and not self._console.stderr.shows_at_end(trace):
-            self.say(f"{first} and failed first; its traceback:\n{trace}")
+            was_first = "" if first.is_consequence else " and failed first"
+            self.say(f"{first.how}{was_first}; its traceback:\n{trace}")
         elif not trace:
             others = sorted(failure.rank for failure in self.failures if failure is not first)
             then = f"; then {names_of_ranks(others)} failed" if others else ""
-            self.say(f"{first}{then}")
+            advice = f"; {died(first.how).advice}" if -first.code in CRASHES else ""
+            self.say(f"{first}{advice}{then}")
+
+
+def _in_short(failure: RankFailure | HostFailure) -> str:
+    """Say it without all that the error says: the rank itself has shown that."""
+    text = str(failure)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}...)"
 
 
 def _names_of(processes: dict[int, str]) -> str:

@@ -39,6 +39,12 @@ _SCRIPT = Path(__file__).with_name("probes.py")
 _LIMIT = 20.0  # seconds for the import of a large library from a slow disk
 _TRIED_BACKENDS = ("shared_memory", "tcp")
 _EXTRAS = {"torch": "torch", "mpi4py": "mpi", "jax": "jax", "cryptography": "tls"}
+_USES = {
+    "torch": "DDP and tensors",
+    "jax": "JAX arrays",
+    "mpi4py": "mpiexec on several hosts without MASTER_ADDR (on one host mpiexec is enough)",
+    "cryptography": "TLS",
+}
 # What would make a library believe that it is a rank of somebody's job.
 _OF_LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "SLURM_", "MPI_", "HYDRA_", "FERRODIST_BACKEND")
 _MPI_NAMES = {"open mpi": "Open MPI", "hydra": "MPICH", "mpich": "MPICH", "intel": "Intel MPI"}
@@ -166,10 +172,11 @@ def _mpi_name(text: str) -> str:
 def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
     library = _mpi_name(outcome.facts.get("library", ""))
     if library and launcher and library != launcher:
-        yield _ENGINES.error(
+        yield _ENGINES.warning(
             f"mpiexec is that of {launcher}, mpi4py uses {library}",
-            "each process would be a world of its own: start ranks with the mpiexec of "
-            f"{library}, or install mpi4py for {launcher}",
+            "for mpi4py each process would be a world of its own, which concerns programs that use "
+            f"it, and jobs on several hosts: take the mpiexec of {library}, or mpi4py for "
+            f"{launcher}. On one host ferrodist needs mpiexec alone",
         )
 
 
@@ -181,9 +188,10 @@ def _missing(context: CheckContext, names: list[str]) -> Iterator[Diagnostic]:
         )
     if names:
         extras = ",".join(_EXTRAS[name] for name in names)
+        uses = "; ".join(f"{name} is for {_USES[name]}" for name in names)
         yield _ENGINES.note(
             f"not installed: {', '.join(names)}",
-            f"only if you want them: pip install 'ferrodist[{extras}]'",
+            f"none is needed: {uses}. pip install 'ferrodist[{extras}]'",
         )
 
 

@@ -14,7 +14,7 @@ import math
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ferrodist.launch.output.logs import Tail
@@ -26,6 +26,9 @@ FULL_BUFFER = 4096  # the least that C and Python collect before they write to a
 FULL_PIPE = 1 << 15  # a pipe that holds less accepts more: its writer is not in mid-write
 _READ_NBYTES = 1 << 16  # at once: the turn of the others comes soon
 _REST_SECONDS = 0.005
+_TRACEBACK = b"Traceback (most recent call last):"
+_GROUP_TRACEBACK = b"  + Exception Group " + _TRACEBACK
+_LONGEST_TRACEBACK = 10_000  # lines
 _PIPE_NBYTES = 1 << 20  # the most that a pipe can hold
 
 
@@ -106,6 +109,8 @@ class Prefixer:
         self._rank = rank
         self._writer = writer
         self._lines = LineSplitter()
+        self._tracebacks = TracebackJoiner()
+        self._last_taken = -math.inf
         self._is_open = rank is not None  # nobody's lines wait for those of a launcher
         if rank is not None:
             writer.open(rank)
@@ -117,14 +122,19 @@ class Prefixer:
 
     def take(self, data: bytes) -> None:
         """Pass on the lines that are whole now."""
-        self._writer.add_lines(self._rank, self._lines.split(data))
+        self._last_taken = self._writer.clock()
+        self._writer.add_lines(self._rank, self._tracebacks.join(self._lines.split(data)))
 
     def write_due(self) -> None:
-        """Pass on what was held long enough."""
+        """Pass on a traceback whose rest has not arrived."""
+        if self.wait_seconds() <= 0:
+            self._writer.add_lines(self._rank, self._tracebacks.end())
 
     def wait_seconds(self) -> float:
         """Return how long ``write_due`` will have nothing to do, unless something arrives."""
-        return math.inf
+        if not self._tracebacks.has_begun:
+            return math.inf
+        return max(0.0, self._last_taken + QUIET_SECONDS - self._writer.clock())
 
     def retire(self) -> None:
         """Let no other rank's lines wait for this one's."""
@@ -134,7 +144,8 @@ class Prefixer:
 
     def end(self) -> None:
         """Pass on the rest, a last line that has no newline."""
-        self._writer.add_lines(self._rank, self._lines.end())
+        self._writer.add_lines(self._rank, self._tracebacks.join(self._lines.end()))
+        self._writer.add_lines(self._rank, self._tracebacks.end())
         self.retire()
 
 
@@ -195,6 +206,42 @@ class PassThrough(Prefixer):
     def _write_held(self) -> None:
         held, self._held = self._held, b""
         self._writer.pass_through(held)
+
+
+class TracebackJoiner:
+    """Makes one entry of the lines of a traceback.
+
+    De-duplication compares it as a whole then: ranks write the same header, and what follows may
+    differ. An error's message may have more lines, which nothing marks.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """True while the rest of a traceback is waited for."""
+        return bool(self._lines)
+
+    def join(self, lines: Iterable[bytes]) -> list[bytes]:
+        """Return what is complete: other lines as they are."""
+        done: list[bytes] = []
+        for line in lines:
+            is_indented = line.startswith(b" ")
+            if self._lines and (is_indented or self._lines[0] == _TRACEBACK):
+                self._lines.append(line)
+                done += [] if is_indented and len(self._lines) < _LONGEST_TRACEBACK else self.end()
+            elif line in (_TRACEBACK, _GROUP_TRACEBACK):
+                done += self.end()
+                self._lines = [line]
+            else:
+                done += [*self.end(), line]
+        return done
+
+    def end(self) -> list[bytes]:
+        """Return what there is of a traceback that has begun."""
+        lines, self._lines = self._lines, []
+        return [b"\n".join(lines)] if lines else []
 
 
 class LineSplitter:

@@ -178,7 +178,7 @@ class Writer:
 
 
 class HeldEntry:
-    """A line, the ranks that have written it, and when the first did."""
+    """A line or a whole traceback, the ranks that have written it, and when the first did."""
 
     __slots__ = ("ranks", "text", "when")
 
@@ -188,11 +188,12 @@ class HeldEntry:
         self.when = when
 
     def to_line(self) -> bytes:
-        """Write it out, after the names of its ranks."""
+        """Write it out, each line after the names of its ranks."""
         if not self.ranks:
             return self.text + b"\n"
         prefix = _prefix(tuple(self.ranks))
-        return prefix + b" " + self.text + b"\n" if self.text else prefix + b"\n"
+        lines = self.text.split(b"\n")
+        return b"".join(prefix + (b" " + line if line else b"") + b"\n" for line in lines)
 
 
 class Deduplicator:
