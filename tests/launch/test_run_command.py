@@ -151,6 +151,25 @@ def test_the_command_says_what_it_needs(arguments):
     assert "Usage: ferrodist run" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["run", "-np", "2", "x.py"], "write -n N"),
+        (["run", "-n", "2", "python", "x.py", "-v"], "write 'x.py -v' alone"),
+        (["run", "-n", "2", "python3.11", "x.py"], "--no-python python3.11 x.py"),
+        (["run", "-n", "2", "ls"], "say --no-python"),
+        (["runn", "-n", "2", "x.py"], "did you mean 'ferrodist run'?"),
+        (["x.py"], "did you mean 'ferrodist run x.py'?"),
+        (["frobnicate"], "there are demo, run, bench, doctor"),
+    ],
+)
+def test_likely_mistakes_get_their_answer(arguments, answer):
+    command = [*RUN[:-1], *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert answer in done.stderr
+
+
 def test_a_script_that_is_not_there_is_named_before_anything_starts():
     done = run("-n", "2", "nowhere.py")
     assert done.returncode == 2

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,14 +29,27 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name all commands."""
-        return [*_COMMANDS, *self.commands]
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import a command; None if there is none of this name."""
         if name not in _COMMANDS:
-            return super().get_command(ctx, name)
+            return None
         command: click.Command = getattr(importlib.import_module(_COMMANDS[name]), name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is meant; if there is none, name the one that is likely meant."""
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            if not near and Path(args[0]).suffix == ".py":
+                near = [f"run {args[0]}"]
+            meant = f"did you mean '{ctx.info_name} {near[0]}'?" if near else "there are "
+            others = "" if near else ", ".join(_COMMANDS)
+            ctx.fail(f"there is no command {args[0]!r}; {meant}{others}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; translate Ctrl-C and ferrodist's own errors."""

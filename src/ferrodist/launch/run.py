@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ def _parse_sizes(
     """Read numbers of ranks, one for all hosts or one for each; None is a rank per core."""
     if value is None or value == "auto":
         return None
+    if value == "p":
+        raise click.BadParameter("-np is mpiexec's option; write -n N, as in ferrodist run -n 2")
     sizes = tuple(map(number, value.split(",")))
     if min(sizes) < 1:
         raise click.BadParameter(f"{value!r} is neither a number above zero nor 'auto'")
@@ -205,8 +208,21 @@ def _command(script: str, args: tuple[str, ...], *, is_module: bool, no_python: 
     if is_module:
         return [sys.executable, "-m", script, *args]
     if not Path(script).exists():
-        raise click.UsageError(f"there is no file {script!r} here")
+        raise click.UsageError(_why_no_script(script, args))
     return [sys.executable, script, *args]
+
+
+def _why_no_script(script: str, args: tuple[str, ...]) -> str:
+    """Say what to write instead of a script that is not there."""
+    if args and re.fullmatch(r"python[\d.]*", Path(script).name):
+        rest = " ".join(args)
+        return (
+            f"{script!r} is not needed, ferrodist run starts Python itself: write '{rest}' alone; "
+            f"another interpreter is started by --no-python {script} {rest}"
+        )
+    if shutil.which(script) is not None:
+        return f"there is no file {script!r} here; for the program of that name, say --no-python"
+    return f"there is no file {script!r} here"
 
 
 def _introduce(spec: JobSpec, console: Console, logs: LogFiles | None) -> None:
