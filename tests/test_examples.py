@@ -28,6 +28,7 @@ SHOWN = {
     "train_torch.py": ["step 150: loss 0.0", "all ranks have the same weights: True"],
     "train_mlp.py": ["final loss 0.00", "(ranks: 1)"],
     "train_gpt.py": ["final loss ", "(ranks: 1)"],
+    "train_resume.py": ["final loss 0.0", "(ranks: 1)"],
     "every_launcher.py": ["rank 0 of 1: [0.0, 1.0, 2.0, 3.0] [7, 7]"],
     "train_jax_optax.py": ["epoch 30: loss 0.0", "world of 1: final loss 0.00"],
     "train_jax.py": ["step 150: loss 0.0", "all ranks have the same weights: True"],
@@ -58,7 +59,9 @@ NEEDS = {
     "train_jax_optax.py": "optax",
     "train_mlp.py": "torch",
     "train_gpt.py": "torch",
+    "train_resume.py": "torch",
 }
+LENGTHS = {"own_backend.py": 240, "train_resume.py": 70}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -108,6 +111,33 @@ def test_example_has_the_same_loss_on_any_number_of_ranks(name, steps, bound) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_training_that_was_stopped_ends_as_if_it_had_not(tmp_path, workers) -> None:
+    """It stops in the middle of an epoch and at the end of one, and goes on in other worlds."""
+    pytest.importorskip("torch")
+    script = [str(EXAMPLES / "train_resume.py"), "--workers", workers]
+    resumed = [*script, "--file", str(tmp_path / "my.pt")]
+    shown = []
+    for ranks, command in (
+        ("1", script),
+        ("2", [*resumed, "--stop", "17"]),
+        ("3", [*resumed, "--stop", "30"]),
+        ("2", resumed),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "ferrodist", "run", "-n", ranks, *command],
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        shown.append(done.stdout.strip())
+    assert shown[1:3] == ["stopped after step 17 (ranks: 2)", "stopped after step 30 (ranks: 3)"]
+    alone, _, _, again = (re.search(r"[\d.]+", text) for text in shown)
+    assert float(again[0]) == pytest.approx(float(alone[0]), rel=0.001)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_mlp.py", "train_gpt.py"])
 def test_example_shows_one_progress_bar_in_a_terminal(name) -> None:
     pytest.importorskip("torch")
@@ -136,7 +166,7 @@ def test_example_is_short_and_says_how_to_run_it(name: str) -> None:
     assert f"    {runner} examples/{name}\n" in (
         ast.get_docstring(ast.parse(text), clean=False) or ""
     )
-    assert len(text.splitlines()) < (240 if name == "own_backend.py" else 60)
+    assert len(text.splitlines()) < LENGTHS.get(name, 60)
 
 
 # -- pages ---------------------------------------------------------------------------------------

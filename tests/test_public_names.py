@@ -47,7 +47,7 @@ SIGNATURES = {
     "average_gradients": ("tree backend", ["weight"]),
     "shard_indices": (
         "num_samples backend",
-        ["global_batch_size", "rank_batch_size", "shuffle", "seed", "drop_last"],
+        ["global_batch_size", "rank_batch_size", "shuffle", "seed", "remainder", "drop_last"],
     ),
     "allreduce": ("x backend op", OPTIONS),
     "allreduce_": ("x backend op", OPTIONS[1:]),

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.compression import Compress, PowerSGD, TopK
     from ferrodist.parallel.data_parallel import DataParallel, average_gradients
     from ferrodist.parallel.ddp import DDP
+    from ferrodist.parallel.sampler import ShardedSampler
     from ferrodist.parallel.sharding import IndexShards, shard_indices
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "TopK",
     "DataParallel",
     "average_gradients",
+    "ShardedSampler",
     "IndexShards",
     "shard_indices",
     # collectives
@@ -167,6 +169,7 @@ _LAZY = {
     "Bucket": "ferrodist.parallel.bucket",
     "DataParallel": "ferrodist.parallel.data_parallel",
     "average_gradients": "ferrodist.parallel.data_parallel",
+    "ShardedSampler": "ferrodist.parallel.sampler",
     "IndexShards": "ferrodist.parallel.sharding",
     "shard_indices": "ferrodist.parallel.sharding",
 }

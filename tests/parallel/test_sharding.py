@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import ferrodist
 from ferrodist import InvalidArgument, InvalidRank
+from ferrodist.parallel.sampler import ShardedSampler
 from ferrodist.parallel.sharding import IndexShards, order_of, shard_indices, share_of
 from ferrodist.testing import run_ranks
 
@@ -90,14 +91,70 @@ def test_dropping_the_last_batch_drops_less_than_one_and_repeats_nothing(
     assert num_samples - len(found) < size * world
 
 
-@given(world=st.integers(1, 9), length=st.integers(0, 40))
-def test_shares_joined_in_rank_order_are_the_batch(world, length):
+@given(world=st.integers(1, 9), length=st.integers(0, 40), first=st.integers(0, 20))
+def test_shares_joined_in_rank_order_are_the_batch(world, length, first):
     batch = np.arange(length) * 3
-    shares = [share_of(batch, rank, world) for rank in range(world)]
+    shares = [share_of(batch, rank, world, first) for rank in range(world)]
     assert np.concatenate(shares).tolist() == batch.tolist()
-    lengths = [len(share) for share in shares]
+    lengths = [len(shares[(first + n) % world]) for n in range(world)]
     assert max(lengths) - min(lengths) <= 1
-    assert lengths == sorted(lengths, reverse=True)
+    assert lengths == sorted(lengths, reverse=True)  # the longer ones begin with rank ``first``
+
+
+@given(
+    world=st.integers(1, 7),
+    num_samples=st.integers(1, 90),
+    size=st.integers(0, 6),
+    epoch=st.integers(0, 9),
+)
+def test_no_share_is_empty_unless_there_are_fewer_samples_than_ranks(
+    world, num_samples, size, epoch
+):
+    ranks = world_of(world, num_samples, global_batch_size=world + size)
+    for shards in ranks:
+        shards.set_epoch(epoch)
+    lengths = [len(share) for shards in ranks for share in drawn(shards)]
+    assert min(lengths) >= (num_samples >= world)
+    assert max(lengths) <= -(-(2 * world + size - 1) // world)
+
+
+def test_the_extra_sample_is_of_another_rank_every_time():
+    ranks = world_of(3, 10, rank_batch_size=2)  # a batch of six and one of four
+    num_epochs = 3
+    totals = [sum(len(share) for _ in range(num_epochs) for share in drawn(one)) for one in ranks]
+    assert totals == [num_epochs * 10 // 3] * 3
+    ranks = world_of(3, 12, global_batch_size=4)  # every batch has one too much
+    assert [[len(share) for share in drawn(one)] for one in ranks] == [
+        [2, 1, 1],
+        [1, 2, 1],
+        [1, 1, 2],
+    ]
+
+
+@given(
+    num_samples=st.integers(1, 60),
+    world=st.integers(1, 5),
+    size=st.integers(1, 5),
+    remainder=st.sampled_from(["pad", "drop"]),
+)
+def test_shares_are_equal_if_the_remainder_is_padded_or_dropped(
+    num_samples, world, size, remainder
+):
+    """So that the mean of the ranks' means, which plain DDP makes, is that of the batch."""
+    ranks = world_of(world, num_samples, rank_batch_size=size, remainder=remainder)
+    assert len(ranks[0]) == len(drawn(ranks[0]))
+    ranks[0].set_epoch(0)
+    lots = [drawn(shards) for shards in ranks]
+    for shares in zip(*lots, strict=True):
+        assert len({len(share) for share in shares}) == 1
+        assert shares[0]
+    found = [i for lot in lots for share in lot for i in share]
+    if remainder == "pad":
+        assert set(found) == set(range(num_samples))
+        assert len(found) - num_samples < world
+    else:
+        assert len(set(found)) == len(found)
+        assert num_samples - len(found) < world
 
 
 @given(
@@ -168,12 +225,14 @@ def test_epoch_without_a_batch_is_an_epoch_all_the_same(num_samples):
 
 def test_without_shuffling_the_order_is_that_of_the_samples():
     ranks = world_of(3, 8, global_batch_size=4, shuffle=False)
-    assert [drawn(one) for one in ranks] == [[[0, 1], [4, 5]], [[2], [6]], [[3], [7]]]
+    assert [drawn(one) for one in ranks] == [[[0, 1], [4]], [[2], [5, 6]], [[3], [7]]]
 
 
-def test_end_of_fewer_samples_than_ranks_leaves_some_without():
+def test_end_of_fewer_samples_than_ranks_is_part_of_the_batch_before():
     ranks = world_of(3, 4, rank_batch_size=1, shuffle=False)
-    assert [drawn(one) for one in ranks] == [[[0], [3]], [[1], []], [[2], []]]
+    assert [drawn(one) for one in ranks] == [[[0, 1]], [[2]], [[3]]]
+    assert [len(one) for one in ranks] == [1, 1, 1]
+    assert [one.state_dict(1)["consumed"] for one in ranks] == [4, 4, 4]
 
 
 # -- stop and resume -------------------------------------------------------------------------------
@@ -270,6 +329,8 @@ def test_state_that_is_none_is_refused_and_changes_nothing():
         ({}, "pass either global_batch_size or rank_batch_size, got none of them"),
         ({"global_batch_size": 4, "rank_batch_size": 2}, "got both of them"),
         ({"global_batch_size": 2}, "global_batch_size is 2, which leaves some of the 3 ranks"),
+        ({"global_batch_size": 4, "remainder": "pad"}, "which 3 ranks cannot share evenly in any"),
+        ({"rank_batch_size": 1, "remainder": "lose"}, "one of 'pad', 'drop', 'uneven', got 'lose'"),
         ({"rank_batch_size": 0}, "rank_batch_size must be an integer at least 1, got 0"),
         ({"rank_batch_size": 1.5}, "rank_batch_size must be an integer at least 1, got 1.5"),
         ({"rank_batch_size": 1, "seed": -1}, "seed must be an integer at least 0, got -1"),
@@ -305,6 +366,136 @@ def test_rank_and_world_are_those_of_the_backend():
         shard_indices(7, rank_batch_size=2)
 
 
+# -- ShardedSampler --------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """All that a sampler asks a backend for."""
+
+    rank: int
+    world_size: int
+
+
+def samplers(world: int, num_samples: int, **options: Any) -> list[ShardedSampler]:
+    return [
+        ShardedSampler(range(num_samples), Place(rank, world), **options) for rank in range(world)
+    ]
+
+
+@given(
+    num_samples=st.integers(1, 60),
+    world=st.integers(1, 5),
+    remainder=st.sampled_from(["pad", "drop", "uneven"]),
+    epoch=st.integers(0, 7),
+)
+def test_sampler_gives_every_sample_but_for_the_remainder(num_samples, world, remainder, epoch):
+    ranks = samplers(world, num_samples, remainder=remainder)
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    lengths = [len(sampler) for sampler in ranks]
+    lots = [list(sampler) for sampler in ranks]
+    assert [len(lot) for lot in lots] == lengths
+    found = [i for lot in lots for i in lot]
+    if remainder == "uneven":
+        assert sorted(found) == list(range(num_samples))
+        assert max(lengths) - min(lengths) <= 1
+        return
+    assert len(set(lengths)) == 1
+    if remainder == "pad":
+        assert set(found) == set(range(num_samples))
+        assert len(found) - num_samples < world
+    else:
+        assert len(set(found)) == len(found) == num_samples // world * world
+
+
+@given(
+    num_samples=st.integers(1, 80),
+    jobs=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=5),
+    remainder=st.sampled_from(["pad", "drop", "uneven"]),
+)
+def test_sampler_goes_on_in_other_worlds(num_samples, jobs, remainder):
+    """Each job is a world whose ranks use some samples and stop; the last one ends the epoch."""
+    found: list[int] = []
+    state: Any = None
+    for world, num_used in [*jobs, (2, None)]:
+        ranks = samplers(world, num_samples, remainder=remainder, seed=3)
+        for sampler in ranks:
+            if state is not None:
+                sampler.load_state_dict(state)
+        if ranks[0].epoch > 0:
+            break
+        if num_used is not None:
+            num_used = min(num_used, *map(len, ranks))
+        found += [i for one in ranks for i in itertools.islice(one, num_used)]
+        states = [one.state_dict() for one in ranks]
+        assert states == states[:1] * world
+        state = states[0]
+    if remainder == "drop":
+        assert len(set(found)) == len(found)
+        assert num_samples - len(found) < 5
+    else:
+        assert set(found) == set(range(num_samples))
+        assert len(found) == num_samples or remainder == "pad"
+
+
+def test_sampler_gives_the_extra_sample_to_another_rank_in_every_epoch():
+    ranks = samplers(3, 10, remainder="uneven")
+    assert [[len(list(one)) for _ in range(3)] for one in ranks] == [
+        [4, 3, 3],
+        [3, 4, 3],
+        [3, 3, 4],
+    ]
+
+
+def test_sampler_has_a_new_order_in_every_pass_also_after_one_that_was_left():
+    (sampler,) = samplers(1, 20)
+    first = list(sampler)
+    assert sampler.epoch == 1
+    part = list(itertools.islice(sampler, 5))
+    assert (sampler.epoch, sampler.consumed) == (1, 5)
+    third = list(sampler)
+    assert len({tuple(first[:5]), tuple(part), tuple(third[:5])}) == 3
+    sampler.set_epoch(1)
+    assert list(sampler)[:5] == part
+    sampler.set_epoch(2)
+    assert list(sampler) == third
+
+
+def test_sampler_without_shuffling_deals_in_turn():
+    assert [list(one) for one in samplers(3, 7, shuffle=False)] == [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
+    ranks = samplers(3, 7, shuffle=False, remainder="drop")
+    assert [list(one) for one in ranks] == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_sampler_resumes_from_what_was_used_not_from_what_was_fetched():
+    (sampler,) = samplers(1, 10, seed=4)
+    order = list(sampler)  # all fetched, as a loader with workers does
+    for num_used in range(12):
+        other = samplers(1, 10)[0]  # the state has the seed
+        other.load_state_dict(sampler.state_dict(num_used))
+        if num_used < 10:
+            assert (other.epoch, len(other), list(other)) == (0, 10 - num_used, order[num_used:])
+        assert other.epoch == 1
+
+
+def test_state_of_sampler_and_shards_is_the_same():
+    shards = IndexShards(10, 0, 2, rank_batch_size=2, seed=5)
+    drawn(shards, 1)
+    sampler = samplers(2, 10)[1]
+    sampler.load_state_dict(shards.state_dict())
+    assert sampler.state_dict() == shards.state_dict()
+    assert list(sampler) == order_of(10, 5, 0)[5::2].tolist()
+
+
+def test_sampler_refuses_what_it_cannot_do():
+    with pytest.raises(InvalidArgument, match=r"^ShardedSampler: remainder is one of 'pad'"):
+        samplers(1, 4, remainder=True)
+    with pytest.raises(InvalidArgument, match=r"^ShardedSampler: the state is of num_samples=4"):
+        samplers(1, 5)[0].load_state_dict(samplers(1, 4)[0].state_dict())
+    with pytest.raises(ferrodist.NotInitialized, match=r"^ShardedSampler: call ferrodist\.init"):
+        ShardedSampler(range(3))
+
+
 # -- torch -----------------------------------------------------------------------------------------
 
 
@@ -318,6 +509,22 @@ def test_torch_loader_takes_it_as_a_batch_sampler(world):
         assert len(loader) == 3
         found += [value // 10 for (batch,) in loader for value in batch.tolist()]
     assert sorted(found) == list(range(20))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 3])
+def test_torch_loader_takes_the_sampler(world, num_workers):
+    torch = pytest.importorskip("torch", reason="its DataLoader is given the sampler")
+    data = torch.utils.data.TensorDataset(torch.arange(22) * 10)
+    epochs = []
+    for sampler in samplers(world, 22):
+        loader = torch.utils.data.DataLoader(data, 4, sampler=sampler, num_workers=num_workers)
+        lots = [[batch // 10 for (batch,) in loader] for _ in range(2)]
+        assert [len(batch) for batch in lots[0]] == ([4, 4, 4, 4, 4, 2] if world == 1 else [4, 4])
+        epochs.append([torch.cat(lot).tolist() for lot in lots])
+    for found in zip(*epochs, strict=True):
+        assert {i for lot in found for i in lot} == set(range(22))
+    assert epochs[0][0] != epochs[0][1]
 
 
 def test_torch_is_not_imported():

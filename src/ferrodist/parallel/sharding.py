@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Sharding: the numbers of samples, dealt to ranks so that none is lost and none comes twice.
 
-An epoch is one order of all samples, the same on every rank. A *global batch* is the next run of
-it, and every rank has a *share* of each. So a position is one number, the samples consumed, and
-means the same in a world of any size.
+An epoch is one order of all samples, the same on every rank, and a position in it is one number,
+the samples that all ranks have consumed: it means the same in a world of any size. IndexShards
+gives a rank its share of each *global batch*, the next run of the order.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -18,6 +18,7 @@ import ferrodist
 from ferrodist.backends.registry import current_backend
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+Remainder = Literal["pad", "drop", "uneven"]
 
 
 def order_of(num_samples: int, seed: int, epoch: int) -> Indices:
@@ -27,26 +28,159 @@ def order_of(num_samples: int, seed: int, epoch: int) -> Indices:
     return np.argsort(bits.random_raw(num_samples), kind="stable").astype(np.int64, copy=False)
 
 
-def share_of(batch: Indices, rank: int, world_size: int) -> Indices:
-    """Return a rank's part of a batch; those of the first ranks may be longer by one."""
+def share_of(batch: Indices, rank: int, world_size: int, first: int = 0) -> Indices:
+    """Return a rank's part of a batch; from rank ``first`` on, some may be longer by one."""
     size, longer = divmod(len(batch), world_size)
-    start = rank * size + min(rank, longer)
-    return batch[start : start + size + (rank < longer)]
+    is_longer = (np.arange(rank + 1) - first) % world_size < longer
+    start = rank * size + int(is_longer[:rank].sum())
+    return batch[start : start + size + int(is_longer[rank])]
 
 
-class _Position(NamedTuple):
+class Position(NamedTuple):
+    """How far the samples have been given out: an epoch, and how many of it to all ranks."""
+
     epoch: int
     consumed: int
 
 
-class IndexShards:
+class Epochs:
+    """Orders of all samples, one epoch after the other, and the state that says how far it is."""
+
+    def __init__(
+        self, num_samples: int, rank: int, world_size: int, *, shuffle: bool, seed: int
+    ) -> None:
+        self.num_samples = self._check(num_samples, 0, "num_samples")
+        self.world_size = self._check(world_size, 1, "world_size")
+        self.rank = self._check_rank(rank)
+        self.seed = self._check(seed, 0, "seed")
+        self.shuffle = bool(shuffle)
+        self._go_to(Position(0, 0))
+
+    def _go_to(self, position: Position) -> None:
+        """Let the next pass begin here."""
+        self._position = self._begin = position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at hand, counted from 0."""
+        return self._position.epoch
+
+    @property
+    def consumed(self) -> int:
+        """How many samples all ranks together have been given in this epoch."""
+        return self._position.consumed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the begin of an epoch; to stay in the one at hand changes nothing.
+
+        There is no need to: every pass is of a new epoch.
+        """
+        number = self._check(epoch, 0, "epoch")
+        if number != self._begin_of_next().epoch:
+            self._go_to(Position(number, 0))
+
+    def _begin_of_next(self) -> Position:
+        return self._position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where a state was taken; every rank loads the same one."""
+        for name in ("num_samples", "shuffle"):
+            if self._item(state, name) != getattr(self, name):
+                raise ferrodist.InvalidArgument(
+                    f"{self._name}: the state is of {name}={state[name]}, but here it is "
+                    f"{getattr(self, name)}; it can only go on with the same samples in the same "
+                    "order",
+                    got=state[name],
+                    expected=getattr(self, name),
+                )
+        consumed = self._check(self._item(state, "consumed"), 0, "consumed", self.num_samples)
+        position = Position(self._check(self._item(state, "epoch"), 0, "epoch"), consumed)
+        self.seed = self._check(self._item(state, "seed"), 0, "seed")
+        self._go_to(self._skip_end(position))
+
+    def _state(self, position: Position) -> dict[str, int | bool]:
+        return {
+            "epoch": position.epoch,
+            "consumed": min(position.consumed, self.num_samples),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_samples": self.num_samples,
+        }
+
+    def _order(self, epoch: int) -> Indices:
+        if self.shuffle:
+            return order_of(self.num_samples, self.seed, epoch)
+        return np.arange(self.num_samples, dtype=np.int64)
+
+    def _has_more(self, place: int) -> bool:
+        """Tell whether there is anything to give after so many samples of an epoch."""
+        raise NotImplementedError
+
+    def _skip_end(self, position: Position) -> Position:
+        """Step over an epoch that has been begun and has nothing left."""
+        if position.consumed == 0 or self._has_more(position.consumed):
+            return position
+        return Position(position.epoch + 1, 0)
+
+    # -- arguments ------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _check(self, value: Any, least: int, name: str, most: int | None = None) -> int:
+        """Return an integer between two bounds."""
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise ferrodist.InvalidArgument(
+                f"{self._name}: {name} must be an integer {bounds}, got {value!r}", got=value
+            )
+        return number
+
+    def _check_rank(self, rank: Any) -> int:
+        try:
+            return self._check(rank, 0, "rank", self.world_size - 1)
+        except ferrodist.InvalidArgument as error:
+            text, world_size = str(error), self.world_size
+            raise ferrodist.InvalidRank(text, rank=rank, world_size=world_size) from error
+
+    def _check_remainder(self, remainder: Any) -> Remainder:
+        known = get_args(Remainder)
+        if remainder not in known:
+            names = ", ".join(map(repr, known))
+            raise ferrodist.InvalidArgument(
+                f"{self._name}: remainder is one of {names}, got {remainder!r}", got=remainder
+            )
+        checked: Remainder = remainder
+        return checked
+
+    def _item(self, state: Mapping[str, Any], name: str) -> Any:
+        if name not in state:
+            raise ferrodist.InvalidArgument(
+                f"{self._name}: the state has no {name!r}, only {sorted(state)}; pass what "
+                "state_dict() returned",
+                got=sorted(state),
+            )
+        return state[name]
+
+
+class IndexShards(Epochs):
     """Give a rank its share of every global batch, as NumPy arrays of sample numbers.
 
     Iterating goes from the position at hand to the end of the epoch; then the position is the begin
-    of the next one. All ranks get the same number of batches. In one that cannot be shared evenly
-    the shares differ by one, and are empty on some ranks if there are fewer samples than ranks:
-    weigh gradients by ``len(batch)``. With ``drop_last`` the last batch of an epoch is left out if
-    it is not full. Either ``global_batch_size`` or ``rank_batch_size`` is given.
+    of the next one. All ranks get the same number of batches. Either ``global_batch_size`` or
+    ``rank_batch_size`` is given.
+
+    ``remainder`` says what becomes of a batch that the ranks cannot share evenly. ``"uneven"``:
+    shares differ by one, not always on the same ranks, so weigh gradients by ``len(batch)``; a last
+    batch of fewer samples than ranks is added to the one before, so that no share is empty.
+    ``"pad"``: the last batch is filled up with samples of this epoch's begin, ``"drop"``: what is
+    too much for it is left out; with both, shares are equal. ``drop_last`` leaves out a last batch
+    that is not full.
 
     For torch: ``DataLoader(dataset, batch_sampler=shards)``.
 
@@ -54,7 +188,7 @@ class IndexShards:
         >>> from ferrodist.parallel.sharding import IndexShards
         >>> shards = IndexShards(7, 0, 2, global_batch_size=4, shuffle=False)
         >>> [batch.tolist() for batch in shards]
-        [[0, 1], [4, 5]]
+        [[0, 1], [4]]
         >>> shards.state_dict()["epoch"]
         1
     """
@@ -69,59 +203,36 @@ class IndexShards:
         rank_batch_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        remainder: Remainder = "uneven",
         drop_last: bool = False,
     ) -> None:
-        self.num_samples = _check(num_samples, 0, "num_samples")
-        self.world_size = _check(world_size, 1, "world_size")
-        self.rank = _check_rank(rank, self.world_size)
-        self.global_batch_size = _global_size(global_batch_size, rank_batch_size, self.world_size)
-        self.seed = _check(seed, 0, "seed")
-        self.shuffle = bool(shuffle)
-        self._least = self.global_batch_size if drop_last else 1
-        self._position = self._begin = _Position(0, 0)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch at hand, counted from 0."""
-        return self._position.epoch
-
-    @property
-    def consumed(self) -> int:
-        """How many samples all ranks together have been given in this epoch."""
-        return self._position.consumed
+        super().__init__(num_samples, rank, world_size, shuffle=shuffle, seed=seed)
+        self.remainder = self._check_remainder(remainder)
+        self.global_batch_size = self._global_size(global_batch_size, rank_batch_size)
+        self.drop_last = bool(drop_last)
 
     def __len__(self) -> int:
         """Return the number of batches in the pass at hand, or in the next one between two."""
-        begin = self._begin.consumed if self.consumed else 0
-        return self._count(begin)
+        return self._count(self._begin.consumed if self.consumed else 0)
 
     def __iter__(self) -> Iterator[Indices]:
         """Go on from the position at hand; a batch counts as consumed when it is given out."""
-        self._begin = self._position = self._skip_end(self._position)
+        self._go_to(self._skip_end(self._position))
         return self._walk(self._begin)
 
-    def _walk(self, begin: _Position) -> Iterator[Indices]:
+    def _walk(self, begin: Position) -> Iterator[Indices]:
         epoch, place = begin
-        order = (
-            order_of(self.num_samples, self.seed, epoch)
-            if self.shuffle
-            else np.arange(self.num_samples, dtype=np.int64)
-        )
-        while self._has_batch(place):
-            batch = order[place : place + self.global_batch_size]
-            place += len(batch)
-            self._position = _Position(epoch, place)
-            yield share_of(batch, self.rank, self.world_size)
-        self._position = _Position(epoch + 1, 0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the begin of an epoch; to stay in the one at hand changes nothing.
-
-        There is no need to: every pass is of a new epoch.
-        """
-        number = _check(epoch, 0, "epoch")
-        if number != self.epoch:
-            self._position = self._begin = _Position(number, 0)
+        order = self._order(epoch)
+        while size := self._batch_size(place):
+            batch = order[place : place + size]
+            if self.remainder == "pad":
+                batch = padded(batch, order, self.world_size)
+            # Whoever gets one more is another rank the next time.
+            first = epoch + place // self.global_batch_size
+            place += size
+            self._position = Position(epoch, place)
+            yield share_of(batch, self.rank, self.world_size, first)
+        self._position = Position(epoch + 1, 0)
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int | bool]:
         """Return all it takes to go on from here, in a world of any size.
@@ -129,47 +240,69 @@ class IndexShards:
         ``num_batches``: how many batches of this pass have been used, where more than those have
         been fetched, as a DataLoader with workers does.
         """
-        epoch, consumed = self._position
-        if num_batches is not None:
-            most = self._count(self._begin.consumed)
-            epoch, consumed = self._begin
-            consumed += _check(num_batches, 0, "num_batches", most) * self.global_batch_size
-        return {
-            "epoch": epoch,
-            "consumed": min(consumed, self.num_samples),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "num_samples": self.num_samples,
-        }
+        if num_batches is None:
+            return self._state(self._position)
+        epoch, consumed = self._begin
+        most = self._count(consumed)
+        consumed += self._check(num_batches, 0, "num_batches", most) * self.global_batch_size
+        return self._state(Position(epoch, self.num_samples if num_batches == most else consumed))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where a state was taken; every rank loads the same one."""
-        for name in ("num_samples", "shuffle"):
-            if _item(state, name) != getattr(self, name):
-                raise ferrodist.InvalidArgument(
-                    f"IndexShards: the state is of {name}={state[name]}, but here it is "
-                    f"{getattr(self, name)}; it can only go on with the same samples in the same "
-                    "order",
-                    got=state[name],
-                    expected=getattr(self, name),
-                )
-        consumed = _check(_item(state, "consumed"), 0, "consumed", self.num_samples)
-        position = _Position(_check(_item(state, "epoch"), 0, "epoch"), consumed)
-        self.seed = _check(_item(state, "seed"), 0, "seed")
-        self._position = self._begin = self._skip_end(position)
+    def _batch_size(self, place: int) -> int:
+        """Return how many samples the next batch takes from the order; 0 at the end."""
+        left, full = self.num_samples - place, self.global_batch_size
+        if self.drop_last:
+            return full if left >= full else 0
+        if self.remainder == "drop":
+            left -= left % self.world_size
+        elif self.remainder == "uneven" and left - full < self.world_size:
+            return left  # also the few after it: alone they would not do for all ranks
+        return min(left, full)
 
-    def _has_batch(self, place: int) -> bool:
-        return place + self._least <= self.num_samples
+    def _count(self, place: int) -> int:
+        count = max(0, (self.num_samples - place) // self.global_batch_size - 1)
+        place += count * self.global_batch_size  # these are full, the rest may be of any size
+        while size := self._batch_size(place):
+            place, count = place + size, count + 1
+        return count
 
-    def _count(self, begin: int) -> int:
-        left = self.num_samples - begin
-        return (left + self.global_batch_size - self._least) // self.global_batch_size
+    def _has_more(self, place: int) -> bool:
+        return self._batch_size(place) > 0
 
-    def _skip_end(self, position: _Position) -> _Position:
-        """Step over an epoch that has been begun and has nothing left."""
-        if position.consumed == 0 or self._has_batch(position.consumed):
-            return position
-        return _Position(position.epoch + 1, 0)
+    def _global_size(self, global_size: Any, rank_size: Any) -> int:
+        """Work out the size of a global batch; every rank must have a part of a full one."""
+        if (global_size is None) == (rank_size is None):
+            found = "none" if global_size is None else "both"
+            raise ferrodist.InvalidArgument(
+                f"IndexShards: pass either global_batch_size or rank_batch_size, got {found} of "
+                "them"
+            )
+        world_size = self.world_size
+        if global_size is None:
+            return self._check(rank_size, 1, "rank_batch_size") * world_size
+        size = self._check(global_size, 1, "global_batch_size")
+        if size < world_size:
+            raise ferrodist.InvalidArgument(
+                f"IndexShards: global_batch_size is {size}, which leaves some of the "
+                f"{world_size} ranks without a sample in every batch; make it at least "
+                f"{world_size}",
+                got=size,
+                world_size=world_size,
+            )
+        if size % world_size and self.remainder != "uneven":
+            raise ferrodist.InvalidArgument(
+                f"IndexShards: global_batch_size is {size}, which {world_size} ranks cannot share "
+                f"evenly in any batch; make it a multiple of {world_size}, or pass "
+                "remainder='uneven' and weigh gradients by len(batch)",
+                got=size,
+                world_size=world_size,
+            )
+        return size
+
+
+def padded(samples: Indices, order: Indices, world_size: int) -> Indices:
+    """Fill up with the first of an order, again and again, to what ranks can share evenly."""
+    missing = -len(samples) % world_size
+    return np.concatenate([samples, np.resize(order, missing)]) if missing else samples
 
 
 def shard_indices(
@@ -180,6 +313,7 @@ def shard_indices(
     rank_batch_size: int | None = None,
     shuffle: bool = True,
     seed: int = 0,
+    remainder: Remainder = "uneven",
     drop_last: bool = False,
 ) -> IndexShards:
     """Deal the samples 0 to num_samples - 1 to the ranks: none is lost and none comes twice.
@@ -193,13 +327,9 @@ def shard_indices(
         ...     shards = ferrodist.shard_indices(5, backend, rank_batch_size=1, seed=3)
         ...     return [batch.tolist() for batch in shards]
         >>> run_ranks(2, body)
-        [[[4], [0], [2]], [[1], [3], []]]
+        [[[4], [0]], [[1], [3, 2]]]
     """
-    backend = backend or current_backend()
-    if backend is None:
-        raise ferrodist.NotInitialized(
-            "shard_indices: call ferrodist.init() first, or pass a backend"
-        )
+    backend = backend_of(backend, "shard_indices")
     return IndexShards(
         num_samples,
         backend.rank,
@@ -208,58 +338,14 @@ def shard_indices(
         rank_batch_size=rank_batch_size,
         shuffle=shuffle,
         seed=seed,
+        remainder=remainder,
         drop_last=drop_last,
     )
 
 
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def _check(value: Any, least: int, name: str, most: int | None = None) -> int:
-    """Return an integer between two bounds."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or (most is not None and number > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ferrodist.InvalidArgument(
-            f"IndexShards: {name} must be an integer {bounds}, got {value!r}", got=value
-        )
-    return number
-
-
-def _check_rank(rank: Any, world_size: int) -> int:
-    try:
-        return _check(rank, 0, "rank", world_size - 1)
-    except ferrodist.InvalidArgument as error:
-        raise ferrodist.InvalidRank(str(error), rank=rank, world_size=world_size) from error
-
-
-def _global_size(global_size: Any, rank_size: Any, world_size: int) -> int:
-    """Work out the size of a global batch; every rank must have a part of a full one."""
-    if (global_size is None) == (rank_size is None):
-        found = "none" if global_size is None else "both"
-        raise ferrodist.InvalidArgument(
-            f"IndexShards: pass either global_batch_size or rank_batch_size, got {found} of them"
-        )
-    if global_size is None:
-        return _check(rank_size, 1, "rank_batch_size") * world_size
-    if _check(global_size, 1, "global_batch_size") < world_size:
-        raise ferrodist.InvalidArgument(
-            f"IndexShards: global_batch_size is {global_size}, which leaves some of the "
-            f"{world_size} ranks without a sample in every batch; make it at least {world_size}",
-            got=global_size,
-            world_size=world_size,
-        )
-    return operator.index(global_size)
-
-
-def _item(state: Mapping[str, Any], name: str) -> Any:
-    if name not in state:
-        raise ferrodist.InvalidArgument(
-            f"IndexShards: the state has no {name!r}, only {sorted(state)}; pass what state_dict() "
-            "returned",
-            got=sorted(state),
-        )
-    return state[name]
+def backend_of(backend: ferrodist.Backend | None, who: str) -> ferrodist.Backend:
+    """Return the backend that was passed, or what init() made."""
+    backend = backend or current_backend()
+    if backend is None:
+        raise ferrodist.NotInitialized(f"{who}: call ferrodist.init() first, or pass a backend")
+    return backend
