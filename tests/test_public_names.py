@@ -49,6 +49,7 @@ SIGNATURES = {
         "num_samples backend",
         ["global_batch_size", "rank_batch_size", "shuffle", "seed", "remainder", "drop_last"],
     ),
+    "convert_sync_batchnorm": ("module backend", []),
     "allreduce": ("x backend op", OPTIONS),
     "allreduce_": ("x backend op", OPTIONS[1:]),
     "broadcast": ("x backend root", OPTIONS),

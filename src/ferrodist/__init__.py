@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.ddp import DDP
     from ferrodist.parallel.sampler import ShardedSampler
     from ferrodist.parallel.sharding import IndexShards, shard_indices
+    from ferrodist.parallel.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     # start
@@ -90,6 +91,8 @@ __all__ = [
     "Compress",
     "PowerSGD",
     "TopK",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
     "DataParallel",
     "average_gradients",
     "ShardedSampler",
@@ -169,6 +172,8 @@ _LAZY = {
     "Bucket": "ferrodist.parallel.bucket",
     "DataParallel": "ferrodist.parallel.data_parallel",
     "average_gradients": "ferrodist.parallel.data_parallel",
+    "SyncBatchNorm": "ferrodist.parallel.sync_batch_norm",
+    "convert_sync_batchnorm": "ferrodist.parallel.sync_batch_norm",
     "ShardedSampler": "ferrodist.parallel.sampler",
     "IndexShards": "ferrodist.parallel.sharding",
     "shard_indices": "ferrodist.parallel.sharding",

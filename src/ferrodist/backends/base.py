@@ -105,6 +105,7 @@ class Backend(CallMethods, abc.ABC):
         self._tickets = _native.Tickets()
         self._progress: Progress | None = None
         self._unasked: list[Work[Any]] = []
+        self._second: Self | None = None
         self._lock = threading.RLock()
         self._is_closed = False
         self.is_forked = False
@@ -308,6 +309,15 @@ class Backend(CallMethods, abc.ABC):
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Give flat memory for an array."""
         return np.empty(nbytes, np.uint8)
+
+    def _second_group(self) -> Self:
+        """Return a group of the same ranks, for calls made in any order against this one's.
+
+        It is made once, by the first call, which every rank makes.
+        """
+        if self._second is None:
+            self._second = self.split(range(self.world_size))
+        return self._second
 
     def _call(self, call: Call, deadline: Deadline) -> RunningCall:
         """Open a call: a context manager that runs it after those made before it."""

@@ -22,6 +22,7 @@ from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
 from ferrodist.parallel.gradients import Gradients, adds_to_all_gradients
 from ferrodist.parallel.join import Join
 from ferrodist.parallel.sparse import makes_sparse_gradients
+from ferrodist.parallel.sync_batch_norm import adopt_layers, refuse_join
 
 NOT_THE_USERS.append(os.path.dirname(torch.__file__) + os.sep)  # errors name the line of backward()
 
@@ -94,6 +95,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         if backend is None:
             return
         options, module = self._options, self.module
+        adopt_layers(module, backend)
         self._shared = replicas.SharedBuffers(
             backend, options.ignored, are_shared=options.broadcast_buffers
         )
@@ -229,6 +231,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         if not enable:
             yield
             return
+        refuse_join(self.module)
         if by_samples and divide_by_initial_world_size:
             raise ferrodist.InvalidArgument(
                 "DDP.join: by_samples=True divides by the number of samples, so "
