@@ -262,9 +262,10 @@ void add_mesh(nb::module_& module) {
         }, "rank"_a, "List the groups, as world ranks, that a process waits to join.")
         .def("start_trace", &Mesh::start_trace, "Begin to write down the pieces of collectives.")
         .def("stop_trace", &stop_trace, "Return the pieces since: is_sent, peer, sequence, nbytes.")
-        .def("finish", [](Mesh& self, double deadline) {
+        .def("finish", [](Mesh& self, nb::handle deadline) {
+            const Deadline limit(deadline);
             const WithoutGil unlocked;
-            self.finish(deadline_ns(deadline));
+            self.finish(limit.at_ns);
         }, "deadline"_a, "End all connections in order: what was sent arrives, unless the deadline comes first.")
         .def_prop_ro("sent_nbytes", &Mesh::sent_nbytes, "Bytes this process has sent.")
         .def_prop_ro("received_nbytes", &Mesh::received_nbytes, "Bytes this process has received.");

@@ -364,11 +364,7 @@ PyObject* outcome_of(WorkObject& work) {
 
 // Waits, up to a deadline, without asking for the outcome; tells whether there is one.
 PyObject* wait_for_end(WorkObject& work, PyObject* deadline) {
-    const double seconds = PyFloat_AsDouble(deadline);
-    if (seconds == -1 && PyErr_Occurred() != nullptr) {
-        return nullptr;
-    }
-    const std::int64_t end_ns = deadline_ns(seconds);
+    const std::int64_t end_ns = Deadline(deadline).at_ns;
     do {
         if (!wait_until(work, end_ns)) {
             return nullptr;

@@ -148,7 +148,7 @@ class WorkBase:
     def _outcome(self) -> tuple[Any, BaseException | None]:
         """Return result and error of a call that is over."""
 
-    def _wait_for_end(self, deadline: float, /) -> bool:
+    def _wait_for_end(self, deadline: Deadline, /) -> bool:
         """Wait without asking for the outcome; tell whether the call is over."""
 
     def _hear(self) -> bool:
@@ -492,7 +492,7 @@ class Mesh:
     def stop_trace(self) -> list[tuple[bool, int, int, int]]:
         """Return the pieces since: is_sent, peer, sequence, nbytes."""
 
-    def finish(self, deadline: float) -> None:
+    def finish(self, deadline: Deadline) -> None:
         """End all connections in order: what was sent arrives, unless the deadline comes first."""
 
     @property

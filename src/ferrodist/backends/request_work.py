@@ -67,7 +67,7 @@ class RequestWork(_native.WorkBase, Work[T]):
 
     def wait_for_end(self, deadline: Deadline) -> None:
         """Wait as long as the call may take, without asking for its outcome."""
-        if self._wait_for_end(deadline.end):
+        if self._wait_for_end(deadline):
             self.on_complete()
 
 

@@ -165,7 +165,7 @@ class TcpBackend(ProcessBackend):
     def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         super()._leave(leave_reason, deadline)
         if self._parent is None:
-            self.world.finish(deadline.end)
+            self.world.finish(deadline)
 
     # -- collectives ----------------------------------------------------------------------------
 

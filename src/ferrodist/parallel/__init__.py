@@ -3,8 +3,8 @@
 
 ``bucket.py`` says which gradients travel together, a ``Bucket`` is such a group in one array, the
 ``Reducer`` keeps the ranks in step. On it stand ``ddp.py`` for torch, with ``gradients.py`` between
-it and autograd, and ``data_parallel.py`` for everything else. ``sync_batch_norm.py`` is a layer over
-all ranks' batches; ``sharding.py`` and ``sampler.py`` deal samples to ranks.
+it and autograd, and ``data_parallel.py`` for everything else. ``sync_batch_norm.py`` is a layer
+over all ranks' batches; ``sharding.py`` and ``sampler.py`` deal samples to ranks.
 
 The rule of this package: it stands on ferrodist's public functions; besides, it converts trees of
 any arrays.
