@@ -356,7 +356,7 @@ ENDINGS = {
         sys.setswitchinterval(1e-5)  # so that some run Python code for an error when the end comes
         def wait(tag):
             with contextlib.suppress(ferrodist.RankLost):
-                ferrodist.recv(1, 1 - backend.rank, tag=tag)
+                ferrodist.recv(1 - backend.rank, tag=tag)
         if backend.rank == 0:
             for tag in range(30):
                 threading.Thread(target=wait, args=[tag], daemon=True).start()

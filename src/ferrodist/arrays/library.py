@@ -99,9 +99,9 @@ _TWINS = ("broadcast", "all_gather", "gather", "scatter")  # calls that objects 
 
 def advise_objects(where: str) -> str:
     """Say what sends an object that is no array, by the call that ``where`` begins with."""
-    call, colon, _ = where.partition(":")
-    if not colon:  # it is inside an object
+    if "the object" in where:  # it is inside one
         return "pass pickle=True on every rank"
+    call = where.partition(":")[0]
     return f"use {call}_object" if call in _TWINS else "use broadcast_object or all_gather_object"
 
 
