@@ -7,7 +7,6 @@ import io
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import small_launcher
+from commands import are_gone
 from ferrodist import InvalidArgument
 from ferrodist.launch.output import reader as reading
 from ferrodist.launch.output import writer
@@ -858,7 +858,7 @@ print(child.pid, end="", flush=True)
     launch(["", leave], console_of_files(0, *files))
     output, _ = read()
     assert output.startswith(b"rank 1: ")
-    os.kill(int(output.removeprefix(b"rank 1: ")), signal.SIGKILL)
+    assert are_gone([int(output.removeprefix(b"rank 1: "))], 0)  # and it is ended
 
 
 def test_the_last_words_of_a_rank_outlive_it(paper):

@@ -29,12 +29,12 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name all commands."""
-        return list(_COMMANDS)
+        return [*_COMMANDS, *self.commands]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import a command; None if there is none of this name."""
         if name not in _COMMANDS:
-            return None
+            return super().get_command(ctx, name)
         command: click.Command = getattr(importlib.import_module(_COMMANDS[name]), name)
         return command
 
@@ -42,7 +42,8 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that is meant; if there is none, name the one that is likely meant."""
-        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+        name = _with_dashes(args[0]) if args else "-"
+        if not name.startswith("-") and name not in self.list_commands(ctx):
             near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
             if not near and Path(args[0]).suffix == ".py":
                 near = [f"run {args[0]}"]

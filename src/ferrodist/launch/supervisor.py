@@ -37,7 +37,7 @@ _ANNOUNCE_SECONDS = 1.0  # after a failure; most jobs are over by then
 _LONGEST_WAIT = 0.2  # at once: a signal that came just before is noticed after it
 _MOST_CHARACTERS = 120  # of an error that its rank has shown as a whole
 _MOST_NAMES = 5  # of processes that ranks have left
-_SETTLE_SECONDS = 0.1  # for what ranks have left to end by itself
+_SETTLE_SECONDS = 0.5  # for what ranks have left to end by itself, as helpers of multiprocessing do
 
 
 class FailurePolicy(NamedTuple):
