@@ -408,14 +408,18 @@ def test_what_is_in_flight_at_the_end_gets_a_moment_and_is_cut_short(start):
     def body(backend, pipe):
         pair = backend.split([0, 1])
         if backend.rank == 1:
-            return error_and_time(ferrodist.barrier, pair)[0]
+            error, _ = error_and_time(ferrodist.barrier, pair)
+            pipe.recv()  # rank 0 has left all its groups
+            return error
         work = ferrodist.allreduce(np.ones(3), backend, async_op=True)
         begun = time.monotonic()
         backend._end("its program ended", 0.5)
         return time.monotonic() - begun, type(work.exception(0))
 
     with start(2, body) as job:
-        (seconds, cut_short), lost = job.results()
+        seconds, cut_short = job[0].end().result
+        job[1].tell()
+        lost = job[1].end().result
     assert 0.5 <= seconds < 1.5
     assert cut_short is BackendClosed
     assert isinstance(lost, RankLost)
