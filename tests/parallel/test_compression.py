@@ -43,7 +43,9 @@ class Rounds:
     ) -> None:
         leaves = [Leaf(f"p{n}", shape, dtype, dtype.itemsize) for n, shape in enumerate(shapes)]
         sizes = BucketSizes(1 << 20, 1 << 20)
-        self.reducer = Reducer(leaves, backend, kind="torch", sizes=sizes, hook=hook)
+        self.reducer = Reducer(
+            leaves, backend, kind="torch", owner="a test", advice="", sizes=sizes, hook=hook
+        )
         self.backend = backend
 
     def reduce(self, gradients: Sequence[Any], weight: float | None = None) -> list[Any]:
