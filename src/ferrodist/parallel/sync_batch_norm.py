@@ -135,7 +135,7 @@ def _statistics_of(x: torch.Tensor) -> torch.Tensor:
     A float32 is too short for a mean far from zero: the means of ranks differ by little.
     """
     channels, others = x.shape[1], _all_but_channels(x)
-    row = torch.zeros(1, 1 + 2 * channels, dtype=torch.float64)
+    row = torch.zeros(1, 1 + 2 * channels, dtype=torch.float64, device="cpu")
     if count := x.numel() // channels:
         rounded = x.mean(others, keepdim=True)
         deviations = x - rounded
