@@ -3,14 +3,13 @@
 
     python examples/hello_allreduce.py
 
-The ranks are threads of this process, so nothing has to be installed or started. ``run_ranks`` runs
-one function on every rank and returns the results in rank order.
+The ranks are processes that share memory. ``ferrodist.run`` starts them, calls one function on each
+and returns the results in rank order.
 """
 
 import numpy as np
 
 import ferrodist
-from ferrodist.testing import run_ranks
 
 
 def hello(backend):
@@ -20,5 +19,5 @@ def hello(backend):
 
 
 if __name__ == "__main__":
-    for line in run_ranks(3, hello):
+    for line in ferrodist.run(hello, ranks=3):
         print(line)

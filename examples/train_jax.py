@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Train with JAX on three ranks: JAX arrays go in, new JAX arrays come out.
+"""Train with JAX on three processes: JAX arrays go in, new JAX arrays come out.
 
     pip install '.[jax]'
     python examples/train_jax.py
@@ -11,15 +11,11 @@ import jax
 import jax.numpy as jnp
 
 import ferrodist
-from ferrodist.testing import run_ranks
 
 
 def loss_of(weights, x, y):
     hidden = jnp.tanh(x @ weights["in"] + weights["bias"])
     return jnp.mean((hidden @ weights["out"] - y) ** 2)
-
-
-loss_and_gradients = jax.jit(jax.value_and_grad(loss_of))
 
 
 def new_weights():
@@ -35,6 +31,7 @@ def train(backend):
     x = jax.random.uniform(jax.random.key(backend.rank), (128, 2), minval=-1, maxval=1)
     y = x[:, 0] * x[:, 1]
     weights = new_weights()
+    loss_and_gradients = jax.jit(jax.value_and_grad(loss_of))
     for step in range(151):
         loss, gradients = loss_and_gradients(weights, x, y)
         gradients = ferrodist.allreduce(gradients, backend, op="mean")
@@ -47,6 +44,6 @@ def train(backend):
 
 
 if __name__ == "__main__":
-    first, *others = run_ranks(3, train)
+    first, *others = ferrodist.run(train, ranks=3)
     equal = all(bool((first[name] == other[name]).all()) for other in others for name in first)
     print("all ranks have the same weights:", equal)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Fit a line to noisy points on four ranks, in plain NumPy.
+"""Fit a line to noisy points on four processes, in plain NumPy.
 
     python examples/train_numpy.py
 
@@ -10,7 +10,6 @@ a dict of arrays; so every rank makes the same step and the weights never drift 
 import numpy as np
 
 import ferrodist
-from ferrodist.testing import run_ranks
 
 SLOPES, OFFSET = np.array([2.0, -3.0]), 0.5
 
@@ -38,7 +37,7 @@ def train(backend):
 
 
 if __name__ == "__main__":
-    trained = run_ranks(4, train)
+    trained = ferrodist.run(train, ranks=4)
     slopes, offset = trained[0]
     print(f"slopes {slopes.round(2)}, offset {offset.round(2)}")
     print("all ranks agree:", all(np.array_equal(slopes, other) for other, _ in trained))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Train a PyTorch model on three ranks: tensors go in, tensors come out.
+"""Train a PyTorch model on three processes: tensors go in, tensors come out.
 
     pip install '.[torch]'
     python examples/train_torch.py
@@ -11,16 +11,15 @@ means where the gradients were, so the optimizer finds them there.
 import torch
 
 import ferrodist
-from ferrodist.testing import run_ranks
-
-NUM_RANKS = 3
 
 
 def new_model():
     return torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
-def train(backend, model):
+def train(backend):
+    torch.manual_seed(backend.rank)  # all models differ until the broadcast
+    model = new_model()
     weights = [weight.detach() for weight in model.parameters()]
     ferrodist.broadcast(weights, backend, out=weights)  # every rank begins where rank 0 does
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -36,11 +35,10 @@ def train(backend, model):
         optimizer.step()
         if step % 50 == 0 and backend.rank == 0:
             print(f"step {step:3}: loss {loss.item():.4f}")
-    return weights
+    return [weight.numpy() for weight in weights]
 
 
 if __name__ == "__main__":
-    models = [new_model() for _ in range(NUM_RANKS)]  # all different until the broadcast
-    first, *others = run_ranks(NUM_RANKS, lambda backend: train(backend, models[backend.rank]))
-    equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    first, *others = ferrodist.run(train, ranks=3)
+    equal = all((a == b).all() for other in others for a, b in zip(first, other, strict=True))
     print("all ranks have the same weights:", equal)

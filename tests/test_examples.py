@@ -29,6 +29,11 @@ SHOWN = {
     "train_mlp.py": ["final loss 0.00", "(ranks: 1)"],
     "train_gpt.py": ["final loss ", "(ranks: 1)"],
     "train_resume.py": ["final loss 0.0", "(ranks: 1)"],
+    "survivors.py": [
+        "rank 2 is lost, 3 ranks go on at step 5",
+        "3 ranks made 10 steps: [3. 4.]",
+        "RankLost: rank 2 (pid ",
+    ],
     "every_launcher.py": ["rank 0 of 1: [0.0, 1.0, 2.0, 3.0] [7, 7]"],
     "train_jax_optax.py": ["epoch 30: loss 0.0", "world of 1: final loss 0.00"],
     "train_jax.py": ["step 150: loss 0.0", "all ranks have the same weights: True"],
