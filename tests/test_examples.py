@@ -302,6 +302,12 @@ def test_every_script_of_a_page_is_used_there(path) -> None:
     assert [name for name in files_of(page) if name not in commands] == []
 
 
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: path.name)
+def test_page_has_no_definition_lists_which_are_not_rendered(path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^: .*", text, re.MULTILINE) == []
+
+
 def test_the_short_program_of_the_readme_prints_what_it_says() -> None:
     (program,) = re.findall(r"```python\n(import .*?)```", README.read_text(), re.DOTALL)
     done = subprocess.run(
