@@ -134,8 +134,8 @@ class Call(NamedTuple):
     compared: tuple[Leaf, ...] | None = None
     pickle: bool = False
 
-    def fingerprint(self) -> int:
-        """Hash what ranks must agree on to 64 bits."""
+    def fingerprint(self, *, checks_site: bool = False) -> int:
+        """Hash what ranks must agree on to 64 bits; where it was called is a part if asked for."""
         numbers = [
             self.kind,
             -1 if self.op is None else self.op,
@@ -146,6 +146,8 @@ class Call(NamedTuple):
         ]
         for path, dtype, shape in self.leaves if self.compared is None else self.compared:
             numbers += (_native.hash_text(path), dtype, len(shape), *shape)
+        if checks_site:
+            numbers.append(_native.hash_text(str(self.site)))
         return _native.fingerprint(numbers)
 
     def __str__(self) -> str:
@@ -169,6 +171,10 @@ class Call(NamedTuple):
         if len(self.leaves) > _SHOWN_LEAVES:
             shown.append(f"... {len(self.leaves)} leaves")
         return "{" + ", ".join(shown) + "}"
+
+    def differs_only_in_site(self, other: Call) -> bool:
+        """Tell whether the two calls are the same, made in different places."""
+        return self._replace(site=None, compared=None) == other._replace(site=None, compared=None)
 
     def differs_only_in_size(self, other: Call) -> bool:
         """Tell whether the two calls would agree if their shapes did."""

@@ -122,6 +122,13 @@ class Config:
     reproducible: bool = _setting(
         False, _SWITCH, "reduce in rank order on every backend, whatever the algorithm"
     )
+    check_sites: bool = _setting(
+        False,
+        _SWITCH,
+        "a call also has to be made in the same file and line on all ranks: tells two calls of one "
+        "shape apart that ranks make in different orders; slow",
+        shared=True,
+    )
     log_wait_after: float = _setting(
         5.0, _SECONDS, "a wait longer than this is logged with the ranks it waits for"
     )

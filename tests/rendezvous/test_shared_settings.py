@@ -52,6 +52,12 @@ HEARTBEAT = "FERRODIST_HEARTBEAT is 1.0 on ranks 0, 2 and 4.0 on rank 1: it has 
             "7",
             "FERRODIST_LATE_TIMEOUT is 1800.0 on ranks 0, 2 and 7.0 on rank 1",
         ),
+        (
+            "shared_memory",
+            "CHECK_SITES",
+            "1",
+            "FERRODIST_CHECK_SITES is False on ranks 0, 2 and True",
+        ),
         ("shared_memory", "LOG_WAIT_AFTER", "7", "agreed"),
         ("tcp", "LOG_WAIT_AFTER", "7", "agreed"),
     ],

@@ -124,6 +124,10 @@ def died(how: str) -> LeaveReason:
 _WHO_KILLS = "the kernel does that when memory runs out (see dmesg), and so do job managers"
 _WHERE_CRASHED = "it crashed in native code, and PYTHONFAULTHANDLER=1 shows where"
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+_SAME_LINES = (
+    "every rank must make the same calls in the same order; FERRODIST_CHECK_SITES=1 compares their "
+    "files and lines"
+)
 _SAME_NUMBER = "every rank must make the same number of calls"
 
 
@@ -131,14 +135,16 @@ def mismatch(sequence: int, calls: Sequence[Call | None]) -> GroupError:
     """Ranks called different things: the table of who called what and where."""
     present = [call for call in calls if call is not None]
     first = present[0]
-    only_sizes = all(first.differs_only_in_size(call) for call in present)
+    only_sites = all(first.differs_only_in_site(call) for call in present)
+    only_sizes = not only_sites and all(first.differs_only_in_size(call) for call in present)
     what = "sizes differ between ranks" if only_sizes else "ranks disagree"
+    what = "ranks called from different lines" if only_sites else what
     lines = [f"{first.kind.label} #{sequence}: {what}", *_table(calls)]
     leaf = _first_different_leaf(present)
     if leaf:
         lines.append(leaf)
     same_kind = all(call.kind is first.kind for call in present)
-    lines.append(_advice(first, only_sizes, same_kind))
+    lines.append(_SAME_LINES if only_sites else _advice(first, only_sizes, same_kind))
     facts = {"op": first.kind.label, "calls": [str(call) if call else None for call in calls]}
     error = errors.SizeMismatch if only_sizes else errors.CollectiveMismatch
     return GroupError(error, sequence, "\n".join(lines), facts, is_final=False)

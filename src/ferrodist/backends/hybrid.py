@@ -116,8 +116,7 @@ class HybridBackend(TcpBackend):
         self._inside = inside
         local = list(self.host_map.local)
         self._two_levels = _native.HybridGroup(self.group, inside.group, local, MISMATCH_FOUND)
-        self._call_path = self._two_levels.call_path
-        self._start_path = self._two_levels.start_path
+        self._take_fast_path(self._two_levels)
 
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Take memory that the ranks of this host reach in place."""

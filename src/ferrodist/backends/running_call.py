@@ -104,7 +104,7 @@ class RunningCall:
         self.call = call
         self.deadline = deadline
         self.sequence = ticket  # 0 until it is drawn
-        self.fingerprint = call.fingerprint()
+        self.fingerprint = call.fingerprint(checks_site=backend.config.check_sites)
         self.in_background = in_background
         self.num_collectives = num_collectives  # of this call so far
         self.hook: Any = None  # what the backend keeps for the waits of this call

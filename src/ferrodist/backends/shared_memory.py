@@ -65,7 +65,7 @@ class SharedMemoryBackend(ProcessBackend):
     ) -> None:
         self.arena = arena
         super().__init__(world, group, members, rank, config, exit_statuses)
-        self._call_path, self._start_path = group.call_path, group.start_path
+        self._take_fast_path(group)
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> SharedMemoryBackend:

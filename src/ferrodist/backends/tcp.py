@@ -67,7 +67,7 @@ class TcpBackend(ProcessBackend):
         super().__init__(mesh, group, members, rank, config, exit_statuses)
         self.mesh_peers = mesh_peers
         if self._has_fast_path and config.executor == "native":
-            self._call_path, self._start_path = group.call_path, group.start_path
+            self._take_fast_path(group)
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> Self:
