@@ -393,7 +393,7 @@ def test_array_of_another_kind_is_found(find: Find, monkeypatch: pytest.MonkeyPa
 
 
 def test_unchecked_fingerprints_are_found(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Call, "fingerprint", lambda self: 1)
+    monkeypatch.setattr(Call, "fingerprint", lambda self, **_: 1)
     cases = scenario("mismatch", "allreduce: op") + scenario("mismatch", "reproducible")
     failed = find(cases)
     assert {failure.case for failure in failed} == set(cases)
