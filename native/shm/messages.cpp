@@ -47,11 +47,16 @@ core::Status Messages::wait(Request& request, const core::WaitOptions& options, 
         return progress_.wait(*this, request, options);
     }
     RankWords& mine = group_.words(group_.rank());
-    // Relaxed, all of these: hints for those who look for a cycle. Pair with find_send_cycle.
+    // Relaxed, both: hints for those who look for a cycle. Pair with find_send_cycle.
     mine.cycle_next.store(0, std::memory_order_relaxed);
     mine.sending_to.store(static_cast<std::uint32_t>(request.peer) + 1, std::memory_order_relaxed);
     const core::Status status = progress_.wait(*this, request, options);
-    mine.sending_to.store(0, std::memory_order_relaxed);
+    if (status.failed()) {
+        // While it still shows that it sends: of ranks that give up at once, the first to be done here sees all of
+        // them, and notes the cycle for the others.
+        find_send_cycle(request.peer);
+    }
+    mine.sending_to.store(0, std::memory_order_release);  // pairs with the load in find_send_cycle: the note is there
     return status;
 }
 
@@ -74,9 +79,9 @@ std::vector<int> follow(int first, int world, Next next) {
 
 std::vector<int> Messages::find_send_cycle(int peer) {
     const int me = group_.rank();
-    // Relaxed: all of them wait, so that nothing moves. Pairs with wait.
+    // Acquire: pairs with wait.
     std::vector<int> cycle = follow(me, group_.size(), [&](int rank) {
-        return rank == me ? peer : static_cast<int>(group_.words(rank).sending_to.load(std::memory_order_relaxed)) - 1;
+        return rank == me ? peer : static_cast<int>(group_.words(rank).sending_to.load(std::memory_order_acquire)) - 1;
     });
     for (std::size_t i = 0; i < cycle.size(); ++i) {  // for the others: their chain ends here soon
         const auto next = static_cast<std::uint32_t>(cycle[(i + 1) % cycle.size()]) + 1;
