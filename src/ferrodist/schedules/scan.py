@@ -111,9 +111,10 @@ def doubling_exscan(rank: int, world: int, root: int) -> Iterator[Step]:
         works: tuple[Reduce | Copy, ...] = ()
         if rank >= distance:
             kept = Copy(out(0), came) if distance == 1 else Reduce(out(0), (came, out(0)))
-            works = (Reduce(inclusive, (came, held)), kept)
+            is_passed_on = rank + 2 * distance < world
+            works = (Reduce(inclusive, (came, held)), kept) if is_passed_on else (kept,)
         yield _swap(rank, world, distance, held, works)
-        held = inclusive if works else held
+        held = inclusive if len(works) > 1 else held
 
 
 def _distances(world: int) -> list[int]:
