@@ -2,7 +2,7 @@
 """Train a small GPT to write this file, letter by letter; any number of ranks gives the same loss.
 
     ferrodist run -n 2 examples/train_gpt.py
-    torchrun --nproc-per-node 2 examples/train_gpt.py
+    python examples/train_gpt.py
 
 The ranks share each batch. Sums are made in another order, so losses differ, by less than 1 in 100.
 """

@@ -587,7 +587,7 @@ void add_messages(nb::class_<G>& group) {
              "Post a send and return its Work; it fails by itself at the deadline.")
         .def("start_recv", &start_converted_receive<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "target"_a.none(),
              "deadline"_a, "finish"_a.none(),
-             "Post a receive, as start_send does; finish() makes the result of the Work if there is a target.")
+             "Post a receive, as start_send does; finish() makes the result if there is a target.")
         .def("unexpected_tags", [](G& self, int peer) {
             const WithoutGil unlocked;
             return Access::messages(self).unexpected_tags(peer);

@@ -19,6 +19,7 @@ import ferrodist
 from ferrodist import CollectiveTimeout, InvalidArgument, RankLost, SizeMismatch, _native
 from ferrodist.backends import request_work
 from ferrodist.backends.progress import ProgressThread
+from ferrodist.deadline import Deadline
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -402,7 +403,7 @@ def test_a_backend_may_be_dropped_while_the_callbacks_thread_is_started(monkeypa
 
     class Started(ProgressThread):
         def start(self) -> None:
-            callbacks.end()
+            callbacks.end(Deadline(None))
             ended.append(self)
 
     monkeypatch.setattr(request_work, "ProgressThread", Started)

@@ -56,14 +56,14 @@ def test_a_message_in_flight_for_which_no_thread_can_be_had_is_taken_back(monkey
             with monkeypatch.context() as patch:
                 patch.setattr("ferrodist.backends.progress.ProgressThread.start", no_thread)
                 with pytest.raises(RuntimeError, match="can't start new thread"):
-                    ferrodist.recv(0, 1, backend, async_op=True)
+                    ferrodist.recv(1, backend, async_op=True)
                 with pytest.raises(RuntimeError, match="can't start new thread"):
                     ferrodist.send(np.zeros(LARGE), 1, backend, tag=7, async_op=True)
             has_failed.set()
             ferrodist.send(np.ones(LARGE), 1, backend, tag=7)
-            return ferrodist.recv(0, 1, backend, timeout=10)
+            return ferrodist.recv(1, backend, timeout=10)
         has_failed.wait(10)
-        found = ferrodist.recv(np.empty(LARGE), 0, backend, tag=7, timeout=10)
+        found = ferrodist.recv(0, backend, tag=7, timeout=10)
         ferrodist.send(int(found[0]), 0, backend)
         return None
 

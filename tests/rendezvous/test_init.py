@@ -222,7 +222,7 @@ def test_a_misspelt_variable_is_warned_of_with_the_nearest(monkeypatch, caplog):
     ferrodist.init()
     assert [record.getMessage() for record in caplog.records] == [
         "FERRODIST_TIMOUT is no setting of this version, and nobody reads it: did you mean "
-        "FERRODIST_TIMEOUT or FERRODIST_JOIN_TIMEOUT?",
+        "FERRODIST_TIMEOUT or FERRODIST_LATE_TIMEOUT?",
         "FERRODIST_XYZ is no setting of this version, and nobody reads it",
     ]
 

@@ -75,6 +75,6 @@ def test_the_settings_of_a_rank_and_what_differs_fit_a_message():
     from ferrodist.backends.peers import _describe_difference, _pack
 
     long = [{"ports": [n, 10**300 + n]} for n in range(4096)]
-    assert len(_pack(Config().shared()).memory) == len(
-        _pack({"difference": _describe_difference(long)}).memory
+    assert len(_pack(Config().shared()).buffer.memory) == len(
+        _pack({"difference": _describe_difference(long)}).buffer.memory
     )
