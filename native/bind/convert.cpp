@@ -19,7 +19,7 @@ namespace ferrodist::bind {
 // in older releases; others are adapted: read through a buffer or __dlpack__, and made of a NumPy array.
 struct RegisteredType {
     const dlpack::ExchangeTable* table = nullptr;
-    nb::object to_capsule, is_neg, is_conj, empty, empty_like, device, increment_version;
+    nb::object to_capsule, is_neg, is_conj, requires_grad, is_leaf, empty, empty_like, device, increment_version;
     nb::object from_numpy;  // (input, array) -> the result; invalid for torch
     ArrayKind sent_kind = ArrayKind::torch;
 };
@@ -34,11 +34,20 @@ Registry& registry() {
     return *types;
 }
 
+// An array is mostly of the type of the one before. Entries stay where they are; the GIL guards all of it.
 const RegisteredType* find_type(PyTypeObject* type) {
-    const auto found = registry().find(type);
-    return found == registry().end() ? nullptr : &found->second;
+    static PyTypeObject* last = nullptr;
+    static const RegisteredType* of_last = nullptr;
+    if (type != last) {
+        const auto found = registry().find(type);
+        if (found == registry().end()) {
+            return nullptr;
+        }
+        last = type;
+        of_last = &found->second;
+    }
+    return of_last;
 }
-
 
 std::optional<DType> dtype_of(const dlpack::Tensor& tensor) {
     if (tensor.lanes != 1) {
@@ -124,8 +133,9 @@ bool is_lazy_view(const RegisteredType& type, PyObject* tensor, DType dtype) {
     return says_yes(type.is_neg, tensor) || (is_complex(dtype) && says_yes(type.is_conj, tensor));
 }
 
-bool has_flag(PyObject* object, PyObject* name) {
-    const nb::object value = nb::steal(PyObject_GetAttr(object, name));
+// Through the descriptor of a flag like Tensor.requires_grad, so that nothing is looked up by name.
+bool has_flag(PyObject* tensor, const nb::object& flag) {
+    const nb::object value = nb::steal(Py_TYPE(flag.ptr())->tp_descr_get(flag.ptr(), tensor, nullptr));
     PyErr_Clear();
     return value.is_valid() && value.ptr() == Py_True;
 }
@@ -423,10 +433,8 @@ bool OutputArray::read(PyObject* out) {
         return false;
     }
     kind_ = ArrayKind::torch;
-    static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
-    static PyObject* const is_leaf = PyUnicode_InternFromString("is_leaf");
     return read_torch() && !is_lazy_view(*type_, out, dtype) &&
-           (!has_flag(out, requires_grad) || has_flag(out, is_leaf));
+           (!has_flag(out, type_->requires_grad) || has_flag(out, type_->is_leaf));
 }
 
 // Only memory that is one piece; a capsule may be given back at once, for the tensor itself is kept.
@@ -547,9 +555,7 @@ nb::object OutputArray::finish(PyObject* input) {
 
 namespace {
 
-void register_torch(const nb::sequence& types, nb::handle table, nb::object to_capsule, nb::object is_neg,
-                    nb::object is_conj, nb::object empty, nb::object empty_like, nb::object device,
-                    nb::object increment_version) {
+void register_torch(nb::handle torch, nb::handle table) {
     const dlpack::ExchangeTable* known = nullptr;
     if (!table.is_none()) {
         known = static_cast<const dlpack::ExchangeTable*>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"));
@@ -561,9 +567,15 @@ void register_torch(const nb::sequence& types, nb::handle table, nb::object to_c
             known = nullptr;
         }
     }
-    for (nb::handle type : types) {
-        registry()[reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr())] = {
-            known, to_capsule, is_neg, is_conj, empty, empty_like, device, increment_version, {}, ArrayKind::torch};
+    const nb::object tensor = torch.attr("Tensor"), native = torch.attr("_C");
+    const nb::object increment_version = table.is_none()  // older torch has none
+                                             ? nb::object(torch.attr("autograd").attr("graph").attr("increment_version"))
+                                             : nb::object(native.attr("_increment_version"));
+    for (nb::object type : {tensor, nb::object(torch.attr("nn").attr("Parameter"))}) {
+        registry()[reinterpret_cast<PyTypeObject*>(type.release().ptr())] = {
+            known, native.attr("_to_dlpack"), tensor.attr("is_neg"), tensor.attr("is_conj"), tensor.attr("requires_grad"),
+            tensor.attr("is_leaf"), torch.attr("empty"), torch.attr("empty_like"), torch.attr("device")("cpu"),
+            increment_version, {}, ArrayKind::torch};
     }
 }
 
@@ -577,9 +589,8 @@ void register_adapted(nb::handle type, nb::object from_numpy, std::uint8_t sent_
 
 void add_convert(nb::module_& module) {
     using namespace nb::literals;
-    module.def("register_torch", &register_torch, "types"_a, "table"_a.none(), "to_capsule"_a, "is_neg"_a, "is_conj"_a,
-               "empty"_a, "empty_like"_a, "device"_a, "increment_version"_a,
-               "Let native code convert tensors of exactly these types.");
+    module.def("register_torch", &register_torch, "torch"_a, "table"_a.none(),
+               "Let native code convert tensors of exactly torch.Tensor and torch.nn.Parameter.");
     module.def("register_adapted", &register_adapted, "kind"_a, "from_numpy"_a, "sent_kind"_a,
                "Let native code read arrays of exactly this type; from_numpy(x, array) makes its results.");
 }

@@ -67,18 +67,8 @@ class Status:
     def error(self) -> BaseException | None:
         """The exception that ended a wait, or None."""
 
-def register_torch(
-    types: Sequence[type],
-    table: object | None,
-    to_capsule: Callable[..., Any],
-    is_neg: Callable[..., Any],
-    is_conj: Callable[..., Any],
-    empty: Callable[..., Any],
-    empty_like: Callable[..., Any],
-    device: object,
-    increment_version: Callable[..., Any],
-) -> None:
-    """Let native code convert tensors of exactly these types."""
+def register_torch(torch: object, table: object | None) -> None:
+    """Let native code convert tensors of exactly torch.Tensor and torch.nn.Parameter."""
 
 def register_adapted(
     kind: type, from_numpy: Callable[[Any, NDArray[Any]], Any], sent_kind: int

@@ -87,18 +87,7 @@ class TorchTensors:
 
 LIBRARY: Library = TorchTensors()
 
-_TABLE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # older torch has none
-_native.register_torch(
-    [torch.Tensor, torch.nn.Parameter],
-    _TABLE,
-    torch._C._to_dlpack,
-    torch.Tensor.is_neg,
-    torch.Tensor.is_conj,
-    torch.empty,
-    torch.empty_like,
-    torch.device("cpu"),
-    torch._C._increment_version if _TABLE else torch.autograd.graph.increment_version,
-)
+_native.register_torch(torch, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 
 def _is_on_host(x: Any) -> bool:
