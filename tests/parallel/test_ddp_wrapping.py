@@ -327,6 +327,11 @@ def test_arguments_of_torch_that_mean_something_else_say_what_to_write(name):
         alone(mlp(), buckets=3)
 
 
+def test_a_parameter_on_another_device_is_named():
+    with pytest.raises(ferrodist.UnsupportedArray, match=r"1.weight is on meta.*torch's DDP"):
+        alone(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+
+
 def test_lazy_layers_are_named():
     with pytest.raises(ferrodist.InvalidArgument, match=r"1.weight of LazyLinear has no shape yet"):
         alone(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))

@@ -95,6 +95,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         if backend is None:
             return
         options, module = self._options, self.module
+        replicas.check_devices(replicas.named_parameters(module, options.ignored))
         adopt_layers(module, backend)
         self._shared = replicas.SharedBuffers(
             backend, options.ignored, are_shared=options.broadcast_buffers

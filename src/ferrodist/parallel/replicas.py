@@ -70,6 +70,18 @@ def check_shapes(module: torch.nn.Module) -> None:
                 )
 
 
+def check_devices(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters whose gradients cannot be views of buckets in CPU memory."""
+    for name, parameter in parameters.items():
+        if parameter.device.type != "cpu":
+            raise ferrodist.UnsupportedArray(
+                f"DDP: {name} is on {parameter.device}, and gradients are averaged in CPU memory; "
+                "call allreduce(gradients, op='mean', out=gradients) after backward instead, or use "
+                "torch's DDP with NCCL",
+                got=str(parameter.device),
+            )
+
+
 def names_of(
     module: torch.nn.Module, tensors: Iterable[str | torch.nn.Parameter]
 ) -> frozenset[str]:
