@@ -12,11 +12,13 @@ from collections.abc import Iterator
 
 from ferrodist.call import Kind
 from ferrodist.schedules.steps import (
+    IN_ORDER,
     Cell,
     Recv,
     Schedule,
     Send,
     Step,
+    chunk_per_rank,
     keep_own,
     mine,
     out,
@@ -69,16 +71,21 @@ def all_gather(rank: int, world: int, root: int) -> Iterator[Step]:
     yield from _exchange_own_chunk(rank, world)
 
 
+def all_to_all(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Send every block straight to its rank."""
+    yield keep_own(rank)
+    for distance in range(1, world):
+        above, below = (rank + distance) % world, (rank - distance) % world
+        yield Step(Send(above, (mine(above),)), Recv(below, (out(below),)))
+
+
 SCHEDULES = (
-    Schedule("direct", Kind.ALLREDUCE, allreduce, in_order=True, partials=False, alias_safe=True),
-    Schedule("direct", Kind.REDUCE, reduce, in_order=True, partials=False, alias_safe=True),
-    Schedule("direct", Kind.ALL_GATHER, all_gather, in_order=True, partials=False, alias_safe=True),
+    Schedule("direct", Kind.ALLREDUCE, allreduce, chunk_per_rank, **IN_ORDER),
+    Schedule("direct", Kind.REDUCE, reduce, chunk_per_rank, **IN_ORDER),
+    Schedule("direct", Kind.ALL_GATHER, all_gather, chunk_per_rank, **IN_ORDER),
+    Schedule("direct", Kind.REDUCE_SCATTER, reduce_scatter, chunk_per_rank, **IN_ORDER),
+    # Not safe with one array: what arrives for out(i) would overwrite mine(i) before it is sent.
     Schedule(
-        "direct",
-        Kind.REDUCE_SCATTER,
-        reduce_scatter,
-        in_order=True,
-        partials=False,
-        alias_safe=True,
+        "pairwise", Kind.ALL_TO_ALL, all_to_all, chunk_per_rank, **IN_ORDER | {"alias_safe": False}
     ),
 )

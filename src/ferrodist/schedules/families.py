@@ -8,17 +8,7 @@ from typing import NamedTuple
 
 from ferrodist.call import Kind
 from ferrodist.errors import InvalidArgument
-from ferrodist.schedules import (
-    direct,
-    dissemination,
-    doubling,
-    halving,
-    ring,
-    scan,
-    scatter_all_gather,
-    star,
-    tree,
-)
+from ferrodist.schedules import direct, doubling, ring, scan, star, tree
 from ferrodist.schedules.cost import Line, LinkModel, computed_once, line
 from ferrodist.schedules.steps import Schedule, Space
 from ferrodist.schedules.table import compile_table
@@ -29,12 +19,7 @@ BUILT_IN: tuple[Schedule, ...] = (
     *ring.SCHEDULES,
     *tree.SCHEDULES,
     *doubling.SCHEDULES,
-    *halving.SCHEDULES,
     *direct.SCHEDULES,
-    *dissemination.BRUCK,
-    *dissemination.PAIRWISE,
-    *scatter_all_gather.SCHEDULES,
-    *dissemination.SCHEDULES,
     *scan.SCHEDULES,
 )
 
@@ -133,8 +118,6 @@ def _relays(schedule: Schedule, world: int, root: int) -> bool:
 
 
 # -- the cheapest that is allowed ------------------------------------------------------------------
-#
-# Choose: the cheapest built-in schedule that is legal for a call.
 #
 # A pure function of the call, the world and the model, never of a timing of the moment: all ranks
 # choose the same, and so does the next run.

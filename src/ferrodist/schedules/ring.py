@@ -13,12 +13,15 @@ from collections.abc import Iterator
 
 from ferrodist.call import Kind
 from ferrodist.schedules.steps import (
+    IN_ORDER,
+    PARTIAL,
     Cell,
     Recv,
     Reduce,
     Schedule,
     Send,
     Step,
+    chunk_per_rank,
     keep_own,
     mine,
     out,
@@ -64,9 +67,7 @@ def reduce_scatter(rank: int, world: int, root: int) -> Iterator[Step]:
 
 
 SCHEDULES = (
-    Schedule("ring", Kind.ALLREDUCE, allreduce, in_order=False, partials=True, alias_safe=True),
-    Schedule("ring", Kind.ALL_GATHER, all_gather, in_order=True, partials=False, alias_safe=True),
-    Schedule(
-        "ring", Kind.REDUCE_SCATTER, reduce_scatter, in_order=False, partials=True, alias_safe=True
-    ),
+    Schedule("ring", Kind.ALLREDUCE, allreduce, chunk_per_rank, **PARTIAL),
+    Schedule("ring", Kind.ALL_GATHER, all_gather, chunk_per_rank, **IN_ORDER),
+    Schedule("ring", Kind.REDUCE_SCATTER, reduce_scatter, chunk_per_rank, **PARTIAL),
 )

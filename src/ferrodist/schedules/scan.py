@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ferrodist.call import Kind
-from ferrodist.schedules import dissemination
+from ferrodist.schedules.doubling import barrier
 from ferrodist.schedules.steps import (
+    PARTIAL,
     Cell,
     Copy,
     Recv,
@@ -86,7 +87,7 @@ def _last_of_chain(rank: int, world: int, held: Callable[[int], Cell]) -> Iterat
             yield _pass_on(rank, world, chunk, mine)
     else:
         yield _pass_on(rank, world, _num_chunks(world) - 1, held)
-    yield from dissemination.barrier(rank, world, 0)
+    yield from barrier(rank, world, 0)
 
 
 # -- recursive doubling ----------------------------------------------------------------------------
@@ -133,22 +134,8 @@ def _swap(
 
 
 SCHEDULES = (
-    *(
-        Schedule(
-            "chain", kind, steps, chunks=_num_chunks, in_order=True, partials=True, alias_safe=True
-        )
-        for kind, steps in ((Kind.SCAN, chain_scan), (Kind.EXSCAN, chain_exscan))
-    ),
-    *(
-        Schedule(
-            "recursive_doubling",
-            kind,
-            steps,
-            chunks=one_chunk,
-            in_order=False,
-            partials=True,
-            alias_safe=True,
-        )
-        for kind, steps in ((Kind.SCAN, doubling_scan), (Kind.EXSCAN, doubling_exscan))
-    ),
+    Schedule("chain", Kind.SCAN, chain_scan, _num_chunks, **PARTIAL | {"in_order": True}),
+    Schedule("chain", Kind.EXSCAN, chain_exscan, _num_chunks, **PARTIAL | {"in_order": True}),
+    Schedule("recursive_doubling", Kind.SCAN, doubling_scan, one_chunk, **PARTIAL),
+    Schedule("recursive_doubling", Kind.EXSCAN, doubling_exscan, one_chunk, **PARTIAL),
 )

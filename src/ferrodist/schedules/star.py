@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from ferrodist.call import Kind
 from ferrodist.schedules.steps import (
+    IN_ORDER,
     Cell,
     Recv,
     Schedule,
@@ -158,21 +159,18 @@ def barrier(rank: int, world: int, root: int) -> Iterator[Step]:
     yield from _hand_out(0, world, lambda peer: _TOKEN)
 
 
-def _star(kind: Kind, steps: Callable[[int, int, int], Iterator[Step]]) -> Schedule:
-    return Schedule(
-        "star", kind, steps, chunks=one_chunk, in_order=True, partials=False, alias_safe=True
+SCHEDULES = tuple(
+    Schedule("star", kind, steps, one_chunk, **IN_ORDER)
+    for kind, steps in (
+        (Kind.ALLREDUCE, allreduce),
+        (Kind.BROADCAST, broadcast),
+        (Kind.REDUCE, reduce),
+        (Kind.ALL_GATHER, all_gather),
+        (Kind.GATHER, gather),
+        (Kind.SCATTER, scatter),
+        (Kind.REDUCE_SCATTER, reduce_scatter),
+        (Kind.BARRIER, barrier),
+        (Kind.SCAN, scan),
+        (Kind.EXSCAN, exscan),
     )
-
-
-SCHEDULES = (
-    _star(Kind.ALLREDUCE, allreduce),
-    _star(Kind.BROADCAST, broadcast),
-    _star(Kind.REDUCE, reduce),
-    _star(Kind.ALL_GATHER, all_gather),
-    _star(Kind.GATHER, gather),
-    _star(Kind.SCATTER, scatter),
-    _star(Kind.REDUCE_SCATTER, reduce_scatter),
-    _star(Kind.BARRIER, barrier),
-    _star(Kind.SCAN, scan),
-    _star(Kind.EXSCAN, exscan),
 )

@@ -158,9 +158,12 @@ class Schedule:
         return world if self.kind.is_cut_by_rank else self.chunks(world)
 
 
-# -- cells -----------------------------------------------------------------------------------------
-#
-# Which cells a rank has, and which of them are equally large: the table in steps.py as code.
+# What most schedules declare: raw inputs reduced once in rank order, or partial sums passed on.
+IN_ORDER = {"in_order": True, "partials": False, "alias_safe": True}
+PARTIAL = {"in_order": False, "partials": True, "alias_safe": True}
+
+
+# -- which cells a rank has, and which of them are equally large: the table above as code ----------
 
 INPUT_IS_ONE_BLOCK = (Kind.ALL_GATHER, Kind.GATHER)
 RESULT_IS_ONE_BLOCK = (Kind.SCATTER, Kind.REDUCE_SCATTER)

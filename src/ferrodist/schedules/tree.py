@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from ferrodist.call import Kind
 from ferrodist.schedules.steps import (
+    IN_ORDER,
+    PARTIAL,
     Cell,
     Copy,
     Recv,
@@ -21,6 +23,7 @@ from ferrodist.schedules.steps import (
     Schedule,
     Send,
     Step,
+    chunk_per_rank,
     keep_own,
     mine,
     one_chunk,
@@ -134,34 +137,60 @@ def scatter(rank: int, world: int, root: int) -> Iterator[Step]:
         yield keep_own(rank)
 
 
+# -- broadcast of large arrays (van de Geijn) ------------------------------------------------------
+#
+# Scatter down the tree, then all-gather in a ring. Chunks are numbered by place in the tree. After
+# the scatter a rank holds the chunks of its subtree, and in the ring nobody is sent what it holds
+# already, so the root receives nothing.
+
+
+def wide_broadcast(rank: int, world: int, root: int) -> Iterator[Step]:
+    """Tokens up, chunks down, then round the ring."""
+    yield from tokens_up(node(rank, world, root))
+    yield from _scatter(rank, world, root)
+    yield from _all_gather(rank, world, root)
+    if rank == root:
+        for chunk in range(world):
+            yield keep_own(chunk)
+
+
+def _scatter(rank: int, world: int, root: int) -> Iterator[Step]:
+    here = node(rank, world, root)
+    if here.parent is not None:
+        chunks = _held(rank, world, root)
+        yield Step(recv=Recv(here.parent, tuple(out(chunk) for chunk in chunks)))
+    for child in reversed(here.children):
+        chunks = _held(child, world, root)
+        yield Step(send=Send(child, tuple(_home(rank, root, chunk) for chunk in chunks)))
+
+
+def _all_gather(rank: int, world: int, root: int) -> Iterator[Step]:
+    right, left = (rank + 1) % world, (rank - 1) % world
+    held, held_by_right = _held(rank, world, root), _held(right, world, root)
+    for behind in range(world - 1):
+        sent = (rank - root - behind) % world
+        received = (sent - 1) % world
+        send = None if sent in held_by_right else Send(right, (_home(rank, root, sent),))
+        recv = None if received in held else Recv(left, (out(received),))
+        if send or recv:
+            yield Step(send, recv)
+
+
+def _held(rank: int, world: int, root: int) -> range:
+    """Return the chunks a rank has after the scatter."""
+    place = (rank - root) % world
+    return range(place, place + len(node(rank, world, root).below))
+
+
+def _home(rank: int, root: int, chunk: int) -> Cell:
+    return mine(chunk) if rank == root else out(chunk)
+
+
 SCHEDULES = (
-    Schedule(
-        "tree",
-        Kind.ALLREDUCE,
-        allreduce,
-        chunks=one_chunk,
-        in_order=False,
-        partials=True,
-        alias_safe=True,
-    ),
-    Schedule(
-        "tree",
-        Kind.BROADCAST,
-        broadcast,
-        chunks=one_chunk,
-        in_order=True,
-        partials=False,
-        alias_safe=True,
-    ),
-    Schedule(
-        "tree",
-        Kind.REDUCE,
-        reduce,
-        chunks=one_chunk,
-        in_order=False,
-        partials=True,
-        alias_safe=True,
-    ),
-    Schedule("tree", Kind.GATHER, gather, in_order=True, partials=False, alias_safe=True),
-    Schedule("tree", Kind.SCATTER, scatter, in_order=True, partials=False, alias_safe=True),
+    Schedule("tree", Kind.ALLREDUCE, allreduce, one_chunk, **PARTIAL),
+    Schedule("tree", Kind.BROADCAST, broadcast, one_chunk, **IN_ORDER),
+    Schedule("tree", Kind.REDUCE, reduce, one_chunk, **PARTIAL),
+    Schedule("tree", Kind.GATHER, gather, chunk_per_rank, **IN_ORDER),
+    Schedule("tree", Kind.SCATTER, scatter, chunk_per_rank, **IN_ORDER),
+    Schedule("scatter_all_gather", Kind.BROADCAST, wide_broadcast, chunk_per_rank, **IN_ORDER),
 )
