@@ -73,8 +73,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.compression import Compress, PowerSGD, TopK
     from ferrodist.parallel.data_parallel import DataParallel, average_gradients
     from ferrodist.parallel.ddp import DDP
-    from ferrodist.parallel.sampler import ShardedSampler
-    from ferrodist.parallel.sharding import IndexShards, shard_indices
+    from ferrodist.parallel.sharding import IndexShards, ShardedSampler, shard_indices
     from ferrodist.parallel.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
@@ -174,7 +173,7 @@ _LAZY = {
     "average_gradients": "ferrodist.parallel.data_parallel",
     "SyncBatchNorm": "ferrodist.parallel.sync_batch_norm",
     "convert_sync_batchnorm": "ferrodist.parallel.sync_batch_norm",
-    "ShardedSampler": "ferrodist.parallel.sampler",
+    "ShardedSampler": "ferrodist.parallel.sharding",
     "IndexShards": "ferrodist.parallel.sharding",
     "shard_indices": "ferrodist.parallel.sharding",
 }

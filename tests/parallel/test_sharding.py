@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 
 import ferrodist
 from ferrodist import InvalidArgument, InvalidRank
-from ferrodist.parallel.sampler import ShardedSampler
-from ferrodist.parallel.sharding import IndexShards, order_of, shard_indices, share_of
+from ferrodist.parallel.sharding import (
+    IndexShards,
+    ShardedSampler,
+    order_of,
+    shard_indices,
+    share_of,
+)
 from ferrodist.testing import run_ranks
 
 ORDER = [6, 3, 8, 1, 4, 5, 9, 2, 7, 0]

@@ -324,7 +324,7 @@ def _reduce_low_rank(bucket: Bucket, state: _LowRankState) -> Steps:
     for matrix, gradient, left in zip(state.matrices, gradients, state.left, strict=True):
         gradient += matrix.error
         torch.matmul(gradient, matrix.start, out=left)
-    yield _allreduce_factor(bucket, [state.all_left, *state.others_in(bucket)])
+    yield _allreduce(bucket, [state.all_left, *state.others_in(bucket)])
     if not torch.isfinite(state.all_left).all():  # on every rank: the errors stay what they were
         for gradient in gradients:
             gradient.fill_(torch.nan)
@@ -340,11 +340,7 @@ def _reduce_low_rank(bucket: Bucket, state: _LowRankState) -> Steps:
         torch.matmul(gradient.T, left, out=right)
         torch.addmm(gradient, left, right.T, alpha=-1, out=matrix.error)
     if used:
-        yield _allreduce_factor(bucket, state.all_right)
+        yield _allreduce(bucket, state.all_right)
     for matrix, gradient, left, right in used:
         torch.matmul(left, right.T, out=gradient)
         matrix.start.copy_(right)
-
-
-def _allreduce_factor(bucket: Bucket, arrays: Any) -> ferrodist.Work[Any]:
-    return ferrodist.allreduce(arrays, bucket.backend, op=bucket.op, out=arrays, async_op=True)

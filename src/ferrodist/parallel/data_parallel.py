@@ -16,10 +16,10 @@ import numpy as np
 import ferrodist
 from ferrodist.arrays import InputArray, as_input, flatten, new_result
 from ferrodist.arrays.library import numpy_dtype
-from ferrodist.backends.registry import current_backend
 from ferrodist.buffer import Buffer, DType
+from ferrodist.parallel import backend_of
 from ferrodist.parallel.bucket import MIB, BucketSizes, Leaf
-from ferrodist.parallel.reducer import Reducer
+from ferrodist.parallel.reducer import Reducer, drifted_ranks
 
 Array = np.ndarray[Any, Any]
 
@@ -102,12 +102,7 @@ class DataParallel:
     def __init__(
         self, params: Any, backend: ferrodist.Backend | None = None, *, bucket_mib: float = 25
     ) -> None:
-        backend = backend or current_backend()
-        if backend is None:
-            raise ferrodist.NotInitialized(
-                "DataParallel: call ferrodist.init() first, or pass a backend"
-            )
-        self.backend = backend
+        self.backend = backend_of(backend, "DataParallel")
         self.num_rounds = 0
         self._sizes = _bucket_sizes(bucket_mib)
         named, rebuild = flatten(params, "DataParallel: params")
@@ -176,8 +171,15 @@ class DataParallel:
         ]
         everybodys = ferrodist.all_gather(rebuild(hashes), self.backend)
         for path, found in flatten(everybodys)[0]:
-            if (found != found[0]).any():
-                raise self._refuse_drift(path, found)
+            if ranks := drifted_ranks(found):
+                raise ferrodist.CollectiveMismatch(
+                    f"DataParallel: the replicas have drifted apart: tree{path} of rank {ranks[0]} "
+                    f"differs from the others' after {self.num_rounds} averages (differing ranks: "
+                    f"{ranks}). Something changes it on that rank alone, or its hardware is at "
+                    "fault",
+                    rank=ranks[0],
+                    this_rank=self.backend.rank,
+                )
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -236,20 +238,6 @@ class DataParallel:
         if mean is not self._reducer.view(number):
             self._reducer.view(number)[...] = mean
         return own
-
-    def _refuse_drift(self, path: str, hashes: Array) -> ferrodist.CollectiveMismatch:
-        values, counts = np.unique(hashes, return_counts=True)
-        # The most frequent one is taken to be right; of several, that of rank 0.
-        is_common = (counts == counts.max()).sum() == 1
-        ranks = np.flatnonzero(hashes != (values[counts.argmax()] if is_common else hashes[0]))
-        return ferrodist.CollectiveMismatch(
-            f"DataParallel: the replicas have drifted apart: tree{path} of rank {ranks[0]} differs "
-            f"from the others' after {self.num_rounds} averages (differing ranks: "
-            f"{ranks.tolist()}). Something changes it on that rank alone, or its hardware is at "
-            "fault",
-            rank=int(ranks[0]),
-            this_rank=self.backend.rank,
-        )
 
 
 # -- arrays ----------------------------------------------------------------------------------------

@@ -15,12 +15,10 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import ferrodist
-from ferrodist.backends.registry import current_backend
 from ferrodist.call import NOT_THE_USERS
-from ferrodist.parallel import replicas, torch_arguments
+from ferrodist.parallel import backend_of, replicas
 from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
 from ferrodist.parallel.gradients import Gradients, adds_to_all_gradients
-from ferrodist.parallel.join import Join
 from ferrodist.parallel.sparse import makes_sparse_gradients
 from ferrodist.parallel.sync_batch_norm import adopt_layers, refuse_join
 
@@ -70,19 +68,20 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         if not isinstance(module, torch.nn.Module):
             text = f"DDP: expected a torch.nn.Module, got {type(module).__name__}"
             raise ferrodist.InvalidArgument(text, got=module)
-        torch_arguments.check(of_torch, module)
+        replicas.check_arguments(of_torch, module)
         replicas.check_shapes(module)
+        if check_replicas < 0:
+            text = f"DDP: check_replicas={check_replicas}; 0 is never"
+            raise ferrodist.InvalidArgument(text, got=check_replicas)
         if of_torch.get("bucket_cap_mb") is not None:
             bucket_mib = of_torch["bucket_cap_mb"]
-        backend = backend or of_torch.get("process_group") or current_backend()
-        if backend is None:
-            raise ferrodist.NotInitialized("DDP: call ferrodist.init() first, or pass a backend")
+        backend = backend_of(backend or of_torch.get("process_group"), "DDP")
         self.module = module
         self._options = _Options(
             overlap,
             _check_sizes(first_bucket_mib, bucket_mib),
             broadcast_buffers,
-            _check_every(check_replicas),
+            check_replicas,
             hook,
             replicas.names_of(module, ignored_parameters),
         )
@@ -91,7 +90,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
     def _attach(self, backend: ferrodist.Backend | None) -> None:
         """Begin to train with others; None: not yet."""
         self._backend = backend
-        self._join: Join | None = None
+        self._join: replicas.Join | None = None
         if backend is None:
             return
         options, module = self._options, self.module
@@ -240,7 +239,9 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
             )
         backend, raises_early = self.backend, throw_on_early_termination
         self._shared.broadcast()
-        join = Join(backend, self._shared, by_samples=by_samples, raises_early=raises_early)
+        join = replicas.Join(
+            backend, self._shared, by_samples=by_samples, raises_early=raises_early
+        )
         gradients, first = self._gradients, self._gradients.num_rounds
         after_round, gradients.after_round = gradients.after_round, join.after_round
         gradients.weigh, self._join = join.weigh, join
@@ -336,12 +337,6 @@ def _check_sizes(first_mib: float, rest_mib: float) -> BucketSizes:
             text = f"DDP: a bucket of {mib} MiB; bucket_mib and first_bucket_mib are above 0"
             raise ferrodist.InvalidArgument(text, got=mib)
     return BucketSizes(int(first_mib * MIB), int(rest_mib * MIB))
-
-
-def _check_every(steps: int) -> int:
-    if steps < 0:
-        raise ferrodist.InvalidArgument(f"DDP: check_replicas={steps}; 0 is never", got=steps)
-    return steps
 
 
 def _after_round(

@@ -16,8 +16,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 import ferrodist
-from ferrodist.parallel.bucket import Bucket, BucketSizes, Hook, Leaf
-from ferrodist.parallel.kept import Memories
+from ferrodist.parallel.bucket import Bucket, BucketSizes, Hook, Leaf, Memories
 from ferrodist.parallel.reducer import Reducer
 from ferrodist.parallel.replicas import DDP_ADVICE, is_dense
 from ferrodist.parallel.sparse import SparseGradients

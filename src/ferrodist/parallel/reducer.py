@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import numpy as np
+
 import ferrodist
 from ferrodist.parallel.bucket import (
     MIB,
@@ -145,6 +147,16 @@ class Reducer:
         names = f"{first} to {rest[-1]}" if rest else first
         where = f"gradients of {names} (bucket {bucket.index + 1} of {len(self.buckets)})"
         explain(error, f"{self._owner}: {where}", self._advice)
+
+
+def drifted_ranks(hashes: np.ndarray[Any, Any]) -> list[int]:
+    """Name the ranks that differ from most of them, or from rank 0 where none are most."""
+    values, counts = np.unique(hashes, return_counts=True)
+    are_most = (counts == counts.max()).sum() == 1
+    ranks: list[int] = np.flatnonzero(
+        hashes != (values[counts.argmax()] if are_most else hashes[0])
+    ).tolist()
+    return ranks
 
 
 def explain(error: ferrodist.DistributedError, what: str, advice: str) -> None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Replicas: the same module on every rank, and what is said when it is not.
 
-``check_structure`` compares what modules are made of, once; ``check_values`` their numbers.
+``check_arguments`` knows those of torch's DDP: which mean something here, and what to write for the
+others. ``check_structure`` compares what modules are made of, once; ``check_values`` their numbers.
 ``Contents`` tells in every step, in little time, whether the module of this rank has changed.
+``Join`` is for ranks that make different numbers of steps.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
+from typing import Any
 
 import numpy as np
 import torch
 
 import ferrodist
-from ferrodist.parallel.reducer import explain
+from ferrodist.backends.failures import names_of_ranks
+from ferrodist.parallel.reducer import drifted_ranks, explain
 
 DDP_ADVICE = (
     "ranks with different numbers of batches train inside model.join(), and a backward that one "
@@ -24,6 +28,61 @@ DDP_ADVICE = (
 )
 
 _traits_of = attrgetter("requires_grad", "dtype")
+
+
+_WITHOUT_EFFECT = {
+    "find_unused_parameters",  # they are found in any case
+    "gradient_as_bucket_view",  # they are, and who keeps one does not see it change
+    "static_graph",  # nothing depends on it
+    "check_reduction",
+    "skip_all_reduce_unused_params",
+}
+
+_BUCKETS = "buckets follow the order in which gradients come: omit it"
+_INSTEAD: dict[str, tuple[Any, str]] = {  # what is taken, and what to write for all else
+    "output_device": (None, "outputs are where the module puts them: omit it"),
+    "dim": (0, "batches are cut by the program, see shard_indices: omit it"),
+    "init_sync": (True, "parameters are always those of rank 0 at the start: omit it"),
+    "mixed_precision": (None, "run the module under torch.autocast"),
+    "device_mesh": (None, "pass a backend, of some ranks backend.split(ranks)"),
+    "delay_all_reduce_named_params": (None, _BUCKETS),
+    "param_to_hook_all_reduce": (None, _BUCKETS),
+}
+
+
+def check_arguments(arguments: Mapping[str, Any], module: torch.nn.Module) -> None:
+    """Refuse what would do something else here. DDP uses bucket_cap_mb and process_group."""
+    for name, value in arguments.items():
+        if name in _INSTEAD:
+            taken, instead = _INSTEAD[name]
+            if value != taken:
+                raise ferrodist.InvalidArgument(f"DDP: {name}={value!r}; {instead}", got=value)
+        elif name == "device_ids":
+            _check_devices(value, module)
+        elif name == "process_group":
+            _check_group(value)
+        elif name not in _WITHOUT_EFFECT and name != "bucket_cap_mb":
+            raise TypeError(f"DDP() got an unexpected keyword argument {name!r}")
+
+
+def _check_devices(devices: Any, module: torch.nn.Module) -> None:
+    found = {str(parameter.device) for parameter in module.parameters()}
+    named = {f"cuda:{one}" if isinstance(one, int) else str(one) for one in devices or ()}
+    if found and not named <= found:
+        raise ferrodist.InvalidArgument(
+            f"DDP: device_ids={devices!r}, but the module is on {', '.join(sorted(found))}; move "
+            "it with module.to(device) and omit device_ids",
+            got=devices,
+        )
+
+
+def _check_group(group: Any) -> None:
+    if group is not None and not isinstance(group, ferrodist.Backend):
+        raise ferrodist.InvalidArgument(
+            f"DDP: process_group is a {type(group).__name__}; pass a backend of ferrodist, of some "
+            "ranks backend.split(ranks)",
+            got=group,
+        )
 
 
 class Contents:
@@ -199,12 +258,7 @@ def check_values(
     hashes = np.array([_hash(tensor) for tensor in tensors.values()], np.uint64)
     everybodys = ferrodist.all_gather(hashes[None], backend)
     for at, name in enumerate(tensors):
-        values, counts = np.unique(everybodys[:, at], return_counts=True)
-        if len(values) > 1:
-            # The most frequent one is taken to be right; of two, that of rank 0.
-            common = counts == counts.max()
-            right = everybodys[0, at] if common.sum() > 1 else values[counts.argmax()]
-            ranks = np.flatnonzero(everybodys[:, at] != right).tolist()
+        if ranks := drifted_ranks(everybodys[:, at]):
             raise ferrodist.CollectiveMismatch(
                 f"DDP: the replicas have drifted apart: {name} of rank {ranks[0]} differs from "
                 f"the others' in step {step} (differing ranks: {ranks}). Something changes "
@@ -217,3 +271,76 @@ def check_values(
 def _hash(tensor: torch.Tensor) -> int:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+# -- ranks with different numbers of steps, and what each counts for in the mean -------------------
+
+
+class Join:
+    """Weighs this rank's gradients: 1 for a step, or the samples it has seen since the last.
+
+    ``is_done``: this rank has no further steps. ``raises_early``: the first rank that is done makes
+    all raise.
+    """
+
+    def __init__(
+        self,
+        backend: ferrodist.Backend,
+        buffers: SharedBuffers,
+        *,
+        by_samples: bool,
+        raises_early: bool,
+    ) -> None:
+        self._backend = backend
+        self._buffers = buffers
+        self._by_samples = by_samples
+        self._raises_early = raises_early
+        self._num_samples = 0
+        self._is_weighed = False
+        self.is_done = False
+
+    def count(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """See a batch: its length is that of the first tensor."""
+        if not self._by_samples:
+            return
+        batch = next((x for x in [*args, *options.values()] if isinstance(x, torch.Tensor)), None)
+        if batch is None or batch.dim() == 0:
+            raise ferrodist.InvalidArgument(
+                "DDP.join(by_samples=True): forward was given no tensor with a length, so there "
+                "is no telling how many samples it has"
+            )
+        if len(batch) == 0:
+            raise ferrodist.InvalidArgument(
+                "DDP.join(by_samples=True): forward was given a batch of no samples; leave such "
+                "a step out, ranks need not have the same number of steps here"
+            )
+        self._num_samples = len(batch) + (0 if self._is_weighed else self._num_samples)
+        self._is_weighed = False
+
+    def weigh(self) -> float:
+        """Return what this rank counts for now; a further backward counts the same."""
+        self._is_weighed = True
+        return float(self._num_samples) if self._by_samples else 1.0
+
+    def after_round(self, _: int) -> None:
+        """Give all ranks the buffers of the first one that still trains."""
+        if self._raises_early:
+            self._check_all_train()
+        if not self._buffers.tensors():
+            return
+        num_ranks = self._backend.world_size
+        candidate = num_ranks if self.is_done else self._backend.rank
+        root = ferrodist.allreduce(candidate, self._backend, op="min")
+        if root < num_ranks:
+            self._buffers.broadcast(root)
+
+    def _check_all_train(self) -> None:
+        are_done = ferrodist.all_gather(np.array([self.is_done]), self._backend)
+        if are_done.any() and not are_done.all():
+            ranks = np.flatnonzero(are_done).tolist()
+            raise ferrodist.DistributedError(
+                f"DDP.join(throw_on_early_termination=True): {names_of_ranks(ranks)} ran out of "
+                "batches before the others; every rank raises this",
+                rank=ranks[0],
+                this_rank=self._backend.rank,
+            )

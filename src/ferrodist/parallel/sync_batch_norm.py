@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 import ferrodist
-from ferrodist.backends.registry import current_backend
+from ferrodist.parallel import backend_of
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # types of torch are not looked at
@@ -64,11 +64,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # types of torch are not
         self._check_input_dim(x)
         if not self.training:
             return super().forward(x)
-        backend = self.backend or self.backend_of_ddp or current_backend()
-        if backend is None:
-            raise ferrodist.NotInitialized(
-                "SyncBatchNorm: call ferrodist.init() first, or pass a backend"
-            )
+        backend = backend_of(self.backend or self.backend_of_ddp, "SyncBatchNorm")
         if backend.world_size == 1:
             return super().forward(x)
         normalize = self._normalize
@@ -134,7 +130,7 @@ def _statistics_of(x: torch.Tensor) -> torch.Tensor:
 
     A float32 is too short for a mean far from zero: the means of ranks differ by little.
     """
-    channels, others = x.shape[1], _all_but_channels(x)
+    channels, others = x.shape[1], [dim for dim in range(x.dim()) if dim != 1]
     row = torch.zeros(1, 1 + 2 * channels, dtype=torch.float64, device="cpu")
     if count := x.numel() // channels:
         rounded = x.mean(others, keepdim=True)
@@ -197,10 +193,6 @@ def _gradient_sums(
         gradient, x, None, mean, variance, None, None, False, eps, [False, True, True]
     )
     return torch.stack([products, plain])
-
-
-def _all_but_channels(x: torch.Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
 
 
 # -- modules that have such layers -----------------------------------------------------------------
