@@ -93,35 +93,6 @@ class Table:
             ints.extend((row.is_piecewise, row.is_entangled))
         return ints
 
-    @classmethod
-    def from_ints(cls, ints: Iterable[int]) -> Table:
-        """Read back what ``to_ints`` wrote."""
-        source = iter(ints)
-        kind, world, rank, root, num_chunks, num_areas = (next(source) for _ in range(6))
-        cells, areas = [], []
-        for _ in range(next(source)):
-            cells.append(Cell(Space(next(source)), next(source), next(source)))
-            areas.append(next(source))
-        rows = tuple(_read_row(source) for _ in range(next(source)))
-        head = (Kind(kind), world, rank, root, num_chunks, num_areas)
-        return cls(*head, tuple(cells), tuple(areas), rows)
-
-
-def _read_row(source: Iterator[int]) -> Row:
-    return Row(
-        send_to=next(source),
-        sent=_read_list(source),
-        recv_from=next(source),
-        received=_read_list(source),
-        works=tuple(Work(next(source), _read_list(source)) for _ in range(next(source))),
-        is_piecewise=bool(next(source)),
-        is_entangled=bool(next(source)),
-    )
-
-
-def _read_list(source: Iterator[int]) -> tuple[int, ...]:
-    return tuple(next(source) for _ in range(next(source)))
-
 
 @lru_cache(maxsize=4096)
 def compile_table(schedule: Schedule, world: int, rank: int, root: int = 0) -> Table:
