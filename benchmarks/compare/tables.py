@@ -33,7 +33,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ferrodist.launch.bench import size_name
-from ferrodist.launch.progress import is_live
+from ferrodist.launch.chart import is_live
 
 MET, MISSED = "✓", "✗"
 _LINES_IN_A_LOG = 12

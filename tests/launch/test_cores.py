@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ferrodist.launch import cores
+from ferrodist.launch import machine as cores
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def machine(monkeypatch):
     def read(cpu: int, name: str) -> int:
         return {"physical_package_id": cpu // 2 % 2, "core_id": cpu % 2}[name]
 
-    monkeypatch.setattr(cores, "_read", read)
+    monkeypatch.setattr(cores, "_read_topology", read)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(cores, "container_cpus", lambda: 1 << 20)
 
@@ -44,4 +44,4 @@ def test_nobody_is_bound_where_there_are_too_few(machine, monkeypatch):
 def test_this_machine_can_be_read():
     assert 1 <= cores.usable_cores() <= len(os.sched_getaffinity(0))
     assert set.union(*cores.share_cores(1)) == os.sched_getaffinity(0)
-    assert cores._read(10**6, "core_id") == 0
+    assert cores._read_topology(10**6, "core_id") == 0

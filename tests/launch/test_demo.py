@@ -22,7 +22,7 @@ from rich.console import Console
 
 import ferrodist
 from ferrodist.launch import demo
-from ferrodist.launch.chart import sketch
+from ferrodist.launch.chart import open_progress, sketch
 from ferrodist.launch.demo import (
     Plan,
     Trained,
@@ -36,7 +36,6 @@ from ferrodist.launch.demo import (
 )
 from ferrodist.launch.machine import readable_nbytes
 from ferrodist.launch.main import commands
-from ferrodist.launch.progress import open_progress
 
 FERRODIST = [sys.executable, "-W", "error", "-m", "ferrodist"]
 

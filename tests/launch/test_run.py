@@ -27,7 +27,8 @@ from ferrodist import (
     RankLost,
     UnsupportedArray,
 )
-from ferrodist.launch import cores, node_spec
+from ferrodist.launch import machine as cores
+from ferrodist.launch import node_spec
 from ferrodist.launch.spawn import RemoteTraceback
 
 pytestmark = pytest.mark.timeout(90)

@@ -18,8 +18,7 @@ from ferrodist import BackendUnavailable, InvalidArgument, RendezvousError
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import Job, foreign, launchers
 from ferrodist.rendezvous.foreign import MpiExchange, TorchExchange, TorchStore
-from ferrodist.rendezvous.job import Bootstrap
-from ferrodist.rendezvous.variables import Endpoint
+from ferrodist.rendezvous.job import Bootstrap, Endpoint
 from test_launchers import ENVIRONMENT, MPICH, OPEN_MPI, TORCHRUN
 
 pytestmark = pytest.mark.timeout(90)

@@ -30,9 +30,9 @@ from ferrodist import (
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import Job, handshake, mesh, mesh_builder, server
+from ferrodist.rendezvous.job import Endpoint
 from ferrodist.rendezvous.mesh import MeshPeer, PeerAddress, join_mesh
 from ferrodist.rendezvous.sockets import connect_to_any, resolve
-from ferrodist.rendezvous.variables import Endpoint
 from ferrodist.rendezvous.watch import StatusBoard
 from ferrodist.rendezvous.wire import Channel, MessageKind, run_steps
 

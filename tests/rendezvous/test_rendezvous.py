@@ -29,9 +29,9 @@ from ferrodist.rendezvous import (
     watch,
 )
 from ferrodist.rendezvous.handshake import greet_server
+from ferrodist.rendezvous.job import Endpoint
 from ferrodist.rendezvous.launchers import PLAIN, TORCHRUN
 from ferrodist.rendezvous.sockets import UnixPoint, unix_address
-from ferrodist.rendezvous.variables import Endpoint
 from ferrodist.rendezvous.watch import StatusBoard
 from ferrodist.rendezvous.wire import (
     HELLO,

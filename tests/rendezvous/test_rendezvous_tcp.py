@@ -28,11 +28,10 @@ from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import Job, handshake, server, sockets
 from ferrodist.rendezvous.interfaces import list_interfaces
-from ferrodist.rendezvous.job import known_secret
+from ferrodist.rendezvous.job import Endpoint, known_secret
 from ferrodist.rendezvous.launchers import PLAIN
 from ferrodist.rendezvous.mesh import open_exchange
 from ferrodist.rendezvous.sockets import SocketAddress, connect_to_any, resolve
-from ferrodist.rendezvous.variables import Endpoint
 from ferrodist.rendezvous.wire import Channel, MessageKind, run_steps
 
 pytestmark = pytest.mark.timeout(60)
@@ -374,7 +373,7 @@ from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import Job, server
 from ferrodist.rendezvous.mesh import open_exchange
-from ferrodist.rendezvous.variables import Endpoint
+from ferrodist.rendezvous.job import Endpoint
 
 admit = server.Server._admit
 def admit_and_say_so(*args):

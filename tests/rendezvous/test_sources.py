@@ -36,7 +36,7 @@ from ferrodist.rendezvous.find_job import (
     try_run_job,
 )
 from ferrodist.rendezvous.interfaces import list_interfaces
-from ferrodist.rendezvous.job import Bootstrap
+from ferrodist.rendezvous.job import Bootstrap, Endpoint, try_endpoint
 from ferrodist.rendezvous.launchers import (
     PLAIN as PLAIN_LAUNCHER,
 )
@@ -54,7 +54,6 @@ from ferrodist.rendezvous.launchers import (
     TORCHRUN as TORCHRUN_LAUNCHER,
 )
 from ferrodist.rendezvous.slurm import expand_hosts
-from ferrodist.rendezvous.variables import Endpoint, try_endpoint
 from ferrodist.rendezvous.watch import StatusBoard
 
 # What the launchers of today set, as seen in a rank of each; what says nothing of a place is left

@@ -21,9 +21,9 @@ import pytest
 from ferrodist import BackendUnavailable, RendezvousError
 from ferrodist.config import Config
 from ferrodist.rendezvous import mesh_builder, tls
+from ferrodist.rendezvous.job import Endpoint
 from ferrodist.rendezvous.mesh import join_mesh
 from ferrodist.rendezvous.tls import Tls, Tunnel
-from ferrodist.rendezvous.variables import Endpoint
 from test_mesh import (
     Rank,
     check_mesh,

@@ -27,8 +27,7 @@ from rich.table import Table
 import ferrodist
 from ferrodist.backends.registry import backend_names
 from ferrodist.launch.chart import Point, line_chart
-from ferrodist.launch.cores import usable_cores
-from ferrodist.launch.machine import describe_machine, measure_load
+from ferrodist.launch.machine import describe_machine, measure_load, usable_cores
 
 Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
@@ -92,11 +91,6 @@ def write_text(path: Path, text: str) -> None:
         raise click.FileError(str(path), error.strerror or str(error)) from error
 
 
-def _backends() -> list[str]:
-    """Name every backend once: shm is another name of shared_memory."""
-    return [name for name in backend_names() if name != "shm"]
-
-
 def _in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Refuse a file that cannot be written before anything is measured."""
     if path is not None and not path.absolute().parent.is_dir():
@@ -114,7 +108,8 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="How many ranks; one has nobody to communicate with.",
 )  # fmt: skip
 @click.option(
-    "--backend", "backends", metavar="NAME,...", callback=parse_names(_backends),
+    "--backend", "backends", metavar="NAME,...",
+    callback=parse_names(lambda: [name for name in backend_names() if name != "shm"]),  # twice
     help="Which backends.  [default: all that run on this machine]",
 )  # fmt: skip
 @click.option(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Draw line charts: as SVG, and as a sketch in the terminal; no plotting library.
+"""What commands draw: line charts as SVG and in the terminal, and how far they are.
 
-The SVG picture is self-contained and follows the reader's light or dark mode.
+There is no plotting library. The SVG is self-contained and follows the reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Point = tuple[float, float]
 
@@ -62,7 +67,14 @@ def line_chart(
 
     A point that has no place, such as NaN or zero on a logarithmic axis, leaves a gap in its line.
     """
-    runs = [list(_runs(points, log_x, log_y)) for points in series.values()]
+
+    def is_drawn(point: Point) -> bool:
+        return has_place(point[0], is_log=log_x) and has_place(point[1], is_log=log_y)
+
+    runs = [
+        [list(run) for drawn, run in itertools.groupby(points, is_drawn) if drawn]
+        for points in series.values()
+    ]
     drawn = [point for one in runs for run in one for point in run]
     x_axis = fit_axis([x for x, _ in drawn], is_log=log_x, most_steps=9)
     y_axis = fit_axis([y for _, y in drawn], is_log=log_y, most_steps=7)
@@ -113,15 +125,6 @@ class _Entry:
     left: float
     colour: str
     dash: str
-
-
-def _runs(points: Sequence[Point], log_x: bool, log_y: bool) -> Iterator[list[Point]]:
-    """Cut a series at the points that have no place."""
-
-    def is_drawn(point: Point) -> bool:
-        return has_place(point[0], is_log=log_x) and has_place(point[1], is_log=log_y)
-
-    return (list(run) for drawn, run in itertools.groupby(points, is_drawn) if drawn)
 
 
 def _legend(names: Iterable[str], left: float) -> list[_Entry]:
@@ -226,12 +229,9 @@ class Axis:
 
     def place(self, value: float) -> float:
         """Return where a value lies: 0 at the low end, 1 at the high one."""
-        low, high, value = (_scaled(number, self.is_log) for number in (self.low, self.high, value))
+        numbers = (self.low, self.high, value)
+        low, high, value = map(math.log10, numbers) if self.is_log else numbers
         return (value - low) / (high - low)
-
-
-def _scaled(value: float, is_log: bool) -> float:
-    return math.log10(value) if is_log else value
 
 
 def has_place(value: float, *, is_log: bool) -> bool:
@@ -253,16 +253,12 @@ def _fit_linear(values: Sequence[float], most_steps: int) -> Axis:
     if high - low <= max(_FUZZ * max(abs(low), abs(high)), _TINIEST):
         room = abs(low) / 2 if abs(low) > _TINIEST else 1.0
         low, high = low - room, high + room
-    step = _round_step((high - low) / most_steps)
+    least = (high - low) / most_steps
+    power: float = 10.0 ** math.floor(math.log10(least))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - _FUZZ))
     first, last = math.floor(low / step + _FUZZ), math.ceil(high / step - _FUZZ)
     ticks = tuple(number * step for number in range(first, last + 1))
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), False, ticks, _linear_labels(ticks, step))
-
-
-def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20, ... that is large enough, at any power of ten."""
-    power: float = 10.0 ** math.floor(math.log10(least))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - _FUZZ))
 
 
 def _fit_log(values: Sequence[float], most_steps: int) -> Axis:
@@ -335,16 +331,9 @@ def _sketched_heights(values: Sequence[float], columns: int, rows: int) -> list[
     """Return the row of every column, counted from the top."""
     low, high = min(values), max(values)
     scale = (rows - 1) / (high - low) if high > low else 0.0
-    last = len(values) - 1
-    spread = [_between(values, column * last / (columns - 1)) for column in range(columns)]
-    return [round((high - value) * scale) for value in spread]
-
-
-def _between(values: Sequence[float], position: float) -> float:
-    """Return the value at a position between two of them."""
-    before, share = int(position), position % 1
-    after = min(before + 1, len(values) - 1)
-    return values[before] * (1 - share) + values[after] * share
+    places = np.linspace(0, len(values) - 1, columns)
+    spread = np.interp(places, range(len(values)), values)
+    return [round((high - value) * scale) for value in spread.tolist()]
 
 
 def _with_axes(lines: list[str], high: str, low: str, end: str) -> list[str]:
@@ -355,3 +344,47 @@ def _with_axes(lines: list[str], high: str, low: str, end: str) -> list[str]:
         f"{'':>{margin}} └{'─' * width}",
         f"{'':>{margin}}  0{end:>{width - 1}}",
     ]
+
+
+# -- progress: a live bar on a terminal, a few plain lines in a log --------------------------------
+
+Report = Callable[[int, float], None]
+"""Called with the number of steps done and the loss of the last one."""
+
+_LINES_IN_A_LOG = 5
+
+
+def open_progress(console: Console, title: str, steps: int) -> AbstractContextManager[Report]:
+    """Show progress in the way that suits where the output goes."""
+    return (_live if is_live(console) else _plain)(console, title, steps)
+
+
+def is_live(console: Console) -> bool:
+    """Tell whether a bar can move where the output goes."""
+    # Asked of the file, not of rich: FORCE_COLOR must not fill a log with frames of a bar.
+    return console.file.isatty() and console.is_interactive
+
+
+@contextmanager
+def _live(console: Console, title: str, steps: int) -> Iterator[Report]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=steps, loss="-")
+        yield lambda step, loss: progress.update(task, completed=step, loss=f"{loss:.3f}")
+
+
+@contextmanager
+def _plain(console: Console, title: str, steps: int) -> Iterator[Report]:
+    every = max(1, steps // _LINES_IN_A_LOG)
+
+    def report(step: int, loss: float) -> None:
+        if step % every == 0:
+            console.print(f"{title}: step {step} of {steps}, loss {loss:.3f}")
+
+    yield report

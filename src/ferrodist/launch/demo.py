@@ -28,10 +28,9 @@ from rich.table import Table
 import ferrodist
 from ferrodist.config import Config
 from ferrodist.launch.bench import write_text
-from ferrodist.launch.chart import line_chart, sketch
+from ferrodist.launch.chart import Report, line_chart, open_progress, sketch
 from ferrodist.launch.machine import count_of_ranks, readable_nbytes
 from ferrodist.launch.main import STOPPED_BY_USER
-from ferrodist.launch.progress import Report, open_progress
 from ferrodist.launch.run import run
 from ferrodist.testing import run_ranks
 
@@ -186,8 +185,8 @@ def run_rank(backend: ferrodist.Backend, plan: Plan, chart: Path | None, *, as_j
 
     Returns False if a bit differs, which only rank 0 knows.
     """
-    is_shown = backend.rank == 0 and not as_json
-    with _progress(f"training on {count_of_ranks(plan.ranks)}", plan, is_shown) as report:
+    is_shown, ranks = backend.rank == 0 and not as_json, count_of_ranks(plan.ranks)
+    with _progress(f"training on {ranks}", plan, is_shown) as report:
         mine = train(backend, plan, report)
     trained = gather_trained(backend, mine)
     if backend.rank != 0:
@@ -197,14 +196,20 @@ def run_rank(backend: ferrodist.Backend, plan: Plan, chart: Path | None, *, as_j
     outcome = _judge(plan, trained, expected)
     console = Console(highlight=False)
     if as_json:
-        click.echo(to_json(outcome))
+        click.echo(json.dumps(outcome))
     else:
-        show_outcome(console, outcome)
+        _show(console, outcome)
     if chart is not None:
-        write_text(chart, _draw(outcome))
+        picture = line_chart(
+            {f"{ranks}, {plan.backend}": outcome["loss_curve"]},
+            title="ferrodist demo: telling the arms of a spiral apart",
+            x_label="step",
+            y_label="cross entropy",
+        )
+        write_text(chart, picture)
         if not as_json:
             console.print("loss curve drawn in", str(chart), markup=False, soft_wrap=True)
-    return outcome.weights_equal
+    return bool(outcome["weights_equal"])
 
 
 def _progress(title: str, plan: Plan, is_shown: bool) -> AbstractContextManager[Report]:
@@ -314,7 +319,6 @@ def take_shard(points: Points, seed: int, step: int, rank: int, num_ranks: int) 
 
 
 def new_weights(seed: int) -> Weights:
-    """Make the weights a training begins with."""
     random = np.random.default_rng(seed)
     weights = []
     for inputs, outputs in itertools.pairwise(_LAYER_SIZES):
@@ -335,13 +339,6 @@ def loss_and_gradients(weights: Weights, points: Points) -> tuple[Array, Weights
     return loss, gradients
 
 
-def loss_and_accuracy(weights: Weights, points: Points) -> tuple[float, float]:
-    """Return the cross entropy and the share of points whose arm is found."""
-    scores = _forward(weights, points.places)[-1]
-    loss, _ = _cross_entropy(scores, points.arms)
-    return float(loss), float(np.mean(scores.argmax(axis=1) == points.arms))
-
-
 class Momentum:
     """Gradient descent that keeps part of its last step."""
 
@@ -349,7 +346,6 @@ class Momentum:
         self._steps = [np.zeros_like(weight) for weight in weights]
 
     def update(self, weights: Weights, gradients: Weights) -> None:
-        """Move the weights, in place."""
         for weight, step, gradient in zip(weights, self._steps, gradients, strict=True):
             step *= _MOMENTUM
             step -= _LEARNING_RATE * gradient
@@ -379,88 +375,54 @@ def _cross_entropy(scores: Array, arms: NDArray[np.int64]) -> tuple[Array, Array
 # -- what came out of it --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came out of the demo; loss and accuracy are of points it was not trained on."""
-
-    backend: str
-    ranks: int
-    steps: int
-    seed: int
-    seconds: float
-    samples_per_second: float
-    final_loss: float
-    accuracy: float
-    bytes_exchanged: int
-    first_difference: str | None
-    losses: list[float]
-
-    @property
-    def weights_equal(self) -> bool:
-        """True if every rank has the weights of a single process, bit for bit."""
-        return self.first_difference is None
-
-    def curve(self) -> list[tuple[float, float]]:
-        """Return (step, loss) with neighbouring steps averaged, few enough to be drawn."""
-        size = math.ceil(len(self.losses) / _POINTS_OF_A_CURVE)
-        parts = [self.losses[at : at + size] for at in range(0, len(self.losses), size)]
-        ends = itertools.accumulate(map(len, parts))
-        return [(end, math.fsum(part) / len(part)) for end, part in zip(ends, parts, strict=True)]
-
-
-def _judge(plan: Plan, trained: list[Trained], expected: Weights) -> Outcome:
-    loss, accuracy = loss_and_accuracy(trained[0].weights, make_points(plan.seed + 1))
-    return Outcome(
+def _judge(plan: Plan, trained: list[Trained], expected: Weights) -> dict[str, Any]:
+    """Return what --json prints; loss and accuracy are of points it was not trained on."""
+    points = make_points(plan.seed + 1)
+    scores = _forward(trained[0].weights, points.places)[-1]
+    difference = first_difference(trained, expected)
+    return {
         **asdict(plan),
-        seconds=trained[0].seconds,
-        samples_per_second=plan.ranks * plan.steps * _SHARD_SIZE / trained[0].seconds,
-        final_loss=loss,
-        accuracy=accuracy,
-        bytes_exchanged=sum(one.sent_nbytes for one in trained),
-        first_difference=first_difference(trained, expected),
-        losses=trained[0].losses,
-    )
+        "seconds": trained[0].seconds,
+        "samples_per_second": plan.ranks * plan.steps * _SHARD_SIZE / trained[0].seconds,
+        "final_loss": float(_cross_entropy(scores, points.arms)[0]),
+        "accuracy": float(np.mean(scores.argmax(axis=1) == points.arms)),
+        "bytes_exchanged": sum(one.sent_nbytes for one in trained),
+        "first_difference": difference,
+        "weights_equal": difference is None,
+        "loss_curve": _curve(trained[0].losses),
+    }
 
 
-def to_json(outcome: Outcome) -> str:
-    """Return the outcome as one JSON object."""
-    fields = asdict(outcome)
-    del fields["losses"]
-    fields |= {"weights_equal": outcome.weights_equal, "loss_curve": outcome.curve()}
-    return json.dumps(fields)
+def _curve(losses: list[float]) -> list[tuple[float, float]]:
+    """Return (step, loss) with neighbouring steps averaged, few enough to be drawn."""
+    size = math.ceil(len(losses) / _POINTS_OF_A_CURVE)
+    parts = [losses[at : at + size] for at in range(0, len(losses), size)]
+    ends = itertools.accumulate(map(len, parts))
+    return [(end, math.fsum(part) / len(part)) for end, part in zip(ends, parts, strict=True)]
 
 
-def show_outcome(console: Console, outcome: Outcome) -> None:
+def _show(console: Console, outcome: dict[str, Any]) -> None:
     """Print the loss curve, the table and the check."""
     if not console.options.ascii_only:  # braille dots need more than ASCII
-        values = [loss for _, loss in outcome.curve()]
-        console.print("\nloss", sketch(values, end=f"step {outcome.steps}"), "", sep="\n")
+        values = [loss for _, loss in outcome["loss_curve"]]
+        console.print("\nloss", sketch(values, end=f"step {outcome['steps']}"), "", sep="\n")
     cells = {
-        "ranks": str(outcome.ranks),
-        "steps": str(outcome.steps),
-        "samples/s": f"{outcome.samples_per_second:,.0f}",
-        "final loss": f"{outcome.final_loss:.4f}",
-        "accuracy": f"{outcome.accuracy:.1%}",
-        "bytes exchanged": readable_nbytes(outcome.bytes_exchanged),
+        "ranks": str(outcome["ranks"]),
+        "steps": str(outcome["steps"]),
+        "samples/s": f"{outcome['samples_per_second']:,.0f}",
+        "final loss": f"{outcome['final_loss']:.4f}",
+        "accuracy": f"{outcome['accuracy']:.1%}",
+        "bytes exchanged": readable_nbytes(outcome["bytes_exchanged"]),
     }
     table = Table()
     for name in cells:
         table.add_column(name, justify="right")
     table.add_row(*cells.values())
     console.print(table)
-    answer = "[green]yes[/]" if outcome.weights_equal else "[bold red]no[/]"
+    answer = "[green]yes[/]" if outcome["weights_equal"] else "[bold red]no[/]"
     console.print(f"weights equal a single-process run, bit for bit: {answer}")
-    if outcome.first_difference is not None:
-        console.print("first difference:", outcome.first_difference, markup=False)
-
-
-def _draw(outcome: Outcome) -> str:
-    return line_chart(
-        {f"{count_of_ranks(outcome.ranks)}, {outcome.backend}": outcome.curve()},
-        title="ferrodist demo: telling the arms of a spiral apart",
-        x_label="step",
-        y_label="cross entropy",
-    )
+    if outcome["first_difference"] is not None:
+        console.print("first difference:", outcome["first_difference"], markup=False)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,7 @@ from ferrodist.launch.supervisor import (
     run_attempts,
 )
 from ferrodist.rendezvous.find_job import NO_SETTINGS
-from ferrodist.rendezvous.job import SECRET_NBYTES
-from ferrodist.rendezvous.variables import Endpoint, number
+from ferrodist.rendezvous.job import SECRET_NBYTES, Endpoint, number
 
 # A password cannot be typed: all hosts would ask at once. A host that is away is noticed soon.
 DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=15"
@@ -70,7 +69,6 @@ class Remote:
     script: Sequence[str]  # and its arguments
 
     def command(self, node_rank: int, attempt: Attempt) -> list[str]:
-        """Return the command that starts the ranks of a host."""
         options = {
             "--nnodes": len(self.hosts),
             "--node-rank": node_rank,
@@ -327,7 +325,6 @@ class _HostsAttempt(JobAttempt[HostFailure]):
         self._streams = StreamSet(console)
 
     def run(self) -> None:
-        """Start the launchers of all hosts and wait until none is left."""
         with self._streams, Connections() as connections:
             self._start(connections)
             with self._signals.forwarded_to(connections):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The machine: what it is, as far as it matters for speed, and whether others are using it.
+"""The machine: what it is, which cores ranks get, and whether others are using it.
 
 And the words in which commands tell amounts of memory and of ranks.
 """
@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ferrodist._native import container_cpus
+
+_TOPOLOGY = Path("/sys/devices/system/cpu")
 _SECONDS = 0.25  # how long to watch the cores
 _BUSY_CORES = 0.25  # below this a machine counts as idle: something always runs
 _BUSY_PROCESS = 0.1  # and a process that uses less is not worth naming
@@ -56,6 +59,44 @@ def _cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+# -- cores -----------------------------------------------------------------------------------------
+
+
+def usable_cores() -> int:
+    """Count the cores' worth of time this process may use: its affinity mask, its container."""
+    return max(1, min(len(os.sched_getaffinity(0)), container_cpus()))
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """Return how many threads a rank can keep busy while the others do the same."""
+    return max(1, usable_cores() // num_ranks)
+
+
+def share_cores(num_ranks: int) -> list[set[int]] | None:
+    """Give each rank cores of its own, side by side; None if there are not enough."""
+    cores = sorted(os.sched_getaffinity(0), key=_place)
+    if usable_cores() < num_ranks:
+        return None
+    ends = [len(cores) * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [set(cores[ends[rank] : ends[rank + 1]]) for rank in range(num_ranks)]
+
+
+def _place(cpu: int) -> tuple[int, int, int]:
+    """Return where a CPU is, so that neighbours in this order are neighbours in the machine."""
+    package, core = (_read_topology(cpu, name) for name in ("physical_package_id", "core_id"))
+    return package, core, cpu
+
+
+def _read_topology(cpu: int, name: str) -> int:
+    try:
+        return int((_TOPOLOGY / f"cpu{cpu}" / "topology" / name).read_text())
+    except (OSError, ValueError):
+        return 0  # as if all were one
+
+
+# -- load ------------------------------------------------------------------------------------------
 
 
 def measure_load(proc: Path = Path("/proc"), wait: Callable[[float], None] = time.sleep) -> Load:
@@ -124,5 +165,4 @@ def readable_nbytes(nbytes: float) -> str:
 
 
 def count_of_ranks(ranks: int) -> str:
-    """Write a number of ranks."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -28,7 +28,6 @@ class Commands(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name all commands."""
         return [*_COMMANDS, *self.commands]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
@@ -78,5 +77,4 @@ def commands() -> None:
 
 
 def main() -> None:
-    """Run the command line and exit with its exit code."""
     commands(prog_name="ferrodist")

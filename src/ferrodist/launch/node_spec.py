@@ -15,8 +15,7 @@ from typing import NamedTuple, Self
 
 from ferrodist.config import environment
 from ferrodist.rendezvous.find_job import mark_outer_jobs
-from ferrodist.rendezvous.job import SECRET_NBYTES, Job
-from ferrodist.rendezvous.variables import Endpoint
+from ferrodist.rendezvous.job import SECRET_NBYTES, Endpoint, Job
 
 _LOOPBACK = "127.0.0.1"
 _FREE_PORTS = range(20_000, 32_768)  # below those the kernel gives to outgoing connections
@@ -52,22 +51,18 @@ class NodeSpec:
 
     @classmethod
     def single(cls, num_ranks: int) -> Self:
-        """Return a job on this host alone."""
         return cls((num_ranks,))
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks this host has."""
         return self.sizes[self.node_rank]
 
     @property
     def world_size(self) -> int:
-        """How many ranks the job has."""
         return sum(self.sizes)
 
     @property
     def ranks(self) -> range:
-        """The ranks of this host."""
         first = sum(self.sizes[: self.node_rank])
         return range(first, first + self.num_ranks)
 
@@ -88,7 +83,6 @@ class NodeSpec:
         return Endpoint(self.endpoint.host, self.endpoint.port + 1)
 
     def job_of(self, rank: int, name: str, secret: bytes) -> Job:
-        """Return the job as a rank of this node sees it."""
         return Job(
             name,
             rank,

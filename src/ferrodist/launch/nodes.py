@@ -16,12 +16,17 @@ import click
 
 from ferrodist.config import Config, environment
 from ferrodist.errors import AuthenticationError
-from ferrodist.launch.cores import usable_cores
+from ferrodist.launch.machine import usable_cores
 from ferrodist.launch.node_spec import NodeSpec
 from ferrodist.launch.processes import KILL_SECONDS
 from ferrodist.launch.ssh import read_secret
-from ferrodist.rendezvous.job import how_to_make_secret, secret_from_file
-from ferrodist.rendezvous.variables import Endpoint, number, try_endpoint
+from ferrodist.rendezvous.job import (
+    Endpoint,
+    how_to_make_secret,
+    number,
+    secret_from_file,
+    try_endpoint,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,7 +94,6 @@ _OPTIONS = [
 
 
 def host_options(command: F) -> F:
-    """Add the options to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -126,7 +130,6 @@ def find_node(options: HostOptions, sizes: tuple[int, ...] | None) -> NodeSpec:
 
 
 def parse_endpoint(text: str | None) -> Endpoint:
-    """Read where rank 0 listens."""
     if text is None:
         raise click.UsageError(
             "on several hosts --rdzv-endpoint HOST:PORT says where rank 0 listens: the name of "

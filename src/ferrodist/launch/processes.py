@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from ferrodist.deadline import Deadline
-from ferrodist.launch.cores import share_cores, threads_per_rank
+from ferrodist.launch.machine import share_cores, threads_per_rank
 from ferrodist.launch.node_spec import FIRST_ATTEMPT, Attempt, NodeSpec
 from ferrodist.launch.reaper import ENDING_SIGNALS, EVERYTHING, LEAVE, RankSpec
 from ferrodist.rendezvous.find_job import run_variables
@@ -89,7 +89,6 @@ class ProcessSet(Generic[P]):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Kill what is still running."""
         self.kill()
         self._selector.close()
 
@@ -122,7 +121,6 @@ class Worker:
         return describe_exit(self.returncode)
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended."""
         return self.returncode is not None
 
 
@@ -212,7 +210,6 @@ class WorkerGroup(ProcessSet[Worker]):
         return self._reaper.has_ended()
 
     def wait(self, seconds: float) -> list[Worker]:
-        """Wait until something happens, but not longer; return the ranks that have ended."""
         if self.is_empty:  # its pipe need not say so: other processes may have inherited it
             self._read_events()
             for worker in self.running:
@@ -225,7 +222,6 @@ class WorkerGroup(ProcessSet[Worker]):
         self._reaper.send(number)
 
     def terminate(self) -> None:
-        """Ask everything that is left to end, by SIGTERM."""
         self._reaper.send(EVERYTHING + signal.SIGTERM)
 
     def leave_children(self) -> None:
@@ -241,7 +237,6 @@ class WorkerGroup(ProcessSet[Worker]):
         self.kill()
 
     def kill(self) -> None:
-        """Kill everything that is left, and wait for it."""
         self._reaper.send(EVERYTHING + signal.SIGKILL)
         end = time.monotonic() + _REAPER_SECONDS
         while not self.is_empty:
@@ -251,7 +246,6 @@ class WorkerGroup(ProcessSet[Worker]):
         self.wait(0.0)
 
     def close(self) -> None:
-        """Kill what is still running."""
         super().close()
         self._reaper.close()
         self._status_board.close()
@@ -331,15 +325,12 @@ class Reaper:
 
     @property
     def how(self) -> str:
-        """Say how it ended."""
         return describe_exit(self._process.wait())
 
     def kill(self) -> None:
-        """Kill it, and with it the ranks."""
         self._process.kill()
 
     def close(self) -> None:
-        """Close the files: it has ended."""
         os.close(self._commands)
         os.close(self.events)
 

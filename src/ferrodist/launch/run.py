@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import click
 
 from ferrodist.errors import InvalidArgument
-from ferrodist.launch.cores import share_cores, threads_per_rank
 from ferrodist.launch.hosts import Remote, find_remote, introduce, supervise_hosts
+from ferrodist.launch.machine import share_cores, threads_per_rank
 from ferrodist.launch.nodes import HostOptions, check_restarts, find_node, host_options
 from ferrodist.launch.output.console import Console, console_of_files
 from ferrodist.launch.output.logs import Choice, LogFiles, parse_choice
 from ferrodist.launch.processes import standard_files_taken
 from ferrodist.launch.ssh import ControlPipe
 from ferrodist.launch.supervisor import FailurePolicy, JobSpec, supervise
-from ferrodist.rendezvous.variables import number
+from ferrodist.rendezvous.job import number
 
 
 def _parse_sizes(

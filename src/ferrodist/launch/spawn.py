@@ -23,7 +23,7 @@ from ferrodist.errors import (
     UnsupportedArray,
     is_consequence,
 )
-from ferrodist.launch.cores import usable_cores
+from ferrodist.launch.machine import usable_cores
 from ferrodist.launch.output.console import console_of_streams
 from ferrodist.launch.output.reader import Reader
 from ferrodist.launch.output.streams import Streams
@@ -57,7 +57,6 @@ class _NoResult(NamedTuple):
 
     @property
     def is_consequence(self) -> bool:
-        """True if the error only says that another rank failed."""
         return is_consequence(self.error, self.rank)
 
 
@@ -155,7 +154,6 @@ class _Inbox:
 
     @property
     def has_failed(self) -> bool:
-        """True if there will be no result."""
         if self.result is not None:
             return self.result.result is None
         return self.ended is not None

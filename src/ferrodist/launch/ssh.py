@@ -62,14 +62,12 @@ class Connections(ProcessSet["Connection"]):
     """All hosts of a job. Leaving the context leaves no ssh process alive."""
 
     def add(self, connection: Connection) -> None:
-        """Wait for one more, and read what it writes."""
         self.running.append(connection)
         if connection.pidfd is not None:
             self._selector.register(connection.pidfd, selectors.EVENT_READ)
         connection.streams.attach(self)
 
     def wait(self, seconds: float) -> list[Connection]:
-        """Wait until something happens, but not longer; return the connections that have ended."""
         if any(connection.pidfd is None for connection in self.running):
             seconds = min(seconds, _POLL_SECONDS)
         return super().wait(seconds)
@@ -87,7 +85,6 @@ class Connections(ProcessSet["Connection"]):
         self.kill()
 
     def close(self) -> None:
-        """Kill every ssh that is left."""
         self._release()
         super().close()
 
@@ -144,7 +141,6 @@ class Connection:
         self.pidfd = try_pidfd(self.process.pid)
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended."""
         return self.process.poll() is not None
 
     def send_signal(self, number: int) -> None:
@@ -165,7 +161,6 @@ class Connection:
             os.close(file)
 
     def close(self) -> None:
-        """Release what belongs to it: it has ended."""
         self.release()
         if self.pidfd is not None:
             os.close(self.pidfd)
@@ -275,7 +270,7 @@ class ReportReader:
     def split(self, data: bytes) -> tuple[bytes, list[HostReport]]:
         """Return the output that has arrived, and the reports that stood in it."""
         before, *parts = (self._rest + data).split(self._mark)
-        output, reports = [before], []
+        output, reports = [before], list[HostReport]()
         self._rest = b""
         for number, part in enumerate(parts):
             line, newline, after = part.partition(b"\n")
@@ -284,7 +279,8 @@ class ReportReader:
                 self._rest = self._mark + line
                 break
             try:
-                reports.append(_parse_report(line))
+                facts = json.loads(line)
+                reports.append(RankFailed(**facts) if facts else Started())
                 output.append(after)
             except (ValueError, TypeError, AttributeError):  # not one of ours
                 output.append(self._mark + part)
@@ -313,11 +309,6 @@ def to_bytes(job: str, report: HostReport) -> bytes:
     return _mark(job) + json.dumps(facts).encode() + b"\n"
 
 
-def _parse_report(data: bytes) -> HostReport:
-    facts = json.loads(data)
-    return RankFailed(**facts) if facts else Started()
-
-
 def _mark(job: str) -> bytes:
     return b"\x1eferrodist " + job.encode(errors="replace") + b" "
 
@@ -338,7 +329,6 @@ class ControlPipe:
         processes.watch(_STDIN, self._read)
 
     def report(self, report: HostReport) -> None:
-        """Tell the launcher at the other end."""
         self._console.stdout.write_report(to_bytes(self._job, report))
 
     def _read(self) -> bool:

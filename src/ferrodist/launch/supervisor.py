@@ -113,7 +113,6 @@ class RankFailure(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """What a shell would report."""
         return 128 - self.code if self.code < 0 else self.code
 
     @property
@@ -140,7 +139,6 @@ class RankFailure(NamedTuple):
 
     @property
     def how(self) -> str:
-        """Who it is and how it ended."""
         return f"rank {self.rank} (pid {self.pid}) {describe_exit(self.code)}"
 
     def __str__(self) -> str:
@@ -159,7 +157,6 @@ class HostFailure(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sort causes before consequences, and then by time."""
         return self.is_consequence, self.when
 
     def __str__(self) -> str:
@@ -190,7 +187,6 @@ class JobAttempt(Generic[F]):
         raise NotImplementedError
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's own."""
         self._console.say(f"ferrodist run: {text}")
 
     def _wait_for(
@@ -239,7 +235,6 @@ class JobAttempt(Generic[F]):
 
     @property
     def may_be_repeated(self) -> bool:
-        """True if it has failed, and was not stopped."""
         return bool(self.failures) and not self.was_stopped
 
     @property
@@ -280,7 +275,6 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         self._announce_at = math.inf
 
     def run(self) -> None:
-        """Start all ranks and wait until none is left."""
         spec, node = self._plan, self._plan.node
         self._streams = Streams(
             node.num_ranks,
@@ -342,7 +336,9 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         failure = self._failure_of(worker)
         is_due = self._announce_at < math.inf
         if not self._announcement or (is_due and not failure.is_consequence):
-            self._announcement = f"{_in_short(failure)}; {self._what_others_may_do}"
+            others = f"have {self._policy.grace:g} s to end"
+            others = "go on" if self._policy.keeps_survivors else others
+            self._announcement = f"{_in_short(failure)}; the others {others}"
             self._announce_at = time.monotonic() + _ANNOUNCE_SECONDS
         if not self._policy.keeps_survivors:
             self._end_within(self._policy.grace)
@@ -367,16 +363,9 @@ class _LocalAttempt(JobAttempt[RankFailure]):
             self._control.report(RankFailed(*facts))
 
     def _announce_if_due(self) -> None:
-        """Say what is waited for, unless the others end soon."""
         if time.monotonic() >= self._announce_at:
             self._announce_at = math.inf
             self.say(self._announcement)
-
-    @property
-    def _what_others_may_do(self) -> str:
-        if self._policy.keeps_survivors:
-            return "the others go on"
-        return f"the others have {self._policy.grace:g} s to end"
 
     @property
     def _is_abandoned(self) -> bool:

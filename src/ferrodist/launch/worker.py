@@ -43,7 +43,10 @@ def main() -> None:
     os.close(task_file)
     sys.path[:], sys.argv[:], sources, call = pickle.loads(task)
     linecache.cache.update(sources)
-    _write_result(result_file, _perform(call))
+    result = pickle.dumps(tuple(_perform(call)))
+    with open(result_file, "wb") as stream:
+        stream.write(_LENGTH.pack(len(result)))
+        stream.write(result)
 
 
 def pickled(value: Any) -> bytes:
@@ -62,14 +65,6 @@ def try_read_result(data: bytearray) -> WorkerResult | None:
     if len(data) < _LENGTH.size + nbytes:
         return None
     return WorkerResult(*pickle.loads(memoryview(data)[_LENGTH.size :]))
-
-
-def _write_result(file: int, result: WorkerResult) -> None:
-    """Write a result into a pipe and close it."""
-    data = pickle.dumps(tuple(result))
-    with open(file, "wb") as stream:
-        stream.write(_LENGTH.pack(len(data)))
-        stream.write(data)
 
 
 def _perform(call: bytes) -> WorkerResult:
@@ -108,6 +103,7 @@ def _result_of(value: Any, rank: int) -> WorkerResult:
 
 
 def _result_of_error(error: BaseException) -> WorkerResult:
+    from ferrodist import tracebacks
     from ferrodist.backends.failures import describe
 
     when = time.monotonic()
@@ -115,15 +111,9 @@ def _result_of_error(error: BaseException) -> WorkerResult:
         data = pickled(error)
     except Exception:  # noqa: BLE001 -- the user's error; its text must do
         data = None
-    return WorkerResult(None, when, data, describe(error), _trace_of(error))
-
-
-def _trace_of(error: BaseException) -> str:
-    """Format a traceback, from where the user's code begins."""
-    from ferrodist import tracebacks
-
-    tracebacks.cut(error)
-    return "".join(traceback.format_exception(error))
+    tracebacks.cut(error)  # it begins where the user's code does
+    trace = "".join(traceback.format_exception(error))
+    return WorkerResult(None, when, data, describe(error), trace)
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def check_devices(parameters: Mapping[str, torch.nn.Parameter]) -> None:
         if parameter.device.type != "cpu":
             raise ferrodist.UnsupportedArray(
                 f"DDP: {name} is on {parameter.device}, and gradients are averaged in CPU memory; "
-                "call allreduce(gradients, op='mean', out=gradients) after backward instead, or use "
-                "torch's DDP with NCCL",
+                "call allreduce(gradients, op='mean', out=gradients) after backward instead, or "
+                "use torch's DDP with NCCL",
                 got=str(parameter.device),
             )
 

@@ -90,12 +90,10 @@ class Client(Exchange):
 
     @property
     def towards(self) -> str:
-        """The address of rank 0."""
         return self._point.towards
 
     @property
     def failure_channels(self) -> Mapping[int, Channel]:
-        """The channel to rank 0."""
         return {} if self.channel is None else {0: self.channel}
 
     def join(self) -> None:
@@ -109,17 +107,14 @@ class Client(Exchange):
         self.start(introduce)
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Return what all ranks have to tell, in rank order."""
         values = gather(self, self._job, own, self._deadline)
         self.leave()
         return values
 
     def set(self, key: str, value: bytes) -> None:
-        """Ask rank 0 to keep a value."""
         self._request(MessageKind.SET, pack_entry(key, value), self._deadline)
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Wait until rank 0 has the value."""
         seconds = min(timeout, self._deadline.remaining())
         body = SECONDS.pack(seconds) + check_entry(key)
         message = self._request(MessageKind.GET, body, Deadline(seconds + _GRACE))
@@ -128,7 +123,6 @@ class Client(Exchange):
         return message.body
 
     def add(self, key: str, amount: int) -> int:
-        """Let rank 0 count."""
         body = AMOUNT.pack(amount) + check_entry(key)
         message = self._request(MessageKind.ADD, body, self._deadline)
         total, _ = unpack_number(AMOUNT, message.body)
@@ -202,7 +196,8 @@ class Client(Exchange):
         try:
             return run_steps(steps(channel), channel, deadline)
         except EOFError as error:
-            _raise_unread_failure(channel)
+            with suppress(EOFError, TimeoutError):  # what rank 0 has sent before it left
+                run_steps(receive_answer(channel, MessageKind.BUSY), channel, Deadline(0.0))
             errors.EarlyExits(self._job).check_now(_others(self._job))
             raise errors.server_left(self._job, self._who) from error
         except TimeoutError as error:
@@ -260,12 +255,6 @@ def _pack_hello(deadline: Deadline) -> bytes:
     """Say who this is, and when rank 0 has to give up so that we hear its reasons in time."""
     remaining = deadline.remaining()
     return HELLO.pack(os.getpid(), remaining - min(0.5, remaining / 10))
-
-
-def _raise_unread_failure(channel: Channel) -> None:
-    """Raise the failure that rank 0 sent while we were sending, if it did before it left."""
-    with suppress(EOFError, TimeoutError):
-        run_steps(receive_answer(channel, MessageKind.BUSY), channel, Deadline(0.0))
 
 
 def _others(job: Job) -> list[int]:

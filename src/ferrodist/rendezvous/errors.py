@@ -115,7 +115,6 @@ def _if_between_hosts(job: Job) -> str:
 
 
 def missing_server(job: Job, address: str, deadline: Deadline) -> RendezvousError:
-    """Make a client's error: rank 0 has not listened for it."""
     launcher, elsewhere = job.launcher, f"{_if_between_hosts(job)}{_if_elsewhere(job)}"
     return RendezvousError(
         f"rank 0 of job {job.name!r} did not come within {deadline}: nobody listens at {address}; "
@@ -130,7 +129,6 @@ def missing_server(job: Job, address: str, deadline: Deadline) -> RendezvousErro
 
 
 def no_answer(job: Job, who: str, deadline: Deadline) -> RendezvousError:
-    """Make a client's error: rank 0 is there and does not answer."""
     return RendezvousError(
         f"rank 0 of job {job.name!r} ({who}) did not answer within {deadline}; {this_process(job)}",
         rank=0,
@@ -139,7 +137,6 @@ def no_answer(job: Job, who: str, deadline: Deadline) -> RendezvousError:
 
 
 def server_left(job: Job, who: str) -> RendezvousError:
-    """Make a client's error: rank 0 was there and is no longer."""
     return RendezvousError(
         f"rank 0 ({who}) of job {job.name!r} is gone: it ended before all ranks had joined, or "
         f"they all had, without this one; look at its own output; {this_process(job)}",
@@ -149,7 +146,6 @@ def server_left(job: Job, who: str) -> RendezvousError:
 
 
 def client_left(job: Job, rank: int, who: str) -> RendezvousError:
-    """Make the error for a rank that has joined and left again."""
     return RendezvousError(
         f"rank {rank} ({who}) {_how_it_left(job, rank)} before all ranks of job {job.name!r} had "
         "joined; look at its own output",
@@ -163,7 +159,6 @@ def _how_it_left(job: Job, rank: int) -> str:
 
 
 def ended_early(job: Job, ended: Mapping[int, str]) -> RendezvousError:
-    """Make the error for ranks that ended before they joined, each in its way."""
     how_each = [_how_early(job, rank, how) for rank, how in ended.items()]
     whose = "its" if len(ended) == 1 else "their"
     ranks = list(ended)
@@ -199,7 +194,6 @@ def not_ready_in_time(
 
 
 def second_process(job: Job, rank: int, first: str, second: str) -> RendezvousError:
-    """Make the error for a process that comes for a rank which has already joined."""
     return RendezvousError(
         f"rank {rank} of job {job.name!r} exists twice: {first} has joined, {second} "
         f"came second and was refused; {_what_to_change(job, rank, second)}",
@@ -208,7 +202,6 @@ def second_process(job: Job, rank: int, first: str, second: str) -> RendezvousEr
 
 
 def second_server(job: Job, address: str, first_pid: int | None) -> RendezvousError:
-    """Make the error for a rank 0 at whose address another one listens."""
     first = "another process" if first_pid is None else f"pid {first_pid}"
     return RendezvousError(
         f"rank 0 of job {job.name!r} exists twice: {first} listens at {address}, perhaps for "
@@ -220,7 +213,6 @@ def second_server(job: Job, address: str, first_pid: int | None) -> RendezvousEr
 
 
 def server_of_another_user(job: Job, address: str, pid: int, uid: int) -> RendezvousError:
-    """Make the error for a rank 0 at whose address a process of another user listens."""
     return RendezvousError(
         f"rank 0 of job {job.name!r} cannot listen at {address}: pid {pid} of user {uid} does, and "
         f"this is pid {os.getpid()} of user {os.geteuid()}. Give the job another "
@@ -231,7 +223,6 @@ def server_of_another_user(job: Job, address: str, pid: int, uid: int) -> Rendez
 
 
 def wrong_world_size(job: Job, rank: int, size: int, who: str, server: str) -> RendezvousError:
-    """Make the error for a client with another world size than rank 0's."""
     launcher = job.launcher
     return RendezvousError(
         f"rank {rank} ({who}) was started for a world of {size}, rank 0 ({server}) "
@@ -244,7 +235,6 @@ def wrong_world_size(job: Job, rank: int, size: int, who: str, server: str) -> R
 
 
 def different_backends(job: Job, rank: int, who: str) -> RendezvousError:
-    """Make the error for a client that has come for another backend than rank 0's."""
     return RendezvousError(
         f"rank {rank} ({who}) and rank 0 of job {job.name!r} do not make the same backend: one "
         "shares memory and one does not; give all ranks the same name in init() and "
@@ -254,7 +244,6 @@ def different_backends(job: Job, rank: int, who: str) -> RendezvousError:
 
 
 def several_hosts(job: Job) -> RendezvousError:
-    """Make the error for ranks that want to share memory and are not on one host."""
     return RendezvousError(
         f"the {job.world_size} ranks of job {job.name!r} are on several hosts "
         f"({job.launcher.name}: {job.hosts}), and shared memory is limited to one host: use the "
@@ -266,7 +255,6 @@ def several_hosts(job: Job) -> RendezvousError:
 
 
 def no_file_limit_left(what: str) -> RendezvousError:
-    """Make the error for a process that may not open any more files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return RendezvousError(
         f"{what}: a process may open {limit} files here, and needs two per rank; raise the limit "
@@ -275,14 +263,12 @@ def no_file_limit_left(what: str) -> RendezvousError:
 
 
 def could_not_join(job: Job, error: OSError) -> RendezvousError:
-    """Make the error for anything else that the system refuses."""
     return RendezvousError(
         f"rank {job.rank} could not join job {job.name!r}: {error}", this_rank=job.rank
     )
 
 
 def this_process(job: Job) -> str:
-    """Say which rank this is, and who says so."""
     launcher = job.launcher
     return (
         f"this is rank {job.rank} of {job.world_size}, pid {os.getpid()} ({launcher.name}: "
@@ -309,7 +295,6 @@ def _if_inherited(job: Job, process: str) -> str:
 
 
 def unreachable(job: Job, peer: PeerAddress, why: str) -> RendezvousError:
-    """Make the error for a rank that listens at an address which this one cannot reach."""
     return RendezvousError(
         f"{peer} of job {job.name!r} could not be reached from rank {job.rank} at {peer.endpoint}: "
         f"{why}; {_what_to_do()}",
@@ -322,7 +307,6 @@ def unreachable(job: Job, peer: PeerAddress, why: str) -> RendezvousError:
 def not_connected(
     job: Job, own: PeerAddress, peers: Sequence[PeerAddress], deadline: Deadline
 ) -> RendezvousError:
-    """Make the error for ranks that have not connected to this one."""
     return RendezvousError(
         f"{_listed(peers, _MAX_PEERS_SHOWN)} of job {job.name!r} did not connect to {own} at "
         f"{own.endpoint} within {deadline}: look at the output of those; {_what_to_do()}",
@@ -334,7 +318,6 @@ def not_connected(
 
 
 def not_ready(job: Job, peers: Sequence[PeerAddress], deadline: Deadline) -> RendezvousError:
-    """Make the error for ranks that are connected to this one, but not to all."""
     return RendezvousError(
         f"{_listed(peers, _MAX_PEERS_SHOWN)} of job {job.name!r} did not say within {deadline} "
         f"that all ranks are connected: look at the output of those; {_what_to_do()}",
@@ -345,7 +328,6 @@ def not_ready(job: Job, peers: Sequence[PeerAddress], deadline: Deadline) -> Ren
 
 
 def peer_left(job: Job, peer: PeerAddress) -> RendezvousError:
-    """Make the error for a rank that closed its connection before all were connected."""
     return RendezvousError(
         f"{peer} {_how_it_left(job, peer.rank)} before all ranks of job {job.name!r} were "
         "connected; look at its own output",
@@ -355,7 +337,6 @@ def peer_left(job: Job, peer: PeerAddress) -> RendezvousError:
 
 
 def no_file_limit_left_for(job: Job, peer: PeerAddress) -> RendezvousError:
-    """Make the error for a process that may not open any more files to connect to a peer."""
     error = no_file_limit_left(f"rank {job.rank} cannot connect to {peer}")
     return RendezvousError(str(error), rank=job.rank, this_rank=job.rank)
 

@@ -23,11 +23,19 @@ from ferrodist.config import variable
 from ferrodist.errors import DistributedError, InvalidArgument, InvalidWorldSize, RendezvousError
 from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.job import (
+    MASTER_ADDRESS,
+    MASTER_PORT,
     SECRET_NBYTES,
     Bootstrap,
+    Environment,
     Job,
+    Launcher,
+    brief,
     known_secret,
+    number,
+    quoted,
     secret_from_file,
+    try_endpoint,
 )
 from ferrodist.rendezvous.launchers import (
     MPI,
@@ -40,16 +48,6 @@ from ferrodist.rendezvous.launchers import (
     read_pmi,
     read_pmix,
     read_torchrun,
-)
-from ferrodist.rendezvous.variables import (
-    MASTER_ADDRESS,
-    MASTER_PORT,
-    Environment,
-    Launcher,
-    brief,
-    number,
-    quoted,
-    try_endpoint,
 )
 from ferrodist.rendezvous.watch import StatusBoard
 

@@ -18,9 +18,8 @@ from typing import Any
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, InvalidArgument, RendezvousError
-from ferrodist.rendezvous.job import Job
+from ferrodist.rendezvous.job import MASTER_ADDRESS, MASTER_PORT, Endpoint, Job
 from ferrodist.rendezvous.store import MAX_RECORD, Exchange, absent, gather, gather_keys
-from ferrodist.rendezvous.variables import MASTER_ADDRESS, MASTER_PORT, Endpoint
 
 _LENGTH_NBYTES = 2
 _RECORD_NBYTES = _LENGTH_NBYTES + MAX_RECORD
@@ -39,7 +38,6 @@ class TorchExchange(Exchange):
 
     @property
     def towards(self) -> str:
-        """The host of the agent."""
         return self._endpoint.host
 
     def gather(self, own: bytes) -> list[bytes]:
@@ -77,12 +75,10 @@ class TorchStore:
         self._store = _connect(job, endpoint, deadline)
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep a value; raises InvalidArgument if the key has another one."""
         if self._store.compare_set(self._prefix + key, "", value) != value:
             raise InvalidArgument(f"key {key!r} of torchrun's store has another value already")
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Wait for a value; raises RendezvousError if nobody sets it in time."""
         name = self._prefix + key
         seconds = timedelta(seconds=max(0.001, timeout))
         try:
@@ -99,7 +95,6 @@ class TorchStore:
             return False
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number that starts at 0, and return the sum."""
         return int(self._store.add(self._prefix + key, amount))
 
 
@@ -135,7 +130,6 @@ class MpiExchange(Exchange):
         _check_same_world(job, self._mpi.COMM_WORLD)
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Return what all ranks have to tell."""
         size = self._job.world_size
         record = bytearray((len(own).to_bytes(_LENGTH_NBYTES) + own).ljust(_RECORD_NBYTES, b"\0"))
         records = bytearray(size * _RECORD_NBYTES)

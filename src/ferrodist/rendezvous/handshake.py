@@ -73,12 +73,10 @@ class Greeting(NamedTuple):
     version: str
 
     def pack(self) -> bytes:
-        """Return it as it travels."""
         return _GREETING.pack(self.nonce, self.rank, self.world_size, self.version.encode()[:32])
 
     @classmethod
     def unpack(cls, body: bytes) -> Greeting:
-        """Read one from a message."""
         try:
             nonce, rank, world_size, version = _GREETING.unpack(body)
             return cls(nonce, rank, world_size, version.rstrip(b"\0").decode("ascii"))

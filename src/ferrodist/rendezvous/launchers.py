@@ -23,14 +23,15 @@ from typing import NamedTuple
 from ferrodist.config import variable
 from ferrodist.errors import InvalidArgument
 from ferrodist.rendezvous import slurm
-from ferrodist.rendezvous.job import Bootstrap, Job, known_secret
-from ferrodist.rendezvous.sockets import peer_credentials
-from ferrodist.rendezvous.variables import (
+from ferrodist.rendezvous.job import (
     MASTER_ADDRESS,
     MASTER_PORT,
+    Bootstrap,
     Environment,
+    Job,
     Launcher,
     is_set,
+    known_secret,
     number,
     read_rank,
     show_difference,
@@ -38,6 +39,7 @@ from ferrodist.rendezvous.variables import (
     try_master_endpoint,
     try_number,
 )
+from ferrodist.rendezvous.sockets import peer_credentials
 
 _RUN_ID, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"

@@ -28,7 +28,7 @@ from ferrodist.rendezvous.client import Client
 from ferrodist.rendezvous.errors import could_not_join
 from ferrodist.rendezvous.handshake import check_version
 from ferrodist.rendezvous.interfaces import choose_address
-from ferrodist.rendezvous.job import Bootstrap, Job, no_secret
+from ferrodist.rendezvous.job import Bootstrap, Endpoint, Job, no_secret, try_endpoint
 from ferrodist.rendezvous.mesh_builder import MeshBuilder, MeshLink
 from ferrodist.rendezvous.server import Server
 from ferrodist.rendezvous.sockets import (
@@ -39,7 +39,6 @@ from ferrodist.rendezvous.sockets import (
     resolve,
 )
 from ferrodist.rendezvous.store import MAX_RECORD, Exchange
-from ferrodist.rendezvous.variables import Endpoint, try_endpoint
 from ferrodist.rendezvous.watch import try_pidfd
 from ferrodist.rendezvous.wire import MAX_HOST_NAME
 from ferrodist.version import __version__
@@ -222,11 +221,9 @@ class PeerAddress:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where it listens."""
         return Endpoint(self.address, self.port)
 
     def pack(self) -> bytes:
-        """Return it as it travels."""
         texts = [text.encode() for text in (self.host, self.host_name, self.address, self.version)]
         numbers = self.rank, self.pid, self.pid_namespace, self.port, self.token, self.is_tls
         return _HEAD.pack(*numbers, *map(len, texts)) + b"".join(texts)

@@ -309,7 +309,6 @@ class OutgoingConnection:
         self._next_try = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Tell whether to try again."""
         return self._channel is None and now >= self._next_try
 
     def seconds_to_next_try(self, now: float) -> float:
@@ -349,7 +348,6 @@ class OutgoingConnection:
         return channel
 
     def close(self) -> None:
-        """Give up."""
         if self._steps is not None:
             self._steps.close()
             self._steps = None

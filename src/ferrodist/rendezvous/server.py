@@ -115,7 +115,6 @@ class Server(Exchange):
 
     @property
     def towards(self) -> str:
-        """The address of rank 0."""
         return self._point.towards
 
     @property
@@ -126,7 +125,6 @@ class Server(Exchange):
     # -- what rank 0 itself asks for --------------------------------------------------------------
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Return what all ranks have to tell, in rank order."""
         values = gather(self, self._job, own, self._deadline)
         self.leave()
         return values
@@ -146,7 +144,6 @@ class Server(Exchange):
         return value
 
     def add(self, key: str, amount: int) -> int:
-        """Count."""
         return self._table.add(key, amount)
 
     def leave(self) -> None:
@@ -180,7 +177,6 @@ class Server(Exchange):
         close_roster(list(self._roster.values()))
 
     def close(self) -> None:
-        """Close all sockets."""
         self._acceptor.close()
         self._selector.close()
         for client in self._clients.values():
@@ -189,7 +185,6 @@ class Server(Exchange):
     # -- serving ----------------------------------------------------------------------------------
 
     def is_full(self) -> bool:
-        """Tell whether every rank has joined."""
         return len(self._clients) == self._job.world_size - 1
 
     def serve_until(self, is_done: Callable[[], bool]) -> None:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 
 from ferrodist.errors import InvalidArgument
-from ferrodist.rendezvous.variables import (
+from ferrodist.rendezvous.job import (
     MASTER_ADDRESS,
     MASTER_PORT,
     Endpoint,
@@ -56,7 +56,6 @@ _MAX_RANGE = 1 << 16
 
 
 def job_name(environ: Environment) -> str:
-    """Name the job of a step."""
     return f"slurm-{environ[_JOB]}.{environ[_STEP]}-{environ.get(_RESTARTS) or '0'}"
 
 
@@ -79,7 +78,10 @@ def try_local_size(environ: Environment) -> int | None:
 
 def endpoint_of(environ: Environment, job: str) -> Endpoint:
     """Choose where rank 0 of a step on several hosts listens: the same on every rank."""
-    port = number(environ[MASTER_PORT]) if is_set(environ, MASTER_PORT) else _port_of(job)
+    digest = hashlib.sha256(job.encode(errors="surrogateescape")).digest()
+    port = _PORTS[int.from_bytes(digest[:8]) % len(_PORTS)]
+    if is_set(environ, MASTER_PORT):
+        port = number(environ[MASTER_PORT])
     if is_set(environ, MASTER_ADDRESS):
         return Endpoint(without_brackets(environ[MASTER_ADDRESS]), port)
     require(environ, SLURM, _NUM_HOSTS, _HOSTS)
@@ -93,11 +95,6 @@ def endpoint_of(environ: Environment, job: str) -> Endpoint:
         ) from error
 
 
-def _port_of(job: str) -> int:
-    digest = hashlib.sha256(job.encode(errors="surrogateescape")).digest()
-    return _PORTS[int.from_bytes(digest[:8]) % len(_PORTS)]
-
-
 def expand_hosts(text: str) -> Iterator[str]:
     """Yield the hosts of a list as ``node[01-03,7],gpu5``; raises ValueError if it is not one."""
     position = 0
@@ -105,7 +102,11 @@ def expand_hosts(text: str) -> Iterator[str]:
         found = _HOST.match(text, position)
         if found is None:
             raise ValueError(f"no host name at character {position}")
-        yield from _expand_host(found.group())
+        parts = [
+            list(_expand_range(numbers)) if numbers else [name]
+            for numbers, name in _PART.findall(found.group())
+        ]
+        yield from map("".join, itertools.product(*parts))
         position = found.end()
         if position == len(text):
             return
@@ -122,13 +123,6 @@ def expand_counts(text: str) -> Iterator[int]:
             raise ValueError(f"{word!r} is not a number, or a number and how often")
         value, times = found.groups()
         yield from itertools.repeat(int(value), int(times or 1))
-
-
-def _expand_host(word: str) -> Iterator[str]:
-    parts = [
-        list(_expand_range(numbers)) if numbers else [name] for numbers, name in _PART.findall(word)
-    ]
-    return map("".join, itertools.product(*parts))
 
 
 def _expand_range(text: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ferrodist.config import Config, variable
@@ -33,8 +33,7 @@ from ferrodist.rendezvous.interfaces import (
     name_of,
     who_listens,
 )
-from ferrodist.rendezvous.job import Job
-from ferrodist.rendezvous.variables import Endpoint, brief
+from ferrodist.rendezvous.job import Endpoint, Job, brief
 from ferrodist.rendezvous.wire import MAX_VALUE, wait_seconds
 
 logger = logging.getLogger("ferrodist")
@@ -113,7 +112,6 @@ class UnixPoint:
         return peer
 
     def describe_self(self) -> str:
-        """Say who this process is, as the others are named."""
         return f"pid {os.getpid()}"
 
 
@@ -164,7 +162,6 @@ class TcpPoint:
         return identify_by_address(connection)
 
     def describe_self(self) -> str:
-        """Say who this process is, as the others are named."""
         return f"pid {os.getpid()} on {socket.gethostname()}, {self.towards}"
 
     # -- rank 0 -----------------------------------------------------------------------------------
@@ -249,7 +246,6 @@ class TcpPoint:
     # -- the other ranks --------------------------------------------------------------------------
 
     def try_connect(self) -> socket.socket | None:
-        """Connect to rank 0; None if it does not listen, or not yet."""
         if not self._addresses and not self._try_resolve():
             return None
         remaining = self._deadline.remaining()
@@ -293,7 +289,6 @@ class SocketAddress(NamedTuple):
 
     @property
     def host(self) -> str:
-        """The address without the port."""
         return str(self.where[0])
 
     def __str__(self) -> str:
@@ -367,7 +362,10 @@ def connect_to_any(addresses: Sequence[SocketAddress], seconds: float) -> socket
                     failed.append(f"{address}: {error.strerror}")
                 continue
             until = min(end, next_start) if waiting else end
-            for file in _wait_writable(trying, until - now):
+            poll = select.poll()
+            for file in trying:
+                poll.register(file, select.POLLOUT)
+            for file, _ in poll.poll(1000 * wait_seconds(until - now)):
                 connection, address = trying.pop(file)
                 try:
                     finish_connecting(connection)
@@ -381,13 +379,6 @@ def connect_to_any(addresses: Sequence[SocketAddress], seconds: float) -> socket
     finally:
         for connection, _ in trying.values():
             connection.close()
-
-
-def _wait_writable(files: Iterable[int], seconds: float) -> list[int]:
-    poll = select.poll()
-    for file in files:
-        poll.register(file, select.POLLOUT)
-    return [file for file, _ in poll.poll(1000 * wait_seconds(seconds))]
 
 
 def identify_by_address(connection: socket.socket) -> PeerIdentity:
@@ -406,9 +397,7 @@ def set_limits(connection: socket.socket, timeout: float) -> None:
     idle, pause = max(1, round(timeout / 2)), max(1, round(timeout / 6))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": 3}
-    options["TCP_USER_TIMEOUT"] = round(1000 * timeout)
-    for name, value in options.items():
-        option = getattr(socket, name, None)
-        if option is not None:  # not every system has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout))

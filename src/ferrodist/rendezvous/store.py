@@ -58,7 +58,7 @@ class Exchange:
         """Tell the others why this rank fails."""
 
     def close(self) -> None:
-        """Close what is open."""
+        pass
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +96,8 @@ def gather(store: Store, job: Job, own: bytes, deadline: Deadline) -> list[bytes
     values = [own, *others]
     for start in range(0, len(values), _PER_VALUE):
         part = values[start : start + _PER_VALUE]
-        store.set(f"cards/{start}", b"".join(map(_with_length, part)))
+        packed = (len(value).to_bytes(_LENGTH_NBYTES) + value for value in part)
+        store.set(f"cards/{start}", b"".join(packed))
     return values
 
 
@@ -118,10 +119,6 @@ def _read_all(store: Store, job: Job, deadline: Deadline) -> list[bytes]:
     return values
 
 
-def _with_length(value: bytes) -> bytes:
-    return len(value).to_bytes(_LENGTH_NBYTES) + value
-
-
 class StoreTable:
     """What rank 0 keeps."""
 
@@ -129,7 +126,6 @@ class StoreTable:
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep a value; raises InvalidArgument if the key has another one."""
         self._check(key, value)
         found = self._values.setdefault(key, value)
         if found != value:
@@ -140,7 +136,6 @@ class StoreTable:
             )
 
     def try_get(self, key: str) -> bytes | None:
-        """Return a value; None if nobody has set it."""
         return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
@@ -185,13 +180,11 @@ def absent(key: str, deadline: Deadline) -> RendezvousError:
 
 
 def pack_entry(key: str, value: bytes) -> bytes:
-    """Return a key and its value as ``unpack_entry`` reads them."""
     name = check_entry(key, value)
     return _KEY_LENGTH.pack(len(name)) + name + value
 
 
 def unpack_entry(body: bytes) -> tuple[str, bytes]:
-    """Read a key and its value."""
     try:
         (length,) = _KEY_LENGTH.unpack(body[: _KEY_LENGTH.size])
         end = _KEY_LENGTH.size + length

@@ -18,20 +18,16 @@ Needs the package cryptography (extra ``tls``), which is imported when the first
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hmac
 import os
 import select
 import selectors
 import socket
 import ssl
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from ferrodist.config import variable
@@ -72,8 +68,12 @@ def _context(protocol: int, key: bytes, certificate: bytes) -> ssl.SSLContext:
     context.check_hostname = False  # it belongs to the job, not to a host
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=certificate.decode())
-    with _file_of(certificate + key) as path:
-        context.load_cert_chain(path)
+    file = os.memfd_create("ferrodist-tls", os.MFD_CLOEXEC)  # Python's ssl insists on a file
+    try:
+        os.write(file, certificate + key)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
     return context
 
 
@@ -111,23 +111,6 @@ def _make_certificate(secret: bytes) -> tuple[bytes, bytes, bytes]:
         for encoding in (serialization.Encoding.PEM, serialization.Encoding.DER)
     )
     return private, text, binary
-
-
-@contextlib.contextmanager
-def _file_of(content: bytes) -> Iterator[Path]:
-    """Yield a file with this content, which Python's ssl insists on; in memory if possible."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("ferrodist-tls", os.MFD_CLOEXEC)
-        try:
-            os.write(file, content)
-            yield Path(f"/proc/self/fd/{file}")
-        finally:
-            os.close(file)
-    else:
-        with tempfile.NamedTemporaryFile() as named:  # for this user alone
-            named.write(content)
-            named.flush()
-            yield Path(named.name)
 
 
 # -- tunnels --------------------------------------------------------------------------------------
@@ -251,7 +234,6 @@ class Tunnel:
         return outer, inner
 
     def close(self) -> None:
-        """Close both sockets."""
         self.outer.close()
         self.inner.close()
 
@@ -429,11 +411,13 @@ class Relay:
     def finish(self, seconds: float = _LINGER_SECONDS) -> None:
         """Wait until what was written to closed links has left, but not for long."""
         deadline = Deadline(seconds)
-        while deadline.remaining() > 0 and any(map(_is_leaving, list(self._tunnels))):
+        while deadline.remaining() > 0 and any(
+            not tunnel.is_over and not tunnel.has_all_left() and tunnel.is_inner_gone()
+            for tunnel in list(self._tunnels)
+        ):
             time.sleep(_PAUSE)
 
     def close(self) -> None:
-        """Close all sockets."""
         for tunnel in [*self._tunnels, *self._new]:
             tunnel.close()
         for one in self._doorbell or ():
@@ -499,15 +483,7 @@ def _change(selector: selectors.BaseSelector, one: socket.socket, events: int, d
         selector.modify(one, events, data)
 
 
-def _is_leaving(tunnel: Tunnel) -> bool:
-    return not tunnel.is_over and not tunnel.has_all_left() and tunnel.is_inner_gone()
-
-
 _relay = Relay()
-
-
-def _finish() -> None:
-    _relay.finish()
 
 
 def _forget() -> None:
@@ -517,5 +493,5 @@ def _forget() -> None:
     _relay = Relay()
 
 
-atexit.register(_finish)
+atexit.register(lambda: _relay.finish())  # of then: a fork has another
 os.register_at_fork(after_in_child=_forget)

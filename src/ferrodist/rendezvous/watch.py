@@ -87,7 +87,6 @@ class StatusBoard:
         return record.ljust(_RECORD_NBYTES, b"\0")  # a file that is not ours says nothing
 
     def close(self) -> None:
-        """Close the file; the others keep theirs."""
         os.close(self.file)
 
 
@@ -200,7 +199,6 @@ def _status_of_reaped(pidfd: int) -> int | None:
 
 
 def close_files(files: Iterable[int]) -> None:
-    """Close open files by number."""
     for file in files:
         os.close(file)
 

@@ -125,11 +125,9 @@ class Channel:
         self._partial: Steps[Message] | None = None  # a message that has arrived in part
 
     def fileno(self) -> int:
-        """Return the socket's number, for selectors."""
         return self.socket.fileno()
 
     def close(self) -> None:
-        """End the connection."""
         self.socket.close()
 
     def seal_sent(self, key: bytes) -> None:
@@ -194,7 +192,6 @@ class Channel:
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a message has arrived in part."""
         return self._partial is not None
 
     def starts_with(self, kind: MessageKind) -> bool:
@@ -286,7 +283,6 @@ def pack_roster(entries: Sequence[RosterEntry]) -> Iterator[tuple[bytes, list[in
 
 
 def unpack_roster(message: Message) -> list[RosterEntry]:
-    """Read one message of a roster."""
     body, files = message.body, message.files
     count, rest = divmod(len(body), _ROSTER_ENTRY.size)
     if rest or count == 0 or len(files) != 2 * count:

@@ -19,7 +19,6 @@ from ferrodist.errors import (
     ProtocolError,
     RendezvousError,
 )
-from ferrodist.launch.cores import usable_cores
 from ferrodist.launch.doctor.engines import check_engines, check_environment
 from ferrodist.launch.doctor.host import (
     check_clock,
@@ -47,8 +46,9 @@ from ferrodist.launch.doctor.report import (
     to_json,
     worst,
 )
+from ferrodist.launch.machine import usable_cores
 from ferrodist.rendezvous.interfaces import choose_address, is_loopback, list_interfaces
-from ferrodist.rendezvous.variables import Endpoint, number, try_endpoint
+from ferrodist.rendezvous.job import Endpoint, number, try_endpoint
 
 DEFAULT_PORT = 29500  # what most launchers make MASTER_PORT
 CHECKS: Mapping[str, Check] = {
@@ -73,7 +73,6 @@ Callback = Callable[[click.Context, click.Parameter, str | None], Endpoint | Non
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Read a host and a port."""
     found = try_endpoint(text)
     if found is None:
         raise InvalidArgument(
@@ -203,6 +202,16 @@ def _check_and_call(context: CheckContext, code: str) -> tuple[list[Diagnostic],
     return [*diagnostics, *between], [] if measured is None else [measured]
 
 
+def _call(
+    context: CheckContext, peer: Endpoint, code: str
+) -> tuple[list[Diagnostic], Measured | None]:
+    try:
+        measured = call(peer, code, context.config)
+    except (RendezvousError, AuthenticationError, ProtocolError, InvalidArgument) as error:
+        return [_not_met(peer, error)], None
+    return list(peer_diagnostics(measured)), measured
+
+
 def _check_and_listen(
     context: CheckContext, where: Endpoint, num_peers: int, patience: float
 ) -> tuple[list[Diagnostic], list[Measured]]:
@@ -233,28 +242,14 @@ def _invitation(listener: Listener, patience: float) -> str:
     where, others = "the other host", ""
     if is_loopback(here.host):
         where = "this host"
-        known = [str(Endpoint(one, here.port)) for one in _addresses()]
-        others = f" and for this host alone (others need --listen {' or '.join(known)})"
+        seen = [one.address for one in list_interfaces() if not one.is_loopback]
+        hosts = [one for one in seen if "%" not in one] or ["HOST"]
+        known = " or ".join(str(Endpoint(host, here.port)) for host in hosts)
+        others = f" and for this host alone (others need --listen {known})"
     return (
         f"listening at {here} for {patience:g} s{others}; on {where}:\n\n"
         f"    ferrodist doctor --peer {here} --code {listener.code}\n"
     )
-
-
-def _addresses() -> list[str]:
-    """List where others may find this host."""
-    known = [one.address for one in list_interfaces() if not one.is_loopback]
-    return [one for one in known if "%" not in one] or ["HOST"]
-
-
-def _call(
-    context: CheckContext, peer: Endpoint, code: str
-) -> tuple[list[Diagnostic], Measured | None]:
-    try:
-        measured = call(peer, code, context.config)
-    except (RendezvousError, AuthenticationError, ProtocolError, InvalidArgument) as error:
-        return [_not_met(peer, error)], None
-    return list(peer_diagnostics(measured)), measured
 
 
 def _not_met(peer: Endpoint, error: DistributedError) -> Diagnostic:

@@ -17,7 +17,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -30,10 +30,9 @@ from ferrodist.config import AUTO, Config, read_setting, unread_variables, varia
 from ferrodist.errors import AuthenticationError, DistributedError, InvalidArgument
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, LogCollector, Subject, start
 from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job, try_run_job
-from ferrodist.rendezvous.job import no_secret, secret_from_file
-from ferrodist.rendezvous.variables import brief
+from ferrodist.rendezvous.job import brief, no_secret, secret_from_file
 
-_ENGINES = Subject("engines")
+_ENGINES, _ENVIRONMENT = Subject("engines"), Subject("environment")
 
 _SCRIPT = Path(__file__).with_name("probes.py")
 _LIMIT = 20.0  # seconds for the import of a large library from a slow disk
@@ -49,8 +48,6 @@ _USES = {
 _OF_LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "SLURM_", "MPI_", "HYDRA_", "FERRODIST_BACKEND")
 _MPI_NAMES = {"open mpi": "Open MPI", "hydra": "MPICH", "mpich": "MPICH", "intel": "Intel MPI"}
 
-_ENVIRONMENT = Subject("environment")
-
 _SETTINGS = {variable(one.name): one.name for one in fields(Config)}
 _SECRET_FILE = variable("secret_file")
 _FORMER_IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -65,8 +62,10 @@ class Outcome(NamedTuple):
 
 def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diagnostic]:
     """Try everything at once, and tell it in order."""
-    yield _ENGINES.ok(_own_parts())
-    running = {name: _start(context, name, limit) for name in _EXTRAS if _is_installed(name)}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "msgpack")]
+    yield _ENGINES.ok(f"{', '.join(versions)}; native code for {_native.cpu_level()}")
+    installed = [name for name in _EXTRAS if importlib.util.find_spec(name) is not None]
+    running = {name: _start(context, name, limit) for name in installed}
     backends = [name for name in _TRIED_BACKENDS if name in backend_names()]
     trials = {name: _start(context, "ranks", limit, backend=name) for name in backends}
     launcher = start(_mpiexec, context.environ, limit)
@@ -77,15 +76,6 @@ def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diag
         if name == "mpi4py":
             yield from _judge_launcher(probe.result(), launcher.result())
     yield from _missing(context, [name for name in _EXTRAS if name not in running])
-
-
-def _own_parts() -> str:
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "msgpack")]
-    return f"{', '.join(versions)}; native code for {_native.cpu_level()}"
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _start(context: CheckContext, name: str, limit: float, backend: str = "") -> Future[Outcome]:
@@ -134,28 +124,16 @@ def _judge(name: str, outcome: Outcome) -> Diagnostic:
             f"{name} is installed but does not work: {outcome.error}",
             f"'python -c \"import {name}\"' shows all of it; reinstall or remove it",
         )
-    facts = outcome.facts
-    return _ENGINES.ok(f"{name} {facts['version']}{_DETAILS.get(name, _no_details)(facts)}")
+    return _ENGINES.ok(f"{name} {outcome.facts['version']}{_details(name, outcome.facts)}")
 
 
-def _no_details(facts: Mapping[str, Any]) -> str:
-    return ""
-
-
-def _torch_details(facts: Mapping[str, Any]) -> str:
-    parts = [f"{engine} {'yes' if facts[engine] else 'no'}" for engine in ("gloo", "nccl")]
-    return f": {', '.join(parts)}, CUDA devices {facts['devices']}"
-
-
-def _mpi_details(facts: Mapping[str, Any]) -> str:
-    return f" with {facts['library']}"
-
-
-_DETAILS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "torch": _torch_details,
-    "mpi4py": _mpi_details,
-    "cryptography": lambda facts: " for TLS",
-}
+def _details(name: str, facts: Mapping[str, Any]) -> str:
+    if name == "torch":
+        parts = [f"{engine} {'yes' if facts[engine] else 'no'}" for engine in ("gloo", "nccl")]
+        return f": {', '.join(parts)}, CUDA devices {facts['devices']}"
+    if name == "mpi4py":
+        return f" with {facts['library']}"
+    return " for TLS" if name == "cryptography" else ""
 
 
 def _mpiexec(environ: Mapping[str, str], limit: float) -> str:
@@ -207,7 +185,7 @@ def run_child(command: list[str], environ: Mapping[str, str], limit: float) -> E
     """Run a program for at most ``limit`` seconds; what it leaves behind is killed."""
     ours, lifeline = os.pipe()
     try:
-        child = subprocess.Popen(
+        with subprocess.Popen(
             command,
             env=dict(environ),
             stdin=ours,
@@ -216,27 +194,18 @@ def run_child(command: list[str], environ: Mapping[str, str], limit: float) -> E
             text=True,
             errors="replace",
             start_new_session=True,
-        )
-        return _await(child, limit)
+        ) as child:
+            try:
+                stdout, stderr = child.communicate(timeout=limit)
+                return Ending(child.returncode, stdout, stderr)
+            except subprocess.TimeoutExpired:
+                return Ending(None, "", "")
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
     finally:
         os.close(ours)
         os.close(lifeline)
-
-
-def _await(child: subprocess.Popen[str], limit: float) -> Ending:
-    with child:
-        try:
-            stdout, stderr = child.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            _end_group(child)
-            return Ending(None, "", "")
-        _end_group(child)  # what it may have left behind
-    return Ending(child.returncode, stdout, stderr)
-
-
-def _end_group(child: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
 
 
 def check_environment(context: CheckContext) -> Iterator[Diagnostic]:
@@ -272,7 +241,8 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
             )
             return
         with _heard() as records:
-            job = find_job(_without_pipe(environ))
+            is_pipe = _is_pipe(environ.get(_SECRET_FILE, ""))  # it could be read only once
+            job = find_job({n: v for n, v in environ.items() if not is_pipe or n != _SECRET_FILE})
     except AuthenticationError as error:
         if not environ.get(_SECRET_FILE):  # if there is one, it is looked at by itself
             yield _wrong(str(error))
@@ -288,12 +258,6 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
             yield _ENVIRONMENT.ok(text)
     if not (job.meets_here or job.has_secret or environ.get(_SECRET_FILE)):
         yield _wrong(str(no_secret(job)))
-
-
-def _without_pipe(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Leave out a secret that could be read only once."""
-    is_pipe = _is_pipe(environ.get(_SECRET_FILE, ""))
-    return {name: value for name, value in environ.items() if not is_pipe or name != _SECRET_FILE}
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+import timeit
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,31 +22,23 @@ from ferrodist._native import container_cpus
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Subject, try_number, try_read
 from ferrodist.launch.machine import count_of_ranks, readable_nbytes
 
-_CORES = Subject("cores")
+GetLimit = Callable[[int], tuple[int, int]]
+Probe = Callable[[], object]
+Clock = Callable[[], float]
+
+_CORES, _MEMORY, _FILES = Subject("cores"), Subject("memory"), Subject("files and processes")
+_KERNEL, _CLOCK = Subject("kernel"), Subject("clock")
 
 _THREADS = "OMP_NUM_THREADS"
-
-_MEMORY = Subject("memory")
-
 _RANK_NBYTES = 100 << 20  # a Python process with NumPy, and its slots, before it has any data
 _DOCKER_SHM_NBYTES = 64 << 20  # what a container gets unless somebody asks for more
 _SHMEM_PAGES = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
-
-_FILES = Subject("files and processes")
+_NO_LIMIT = 1 << 60  # version 1 of cgroups writes a number near the largest there is
 
 _OWN_FILES = 64  # of Python and the libraries a rank imports
 _FILES_PER_PEER = 3  # its memory and its watch on one host, a connection between hosts
 _TASKS_PER_RANK = 8  # the process, its heartbeat, its calls in flight, a few of NumPy's
-
-GetLimit = Callable[[int], tuple[int, int]]
-
-_KERNEL = Subject("kernel")
-
 _SO_PEERPIDFD = 77  # not in Python's socket module yet
-
-Probe = Callable[[], object]
-
-_CLOCK = Subject("clock")
 
 _SOURCE = "sys/devices/system/clocksource/clocksource0/current_clocksource"
 _READ_BY_CALLS = {"hpet", "acpi_pm", "jiffies", "pit", "refined-jiffies", "xen"}
@@ -54,10 +47,6 @@ _SLOW_NS = 1000.0
 _NUM_LOOKS, _NUM_TRIES = 200, 10
 _APART = 0.05  # seconds by which two clocks may move apart while this check runs
 _LONG_AGO = 1_735_689_600  # 2025: no machine that runs this has an earlier date
-
-Clock = Callable[[], float]
-
-_NO_LIMIT = 1 << 60  # version 1 writes a number near the largest there is
 
 
 def check_cores(
@@ -152,7 +141,9 @@ def check_memory(context: CheckContext) -> Iterator[Diagnostic]:
 
 
 def _amount(context: CheckContext) -> Iterator[Diagnostic]:
-    facts = _meminfo(context)
+    text = context.try_read("proc/meminfo") or ""
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    facts = {name: int(number) * 1024 for name, number in found}
     total, available = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
     if not total:
         yield _MEMORY.note("how much there is cannot be seen: no /proc/meminfo")
@@ -174,12 +165,6 @@ def _amount(context: CheckContext) -> Iterator[Diagnostic]:
             f"a rank takes some {readable_nbytes(_RANK_NBYTES)} before it has any data: end other "
             "programs, start fewer ranks, or raise the limit of the container",
         )
-
-
-def _meminfo(context: CheckContext) -> dict[str, int]:
-    text = context.try_read("proc/meminfo") or ""
-    found = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
-    return {name: int(number) * 1024 for name, number in found}
 
 
 def _swap(facts: dict[str, int]) -> str:
@@ -350,7 +335,8 @@ def check_kernel(
     there = [name for name in (*needed, *wanted) if name not in missing and name not in lacking]
     if there:
         yield _KERNEL.ok(f"Linux {platform.release()} has {', '.join(there)}")
-    filtered = _has_filter(context)
+    status = context.try_read("proc/self/status") or ""
+    filtered = re.search(r"^Seccomp:\s+2$", status, re.MULTILINE) is not None
     for name, error in missing.items():
         yield _KERNEL.error(
             f"{name} does not work: {error}",
@@ -373,11 +359,6 @@ def _failure(probe: Probe) -> str:
     return ""
 
 
-def _has_filter(context: CheckContext) -> bool:
-    status = context.try_read("proc/self/status") or ""
-    return re.search(r"^Seccomp:\s+2$", status, re.MULTILINE) is not None
-
-
 def _advice(has_filter: bool, consequence: str) -> str:
     if has_filter:
         return f"{consequence}: this process has a seccomp filter; let the container's allow it"
@@ -398,7 +379,8 @@ def check_clock(
 ) -> Iterator[Diagnostic]:
     """Look at the date, at the pace of both clocks, and at what a look costs."""
     before = _difference(real, steady)
-    yield _source(context, _cost_ns(steady))
+    costs = timeit.repeat(steady, number=_NUM_LOOKS, repeat=_NUM_TRIES)
+    yield _source(context, min(costs) / _NUM_LOOKS * 1e9)
     yield _date(context, real())
     apart = _difference(real, steady) - before
     if abs(apart) > _APART:
@@ -414,18 +396,6 @@ def _difference(real: Clock, steady: Clock) -> float:
     looks = [(steady(), real(), steady()) for _ in range(_NUM_TRIES)]
     begin, middle, _ = min(looks, key=lambda look: look[2] - look[0])
     return middle - begin
-
-
-def _cost_ns(clock: Clock) -> float:
-    """Return what a look costs when nobody else has the core."""
-    return min(_time_looks(clock) for _ in range(_NUM_TRIES)) / _NUM_LOOKS
-
-
-def _time_looks(clock: Clock) -> int:
-    begin = time.perf_counter_ns()
-    for _ in range(_NUM_LOOKS):
-        clock()
-    return time.perf_counter_ns() - begin
 
 
 def _source(context: CheckContext, cost: float) -> Diagnostic:
@@ -460,43 +430,34 @@ class Limit(NamedTuple):
 
     @property
     def left(self) -> int:
-        """How much more may be used."""
         return max(0, self.most - self.used)
 
 
 def memory_limit(context: CheckContext) -> Limit | None:
     """Return the tightest limit of memory; what the kernel can take back does not count as used."""
-    return _tightest(_memory_limits(context))
+    version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes"
+    found = _limits(context, "memory", ("memory.max", "memory.current"), version_1)
+    return _tightest(
+        one._replace(used=one.used - min(one.used, _inactive_files(one.folder))) for one in found
+    )
 
 
 def process_limit(context: CheckContext) -> Limit | None:
     """Return the tightest limit of processes and threads."""
-    return _tightest(
-        limit
-        for folder in _folders(context, "pids")
-        if (limit := _try_limit(folder, "pids.max", "pids.current"))
-    )
+    return _tightest(_limits(context, "pids", ("pids.max", "pids.current")))
 
 
-def _memory_limits(context: CheckContext) -> Iterator[Limit]:
-    for folder in _folders(context, "memory"):
-        limit = _try_limit(folder, "memory.max", "memory.current") or _try_limit(
-            folder, "memory.limit_in_bytes", "memory.usage_in_bytes"
-        )
-        if limit is not None:
-            cache = min(limit.used, _inactive_files(folder))
-            yield limit._replace(used=limit.used - cache)
-
-
-def _tightest(limits: Iterator[Limit]) -> Limit | None:
+def _tightest(limits: Iterable[Limit]) -> Limit | None:
     return min(limits, key=lambda limit: limit.left, default=None)
 
 
-def _try_limit(folder: Path, most_name: str, used_name: str) -> Limit | None:
-    most, used = try_number(folder / most_name), try_number(folder / used_name)
-    if most is None or used is None or most >= _NO_LIMIT:
-        return None
-    return Limit(most, used, folder)
+def _limits(context: CheckContext, controller: str, *files: tuple[str, str]) -> Iterator[Limit]:
+    for folder in _folders(context, controller):
+        for names in files:
+            most, used = (try_number(folder / name) for name in names)
+            if most is not None and used is not None and most < _NO_LIMIT:
+                yield Limit(most, used, folder)
+                break
 
 
 def _inactive_files(folder: Path) -> int:

@@ -27,21 +27,15 @@ from ferrodist.rendezvous.interfaces import (
     source_address,
     who_listens,
 )
-from ferrodist.rendezvous.variables import Endpoint
-
-_INTERFACES = Subject("interfaces")
+from ferrodist.rendezvous.job import Endpoint
 
 Listing = Callable[[], Sequence[Interface]]
+Resolve = Callable[[str], list[str]]
 
-_NAMES = Subject("names")
+_INTERFACES, _NAMES, _PORTS = Subject("interfaces"), Subject("names"), Subject("ports")
 
 _LIMIT = 5.0  # seconds that a name server is given
 _SLOW = 1.0
-
-Resolve = Callable[[str], list[str]]
-
-_PORTS = Subject("ports")
-
 _EPHEMERAL = "proc/sys/net/ipv4/ip_local_port_range"
 _MOST_TRIED = 512  # of a range; each costs a system call or two
 _MOST_SHOWN = 3

@@ -37,9 +37,9 @@ from ferrodist.launch.doctor.report import Diagnostic, LogCollector, Subject
 from ferrodist.launch.machine import readable_nbytes
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.interfaces import choose_address
+from ferrodist.rendezvous.job import Endpoint, try_endpoint
 from ferrodist.rendezvous.mesh import open_exchange
 from ferrodist.rendezvous.sockets import open_listener_at, resolve
-from ferrodist.rendezvous.variables import Endpoint, try_endpoint
 
 BETWEEN = Subject("between hosts")
 
@@ -95,12 +95,6 @@ class ListenResult:
     refusals: list[str] = field(default_factory=list)
 
 
-def new_code() -> str:
-    """Draw a code of 80 bits, as letters and digits in groups of four."""
-    letters = base64.b32encode(secrets.token_bytes(10)).decode().lower()
-    return "-".join(letters[start : start + 4] for start in range(0, len(letters), 4))
-
-
 def _job(code: str, rank: int, endpoint: Endpoint, name: str = _JOB) -> Job:
     key = code.replace("-", "").strip().lower()
     secret = hashlib.sha256(f"ferrodist {name} {key}".encode()).digest()
@@ -133,7 +127,8 @@ class Listener:
     """
 
     def __init__(self, host: str, port: int, config: Config) -> None:
-        self.code = new_code()
+        letters = base64.b32encode(secrets.token_bytes(10)).decode().lower()
+        self.code = "-".join(letters[start : start + 4] for start in range(0, len(letters), 4))
         self.endpoint = Endpoint(host, free_port(host, (port, port)))
         free_port(host, config.ports)  # its rank needs one of these, too
         self._config = replace(config, timeout=_CALL_SECONDS, join_timeout=_FOREVER)
@@ -205,8 +200,9 @@ class Listener:
             measured.other_version = told["version"]
             measured.calls_back = self._try_way_back(backend, measured)
             _answer_pings(backend)
-            measured.round_trip, behind = _receive_floats(backend, _CALLER, 2)
-            measured.ahead = -behind  # the peer has said it of our clock
+            found = ferrodist.recv(_CALLER, backend, like=np.zeros(2))
+            measured.round_trip = float(found[0])
+            measured.ahead = -float(found[1])  # the peer has said it of our clock
             measured.bytes_per_second_from = _receive_much(backend, _CALLER)
             measured.bytes_per_second_to = _send_much(backend, _CALLER)
             backend.close()
@@ -290,23 +286,16 @@ def _join(peer: Endpoint, code: str, config: Config) -> TcpBackend:
                 "the code is not the one that the listener shows, or somebody else listens there"
             ) from error
         except RendezvousError as error:
-            if not _was_another_met(error) or deadline.remaining() <= 0:
-                raise _why_not_met(peer, error) from error
+            # The listener was there, but for another peer: its place is free soon.
+            is_busy = error.rank is not None and error.missing is None
+            if not is_busy or hasattr(error, "address") or deadline.remaining() <= 0:
+                # The rendezvous only knows that nobody came; the system may know why.
+                refusal = try_connect(*peer) if error.missing == [_LISTENER] else None
+                if refusal is None:
+                    raise
+                text = refusal.strerror or str(refusal)
+                raise RendezvousError(text, errno=refusal.errno) from error
             time.sleep(random.uniform(0.1, 0.3))  # not all at the same moment
-
-
-def _was_another_met(error: RendezvousError) -> bool:
-    """Tell whether the listener was there, but for another peer: its place is free soon."""
-    is_somebody_there = error.rank is not None and error.missing is None
-    return is_somebody_there and not hasattr(error, "address")
-
-
-def _why_not_met(peer: Endpoint, error: RendezvousError) -> RendezvousError:
-    """Find the reason why nobody was met, where the rendezvous only knows that nobody came."""
-    refusal = try_connect(*peer) if error.missing == [_LISTENER] else None
-    if refusal is None:
-        return error
-    return RendezvousError(refusal.strerror or str(refusal), errno=refusal.errno)
 
 
 def _talk(backend: TcpBackend, measured: Measured, code: str, config: Config) -> None:
@@ -315,7 +304,7 @@ def _talk(backend: TcpBackend, measured: Measured, code: str, config: Config) ->
     measured.own = _own_address(backend, config)
     measured.calls_back = _be_called_back(backend, measured, code, config)
     measured.round_trip, measured.ahead = _ping(backend)
-    _send_floats(backend, _LISTENER, measured.round_trip, measured.ahead)
+    ferrodist.send(np.array([measured.round_trip, measured.ahead]), _LISTENER, backend)
     measured.bytes_per_second_to = _send_much(backend, _LISTENER)
     measured.bytes_per_second_from = _receive_much(backend, _LISTENER)
 
@@ -399,8 +388,7 @@ def _send_much(backend: TcpBackend, to: int) -> float:
         ferrodist.send(chunk, to, backend)
         if is_last:
             break
-    (speed,) = _receive_floats(backend, to, 1)
-    return speed
+    return float(ferrodist.recv(to, backend, like=0.0))
 
 
 def _receive_much(backend: TcpBackend, source: int) -> float:
@@ -412,17 +400,8 @@ def _receive_much(backend: TcpBackend, source: int) -> float:
         ferrodist.recv(source, backend, out=chunk)
         num_chunks += 1
     speed = num_chunks * _CHUNK_NBYTES / max(time.perf_counter() - begin, 1e-9)
-    _send_floats(backend, source, speed)
+    ferrodist.send(speed, source, backend)
     return speed
-
-
-def _send_floats(backend: TcpBackend, to: int, *values: float) -> None:
-    ferrodist.send(np.array(values, np.float64), to, backend)
-
-
-def _receive_floats(backend: TcpBackend, source: int, count: int) -> list[float]:
-    values = ferrodist.recv(source, backend, like=np.zeros(count))
-    return [float(value) for value in values]
 
 
 def _brief(error: DistributedError) -> str:
@@ -471,20 +450,16 @@ def listener_diagnostics(result: ListenResult, port: int, waited: float) -> Iter
             f"or a wrong address keeps it from this host: open port {port} here",
         )
     for measured in result.peers:
-        yield from _way_of_peer(measured)
+        other = measured.other
+        if measured.calls_back == "":
+            yield BETWEEN.ok(f"both ways are open: {other} to here, and from here to {other}")
+        elif measured.calls_back is not None:
+            yield _blocked(
+                f"{other} reaches this host, but cannot be connected to at "
+                f"{Endpoint(other, measured.back_port or 0)}: {measured.calls_back}",
+                f"on {other}",
+            )
         yield from _numbers(measured)
-
-
-def _way_of_peer(measured: Measured) -> Iterator[Diagnostic]:
-    other = measured.other
-    if measured.calls_back == "":
-        yield BETWEEN.ok(f"both ways are open: {other} to here, and from here to {other}")
-    elif measured.calls_back is not None:
-        yield _blocked(
-            f"{other} reaches this host, but cannot be connected to at "
-            f"{Endpoint(other, measured.back_port or 0)}: {measured.calls_back}",
-            f"on {other}",
-        )
 
 
 def _blocked(what: str, where: str) -> Diagnostic:
@@ -502,45 +477,29 @@ def _numbers(measured: Measured) -> Iterator[Diagnostic]:
             f"ferrodist {measured.other_version} is there, {ferrodist.__version__} is here",
             "all ranks of a job need the same version: install it on both",
         )
-    if measured.round_trip is not None:
-        yield _latency(measured.round_trip)
-    yield from _speed(measured)
+    if (seconds := measured.round_trip) is not None:
+        what = f"a round trip takes {seconds * 1e3:.3f} ms"
+        far = "far for ranks that meet in every step: fewer, larger calls help"
+        yield BETWEEN.note(what, far) if seconds > _FAR else BETWEEN.ok(what)
+    to, back = measured.bytes_per_second_to, measured.bytes_per_second_from
+    if to is not None and back is not None:
+        what = f"{readable_nbytes(to)} per second to there, {readable_nbytes(back)} from there"
+        slow = "slow: is this the interface that you mean?"
+        slow += f" {variable('socket_ifname')} chooses another"
+        yield BETWEEN.note(what, slow) if min(to, back) < _SLOW else BETWEEN.ok(what)
     if measured.ahead is not None:
-        yield from _clock(measured.ahead)
+        yield _clock(measured.ahead)
     if measured.problem is not None:
         yield _problem(measured)
 
 
-def _latency(seconds: float) -> Diagnostic:
-    what = f"a round trip takes {seconds * 1e3:.3f} ms"
-    if seconds > _FAR:
-        return BETWEEN.note(what, "far for ranks that meet in every step: fewer, larger calls help")
-    return BETWEEN.ok(what)
-
-
-def _speed(measured: Measured) -> Iterator[Diagnostic]:
-    to, back = measured.bytes_per_second_to, measured.bytes_per_second_from
-    if to is None or back is None:
-        return
-    what = f"{readable_nbytes(to)} per second to there, {readable_nbytes(back)} from there"
-    if min(to, back) < _SLOW:
-        yield BETWEEN.note(
-            what,
-            f"slow: is this the interface that you mean? {variable('socket_ifname')} chooses "
-            "another",
-        )
-    else:
-        yield BETWEEN.ok(what)
-
-
-def _clock(ahead: float) -> Iterator[Diagnostic]:
-    if abs(ahead) > _APART:
-        yield BETWEEN.note(
-            f"the clock there is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}",
-            "ferrodist does not mind, but logs of both hosts are hard to compare: use NTP",
-        )
-    else:
-        yield BETWEEN.ok(f"the clocks of both hosts are {abs(ahead) * 1e3:.1f} ms apart")
+def _clock(ahead: float) -> Diagnostic:
+    if abs(ahead) <= _APART:
+        return BETWEEN.ok(f"the clocks of both hosts are {abs(ahead) * 1e3:.1f} ms apart")
+    return BETWEEN.note(
+        f"the clock there is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}",
+        "ferrodist does not mind, but logs of both hosts are hard to compare: use NTP",
+    )
 
 
 def _problem(measured: Measured) -> Diagnostic:

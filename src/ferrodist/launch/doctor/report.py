@@ -34,7 +34,7 @@ from ferrodist.config import Config, environment, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument
 from ferrodist.launch.machine import describe_machine
-from ferrodist.rendezvous.variables import Endpoint
+from ferrodist.rendezvous.job import Endpoint
 from ferrodist.version import __version__
 
 P = ParamSpec("P")
@@ -69,11 +69,9 @@ class Subject(NamedTuple):
     name: str
 
     def ok(self, what: str) -> Diagnostic:
-        """Say that something is as it should be."""
         return Diagnostic(self.name, Level.OK, what)
 
     def note(self, what: str, advice: str = "") -> Diagnostic:
-        """Say something that is good to know."""
         return Diagnostic(self.name, Level.NOTE, what, advice)
 
     def warning(self, what: str, advice: str) -> Diagnostic:
@@ -81,7 +79,6 @@ class Subject(NamedTuple):
         return Diagnostic(self.name, Level.WARNING, what, advice)
 
     def error(self, what: str, advice: str) -> Diagnostic:
-        """Say that ranks cannot run like this."""
         return Diagnostic(self.name, Level.ERROR, what, advice)
 
 
@@ -155,13 +152,11 @@ class LogCollector(logging.Handler):
         logging.getLogger("ferrodist").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
         if record.thread == self._thread.ident:
             self.records.append(record)
 
     @property
     def messages(self) -> list[str]:
-        """What was logged."""
         return [record.getMessage() for record in self.records]
 
 
@@ -173,41 +168,34 @@ def run_checks(
 ) -> list[Diagnostic]:
     """Run all checks side by side; whatever becomes of one, the others are done."""
     deadline = Deadline(limit)
-    running = {name: _Running(name, check, context) for name, check in checks.items()}
-    return [diagnostic for one in running.values() for diagnostic in one.diagnostics(deadline)]
+    found: dict[str, list[Diagnostic]] = {name: [] for name in checks}
 
-
-class _Running:
-    """A check on its way, and what it has found so far."""
-
-    def __init__(self, name: str, check: Check, context: CheckContext) -> None:
-        self._about = Subject(name)
-        self._found: list[Diagnostic] = []
-        self._end: Future[None] = start(self._collect, check, context)
-
-    def _collect(self, check: Check, context: CheckContext) -> None:
+    def collect(name: str, check: Check) -> None:
         for diagnostic in check(context):
-            self._found.append(diagnostic)  # one by one: what was found before a crash counts
+            found[name].append(diagnostic)  # one by one: what was found before a crash counts
 
-    def diagnostics(self, deadline: Deadline) -> list[Diagnostic]:
-        """Wait for the check; an end that was not foreseen is a diagnostic, too."""
-        limit = max(0.0, deadline.remaining())
-        try:
-            error = self._end.exception(limit)
-        except TimeoutError:
-            return [*self._found, self._late(deadline)]
-        return [*self._found, *([] if error is None else [self._crash(error)])]
+    running = {name: start(collect, name, check) for name, check in checks.items()}
+    result = []
+    for name, end in running.items():
+        unforeseen = list(_unforeseen_end(Subject(name), end, deadline))  # waits
+        result += [*found[name], *unforeseen]
+    return result
 
-    def _late(self, deadline: Deadline) -> Diagnostic:
-        return self._about.error(
+
+def _unforeseen_end(about: Subject, end: Future[None], deadline: Deadline) -> Iterator[Diagnostic]:
+    """Wait for a check; that it crashed or did not end is a diagnostic, too."""
+    try:
+        error = end.exception(max(0.0, deadline.remaining()))
+    except TimeoutError:
+        yield about.error(
             f"this check did not end within {deadline}",
             "something that it reads hangs: look at network file systems and name servers",
         )
-
-    def _crash(self, error: BaseException) -> Diagnostic:
+        return
+    if error is not None:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
-        return self._about.error(
+        yield about.error(
             f"this check failed: {type(error).__name__}: {error} (at {where})",
             "please report it; the other checks do not depend on it",
         )
@@ -270,26 +258,20 @@ def _wrapped(console: Console, text: str) -> list[str]:
 
 
 def worst(diagnostics: Sequence[Diagnostic]) -> Level:
-    """Return how bad the worst diagnostic is."""
     return max(
         (diagnostic.level for diagnostic in diagnostics), key=list(Level).index, default=Level.OK
     )
 
 
 def count(diagnostics: Sequence[Diagnostic]) -> str:
-    """Say how many warnings and errors there are."""
     numbers = Counter(diagnostic.level for diagnostic in diagnostics)
-    return ", ".join(_plural(numbers[level], level) for level in (Level.WARNING, Level.ERROR))
-
-
-def _plural(number: int, level: Level) -> str:
-    if number == 0:
-        return f"no {level}"
-    return f"1 {level}" if number == 1 else f"{number} {level}s"
+    return ", ".join(
+        f"{numbers[level] or 'no'} {level}{'s' if numbers[level] > 1 else ''}"
+        for level in (Level.WARNING, Level.ERROR)
+    )
 
 
 def to_json(diagnostics: Sequence[Diagnostic], peers: Sequence[Mapping[str, Any]]) -> str:
-    """Return everything as one JSON object."""
     numbers = Counter(diagnostic.level for diagnostic in diagnostics)
     document = {
         "machine": {"host": socket.gethostname(), **describe_machine()},

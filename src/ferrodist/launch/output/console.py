@@ -37,7 +37,6 @@ class Console:
 
     @property
     def writers(self) -> list[Writer]:
-        """The one writer, or both."""
         return list(dict.fromkeys((self.stdout, self.stderr)))
 
     @property
@@ -84,7 +83,9 @@ def console_of_streams(stdout: TextIO | None, stderr: TextIO | None) -> Console:
 def _writers(out: int | TextIO | None, err: int | TextIO | None) -> tuple[Writer, Writer]:
     """Return the writers of two destinations, twice the same if they are one file."""
     writer = _writer(out)
-    is_same = isinstance(out, int) and isinstance(err, int) and _are_same(out, err)
+    is_same = False
+    if isinstance(out, int) and isinstance(err, int) and _is_open(out) and _is_open(err):
+        is_same = os.path.samestat(os.fstat(out), os.fstat(err))
     return writer, writer if is_same else _writer(err)
 
 
@@ -106,11 +107,6 @@ def _file_of(stream: TextIO | None) -> int | TextIO | None:
         return stream.fileno()
     except (OSError, ValueError):
         return stream
-
-
-def _are_same(one: int, other: int) -> bool:
-    are_open = _is_open(one) and _is_open(other)
-    return are_open and os.path.samestat(os.fstat(one), os.fstat(other))
 
 
 def _is_open(file: int) -> bool:
@@ -153,7 +149,6 @@ class Terminal:
             self.keyboard.follow()
 
     def restore(self) -> None:
-        """Leave the real terminal as it was, until the next ``follow``."""
         if self.keyboard is not None:
             self.keyboard.restore()
 
@@ -193,7 +188,6 @@ class Keyboard:
         self._is_over = False
 
     def attach(self, processes: ProcessSet[Any]) -> None:
-        """Begin."""
         self._processes = processes
         self.follow()
 
@@ -212,7 +206,6 @@ class Keyboard:
             self._processes.watch(self._real, self._relay)
 
     def restore(self) -> None:
-        """Leave the real terminal as it was, until the next ``follow``."""
         # In the background another program has set it, and to touch it would stop us.
         if self._modes is not None and is_in_foreground(self._real):
             self._modes.undo(self._real)
@@ -266,7 +259,6 @@ class _Modes(NamedTuple):
         return termios.tcgetattr(terminal) == self.after
 
     def undo(self, terminal: int) -> None:
-        """Restore the modes from before."""
         with suppress(termios.error):  # the terminal may be gone
             termios.tcsetattr(terminal, termios.TCSANOW, self.before)
 

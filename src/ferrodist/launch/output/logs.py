@@ -54,11 +54,9 @@ class Choice(NamedTuple):
     by_rank: Mapping[int, Which] = MappingProxyType({})
 
     def of(self, rank: int) -> Which:
-        """Return the streams of one rank."""
         return self.by_rank.get(rank, self.everywhere)
 
     def to_text(self) -> str:
-        """Write it as ``parse_choice`` reads it."""
         pairs = ",".join(f"{rank}:{int(which)}" for rank, which in self.by_rank.items())
         return pairs or str(int(self.everywhere))
 
@@ -100,7 +98,6 @@ class RankLogs(NamedTuple):
     redirected: Which = Which.NONE
 
     def path(self, stream: Which) -> Path:
-        """Return where a stream is written."""
         return self.folder / f"{'stdout' if stream == Which.STDOUT else 'stderr'}.log"
 
     def open(self, stream: Which) -> int:
@@ -126,7 +123,6 @@ class LogFiles:
         self.directory = _make_new(directory)
 
     def of_rank(self, rank: int, attempt: int) -> RankLogs:
-        """Return the files of one rank."""
         folder = self.directory / f"attempt_{attempt}" / str(rank)
         teed = self._tee.of(rank)
         return RankLogs(folder, teed, self._redirects.of(rank) & ~teed)
@@ -163,7 +159,6 @@ class Tail:
             del self._data[:-MOST_NBYTES]
 
     def read(self) -> bytes:
-        """Return what is remembered."""
         return bytes(self._data[-MOST_NBYTES:])
 
 
@@ -244,15 +239,11 @@ def _is_chained(lines: list[str], header: int) -> bool:
     return any(chain in line for chain in _CHAINS for line in lines[max(0, header - 3) : header])
 
 
-def _frames_end(chain: _Chain) -> int:
-    """Return the number of the first line after the frames, which are indented."""
-    numbers = range(chain.last + 1, len(chain.lines))
-    return next((at for at in numbers if chain.lines[at][:1] != " "), len(chain.lines))
-
-
 def _end(chain: _Chain) -> int:
     """Return how many lines there are; a message may have several, and nothing marks its end."""
-    num_lines, end = len(chain.lines), _frames_end(chain) + 1
+    num_lines = len(chain.lines)
+    after = (at for at in range(chain.last + 1, num_lines) if chain.lines[at][:1] != " ")
+    end = next(after, num_lines) + 1  # the frames are indented, the line after them is the error
     if chain.lines[chain.last].startswith("Fatal") or num_lines - end <= _CLOSE_BY:
         return num_lines
     return next((at for at in range(end, end + _CLOSE_BY) if not chain.lines[at]), end)

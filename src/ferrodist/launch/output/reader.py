@@ -58,7 +58,6 @@ class Stream:
             self.watch(self._processes)
 
     def wait_seconds(self) -> float:
-        """Return how long ``write_due`` will have nothing to do, unless something is read."""
         return math.inf if self._is_paused else self._prefixer.wait_seconds()
 
     def retire(self) -> None:
@@ -74,7 +73,6 @@ class Stream:
             self._end_output()
 
     def close(self) -> None:
-        """Close the file that is read."""
         self._reader.close()
 
     def _read(self) -> bool:
@@ -117,7 +115,6 @@ class Prefixer:
 
     @property
     def has_room(self) -> bool:
-        """False if no more should be read for now."""
         return self._writer.has_room_for_lines
 
     def take(self, data: bytes) -> None:
@@ -131,7 +128,6 @@ class Prefixer:
             self._writer.add_lines(self._rank, self._tracebacks.end())
 
     def wait_seconds(self) -> float:
-        """Return how long ``write_due`` will have nothing to do, unless something arrives."""
         if not self._tracebacks.has_begun:
             return math.inf
         return max(0.0, self._last_taken + QUIET_SECONDS - self._writer.clock())
@@ -167,7 +163,6 @@ class PassThrough(Prefixer):
 
     @property
     def has_room(self) -> bool:
-        """False if no more should be read for now."""
         return self._writer.has_room
 
     def take(self, data: bytes) -> None:
@@ -188,18 +183,15 @@ class PassThrough(Prefixer):
         return is_long and not self._is_terminal
 
     def write_due(self) -> None:
-        """Write what was held if the rest has not arrived."""
         if self.wait_seconds() <= 0:
             self._write_held()
 
     def wait_seconds(self) -> float:
-        """Return how long the rest may still take."""
         if not self._held:
             return math.inf
         return max(0.0, self._last_taken + QUIET_SECONDS - self._writer.clock())
 
     def end(self) -> None:
-        """Write what was held."""
         self._write_held()
         self.retire()
 
@@ -309,7 +301,6 @@ class Reader:
             num_read += nbytes
 
     def close(self) -> None:
-        """Read no more."""
         os.close(self.file)
 
     def _read_some(self) -> int:

@@ -40,7 +40,6 @@ class ProcessStreams:
             stream.retire()
 
     def close(self) -> None:
-        """Close all files."""
         self._lent.close()
         self._kept.close()
 
@@ -69,12 +68,10 @@ class StreamSet:
         return [stream for member in self.members for stream in member.streams]
 
     def wait_seconds(self) -> float:
-        """Return how long ``write_due`` will have nothing to do, unless something is read."""
         held = [writer.wait_seconds() for writer in self._console.writers]
         return min([*held, *(stream.wait_seconds() for stream in self._streams)])
 
     def write_due(self) -> None:
-        """Write what has been held long enough."""
         for writer in self._console.writers:
             writer.write_due()
         for stream in self._streams:
@@ -88,7 +85,6 @@ class StreamSet:
             writer.flush()
 
     def close(self) -> None:
-        """Finish, and close all files."""
         self.finish()
         for member in self.members:
             member.close()
@@ -132,17 +128,14 @@ class Streams(StreamSet):
         return self.ranks[0].terminal if 0 in self.ranks else None
 
     def attach(self, processes: ProcessSet[Any]) -> None:
-        """Close the files that the ranks have now, and read while the processes are waited for."""
         for member in self.members:
             member.attach(processes)
 
     def wait_seconds(self) -> float:
-        """Return how long ``write_due`` will have nothing to do, unless something is read."""
         longest = math.inf if self._terminal is None else FOLLOW_SECONDS
         return min(longest, super().wait_seconds())
 
     def write_due(self) -> None:
-        """Write what has been held long enough, and follow the terminal."""
         super().write_due()
         if self._terminal is not None:
             self._terminal.follow()
@@ -181,7 +174,6 @@ class RankStreams(ProcessStreams):
             raise
 
     def attach(self, processes: ProcessSet[Any]) -> None:
-        """Close the files that the rank has now, and read while the processes are waited for."""
         super().attach(processes)
         if self.terminal is not None:
             self.terminal.attach(processes)

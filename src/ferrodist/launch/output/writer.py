@@ -84,7 +84,6 @@ class Writer:
             self._held.open(rank)
 
     def close(self, rank: int) -> None:
-        """Undo one ``open``."""
         if rank == 0:
             self._num_passing -= 1
         else:
@@ -119,14 +118,12 @@ class Writer:
         self._write_lines_due()
 
     def wait_seconds(self) -> float:
-        """Return how long ``write_due`` will have nothing to do, unless something arrives."""
         ready = self._held.ready_at()
         if self._has_open_line:
             ready = max(ready, self._unblocked_at())
         return max(0.0, min(ready - self.clock(), self._sink.wait_seconds()))
 
     def flush(self) -> None:
-        """Write all lines that are held."""
         self._write_entries(self._held.take_all())
 
     def finish(self, is_hurried: Callable[[], bool]) -> None:
@@ -216,7 +213,6 @@ class Deduplicator:
         self._open[rank] += 1
 
     def close(self, rank: int) -> None:
-        """Undo one ``open``."""
         self._open[rank] -= 1
         if not self._open[rank]:
             del self._open[rank]
@@ -243,7 +239,6 @@ class Deduplicator:
 
     @property
     def is_full(self) -> bool:
-        """True if more is held than should be."""
         return len(self._entries) > MOST_LINES or self._nbytes > MOST_NBYTES
 
     @property
@@ -267,7 +262,6 @@ class Deduplicator:
         return taken
 
     def take_all(self) -> list[HeldEntry]:
-        """Remove everything."""
         return [self._pop() for _ in range(len(self._entries))]
 
     def _settled(self) -> float:
@@ -332,7 +326,6 @@ class FileSink(Sink):
             self.write_due()
 
     def write_due(self) -> None:
-        """Write as much of the backlog as the file accepts now."""
         before = len(self._backlog)
         if not before:
             return
@@ -349,7 +342,6 @@ class FileSink(Sink):
         return self._wait if self._backlog else math.inf
 
     def finish(self, is_hurried: Callable[[], bool]) -> None:
-        """Wait until everything is written; in a hurry, only while somebody reads."""
         last_progress = time.monotonic()
         while self._backlog:
             before = len(self._backlog)
