@@ -97,7 +97,17 @@ def find_remote(
     Raises:
         click.UsageError: if options are missing or contradict each other.
     """
-    _refuse_contradictions(options)
+    if options.hosts is not None and options.hostfile is not None:
+        raise click.UsageError("--hosts and --hostfile exclude each other")
+    given = {
+        "--nnodes": options.nnodes is not None,
+        "--node-rank": options.node_rank is not None,
+        "--standalone": options.standalone,
+    }
+    name = "--hosts" if options.hosts is not None else "--hostfile"
+    for other, is_given in given.items():
+        if is_given:
+            raise click.UsageError(f"{name} and {other} exclude each other: the hosts are listed")
     if sizes is not None and len(sizes) > 1:
         raise click.UsageError("with --hosts say A:2,B:4 for hosts that differ, not -n 2,4")
     try:
@@ -131,20 +141,6 @@ def introduce(remote: Remote, console: Console) -> None:
             f"ferrodist run: {', '.join(secret)} is in command lines on all hosts, where their "
             "users can read it; for a secret, name a file that the ranks read"
         )
-
-
-def _refuse_contradictions(options: HostOptions) -> None:
-    if options.hosts is not None and options.hostfile is not None:
-        raise click.UsageError("--hosts and --hostfile exclude each other")
-    given = {
-        "--nnodes": options.nnodes is not None,
-        "--node-rank": options.node_rank is not None,
-        "--standalone": options.standalone,
-    }
-    name = "--hosts" if options.hosts is not None else "--hostfile"
-    for other, is_given in given.items():
-        if is_given:
-            raise click.UsageError(f"{name} and {other} exclude each other: the hosts are listed")
 
 
 def _endpoint(options: HostOptions, hosts: Sequence[SshHost]) -> Endpoint:

@@ -170,7 +170,9 @@ class WorkerGroup(ProcessSet[Worker]):
         stack.callback(os.close, null)
         found = []
         for rank, spec, cores in zip(node.ranks, specs, all_cores, strict=True):
-            secret_file = _pipe_with(secret)
+            secret_file, write = os.pipe()
+            os.write(write, secret)
+            os.close(write)
             stack.callback(os.close, secret_file)
             files = secret_file, self._status_board.file
             job = node.job_of(rank, name, secret)
@@ -348,11 +350,3 @@ def standard_files_taken() -> Iterator[None]:
 def sooner(one: Deadline, other: Deadline) -> Deadline:
     """Return the deadline that passes first."""
     return one if one.end < other.end else other
-
-
-def _pipe_with(data: bytes) -> int:
-    """Return the read end of a pipe that holds these few bytes and nothing more."""
-    read, write = os.pipe()
-    os.write(write, data)
-    os.close(write)
-    return read

@@ -308,8 +308,11 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         workers.terminate()
         self._wait_until_empty(self._policy.grace if has_ended_well else KILL_SECONDS)
         workers.kill()
-        for worker in stopped:
-            self._see_stopped(worker)
+        for worker in stopped:  # one of them may be the rank that began it all
+            self._streams.ranks[worker.rank].retire()
+            failure = self._failure_of(worker)
+            if failure.error is not None and not failure.is_consequence and not self.was_stopped:
+                self._add(failure._replace(code=1))  # as if it had ended in time
         self._say_what_was_left(has_ended_well)
 
     def _wait_until_empty(self, seconds: float) -> None:
@@ -343,13 +346,6 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         if not self._policy.keeps_survivors:
             self._end_within(self._policy.grace)
         self._add(failure)
-
-    def _see_stopped(self, worker: Worker) -> None:
-        """Record a rank that we have ended: it may be the one that began it all."""
-        self._streams.ranks[worker.rank].retire()
-        failure = self._failure_of(worker)
-        if failure.error is not None and not failure.is_consequence and not self.was_stopped:
-            self._add(failure._replace(code=1))  # as if it had ended in time
 
     def _failure_of(self, worker: Worker) -> RankFailure:
         assert worker.returncode is not None

@@ -182,7 +182,13 @@ class TcpPoint:
             self.towards = address.host
             logger.info("listening at %s on %s, for all ranks", address, name_of(address.host))
             return listener
-        raise self._not_here(addresses)
+        there = ", ".join(dict.fromkeys(address.host for address in addresses))
+        known = ", ".join(map(str, list_interfaces()))
+        raise self._error(
+            f"rank 0 cannot listen at {there}, which is not an address of this host; there are: "
+            f"{known}. Start rank 0 on the host that has the address; if it leads here by other "
+            f"ways (NAT, a service), name the interface in {variable('socket_ifname')}"
+        )
 
     def _candidates(self, addresses: list[SocketAddress]) -> list[SocketAddress]:
         """List where to listen, the best first."""
@@ -224,15 +230,6 @@ class TcpPoint:
         return self._error(
             f"port {address.where[1]} is in use at {address.host}: {who} there, and rank 0 has to; "
             "end it if it belongs to an earlier job, or give this job another port"
-        )
-
-    def _not_here(self, addresses: list[SocketAddress]) -> RendezvousError:
-        there = ", ".join(dict.fromkeys(address.host for address in addresses))
-        known = ", ".join(map(str, list_interfaces()))
-        return self._error(
-            f"rank 0 cannot listen at {there}, which is not an address of this host; there are: "
-            f"{known}. Start rank 0 on the host that has the address; if it leads here by other "
-            f"ways (NAT, a service), name the interface in {variable('socket_ifname')}"
         )
 
     def _error(self, what: str) -> RendezvousError:

@@ -50,7 +50,13 @@ def find(kind: Kind, algorithm: str | Schedule) -> Schedule:
     Raises InvalidArgument if there is none of this name or the schedule does something else.
     """
     if isinstance(algorithm, str):
-        return _find_name(kind, algorithm)
+        schedules = _BY_NAME[kind]
+        if algorithm not in schedules:
+            names = ", ".join(sorted(schedules)) or "none"
+            raise InvalidArgument(
+                f"no {kind.label} algorithm {algorithm!r}; known: {names}", got=algorithm
+            )
+        return schedules[algorithm]
     if not isinstance(algorithm, Schedule):
         raise InvalidArgument(
             f"algorithm must be a name or a Schedule, got {algorithm!r}", got=algorithm
@@ -62,14 +68,6 @@ def find(kind: Kind, algorithm: str | Schedule) -> Schedule:
             expected=kind.label,
         )
     return algorithm
-
-
-def _find_name(kind: Kind, name: str) -> Schedule:
-    schedules = _BY_NAME[kind]
-    if name not in schedules:
-        names = ", ".join(sorted(schedules)) or "none"
-        raise InvalidArgument(f"no {kind.label} algorithm {name!r}; known: {names}", got=name)
-    return schedules[name]
 
 
 @computed_once

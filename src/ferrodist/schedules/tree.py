@@ -144,29 +144,17 @@ def scatter(rank: int, world: int, root: int) -> Iterator[Step]:
 # already, so the root receives nothing.
 
 
-def wide_broadcast(rank: int, world: int, root: int) -> Iterator[Step]:
+def scatter_all_gather(rank: int, world: int, root: int) -> Iterator[Step]:
     """Tokens up, chunks down, then round the ring."""
-    yield from tokens_up(node(rank, world, root))
-    yield from _scatter(rank, world, root)
-    yield from _all_gather(rank, world, root)
-    if rank == root:
-        for chunk in range(world):
-            yield keep_own(chunk)
-
-
-def _scatter(rank: int, world: int, root: int) -> Iterator[Step]:
-    here = node(rank, world, root)
+    here, held = node(rank, world, root), _held(rank, world, root)
+    yield from tokens_up(here)
     if here.parent is not None:
-        chunks = _held(rank, world, root)
-        yield Step(recv=Recv(here.parent, tuple(out(chunk) for chunk in chunks)))
+        yield Step(recv=Recv(here.parent, tuple(out(chunk) for chunk in held)))
     for child in reversed(here.children):
         chunks = _held(child, world, root)
         yield Step(send=Send(child, tuple(_home(rank, root, chunk) for chunk in chunks)))
-
-
-def _all_gather(rank: int, world: int, root: int) -> Iterator[Step]:
     right, left = (rank + 1) % world, (rank - 1) % world
-    held, held_by_right = _held(rank, world, root), _held(right, world, root)
+    held_by_right = _held(right, world, root)
     for behind in range(world - 1):
         sent = (rank - root - behind) % world
         received = (sent - 1) % world
@@ -174,6 +162,9 @@ def _all_gather(rank: int, world: int, root: int) -> Iterator[Step]:
         recv = None if received in held else Recv(left, (out(received),))
         if send or recv:
             yield Step(send, recv)
+    if rank == root:
+        for chunk in range(world):
+            yield keep_own(chunk)
 
 
 def _held(rank: int, world: int, root: int) -> range:
@@ -192,5 +183,5 @@ SCHEDULES = (
     Schedule("tree", Kind.REDUCE, reduce, one_chunk, **PARTIAL),
     Schedule("tree", Kind.GATHER, gather, chunk_per_rank, **IN_ORDER),
     Schedule("tree", Kind.SCATTER, scatter, chunk_per_rank, **IN_ORDER),
-    Schedule("scatter_all_gather", Kind.BROADCAST, wide_broadcast, chunk_per_rank, **IN_ORDER),
+    Schedule("scatter_all_gather", Kind.BROADCAST, scatter_all_gather, chunk_per_rank, **IN_ORDER),
 )

@@ -280,34 +280,28 @@ class Link:
             self._retry_at = now + _RETRY
             return False
         if strike is not None:
-            self._strike(strike)
+            if strike is _Strike.FREEZE:
+                self._freeze()
+            elif strike is _Strike.CUT:
+                self.cut()
+            else:
+                self.reset()
             return True
         if pipe.ready_at() > now:
             return False
         try:
             pipe.give(now)
         except OSError:
-            self._lose_sink(pipe)
+            # The source is to feel that its sink is gone, after what the sink still said.
+            pipe.fail()
+            (back,) = (other for other in self.pipes if other is not pipe)
+            back.is_broken = True
+            if back.is_done:
+                self.reset()
         return True
-
-    def _strike(self, strike: _Strike) -> None:
-        if strike is _Strike.FREEZE:
-            self._freeze()
-        elif strike is _Strike.CUT:
-            self.cut()
-        else:
-            self.reset()
 
     def _freeze(self) -> None:
         """Stop here, once: after a thaw the bytes of the other pipe do not stop it again."""
         self.is_frozen = True
         for pipe in self.pipes:
             pipe.strikes = deque(one for one in pipe.strikes if one[1] is not _Strike.FREEZE)
-
-    def _lose_sink(self, pipe: _Pipe) -> None:
-        """Let the source of a pipe feel that its sink is gone, after what the sink still said."""
-        pipe.fail()
-        (back,) = (other for other in self.pipes if other is not pipe)
-        back.is_broken = True
-        if back.is_done:
-            self.reset()

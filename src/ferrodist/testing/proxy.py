@@ -168,7 +168,14 @@ class FaultProxy:
             while not self._is_closing:
                 self._turn()
         finally:
-            self._tidy()
+            with self._changed:
+                self._is_closed = True
+                self._open = 0
+                self._changed.notify_all()
+            for link in self._links:
+                link.close()
+            for one in (self._listener, self._alarm, self._bell, self._selector):
+                one.close()
 
     def _turn(self) -> None:
         """Wait until something can be done, and do it for every connection."""
@@ -272,16 +279,6 @@ class FaultProxy:
         self._watched[one] = events
         if not events:
             del self._watched[one]
-
-    def _tidy(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._open = 0
-            self._changed.notify_all()
-        for link in self._links:
-            link.close()
-        for one in (self._listener, self._alarm, self._bell, self._selector):
-            one.close()
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

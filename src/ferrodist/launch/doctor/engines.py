@@ -221,7 +221,14 @@ def check_environment(context: CheckContext) -> Iterator[Diagnostic]:
             yield _wrong(str(error))
     yield from _changed(environ, good)
     yield from _odd(good)
-    yield from _other_names(environ)
+    own = variable("socket_ifname")
+    found = [name for name in _FORMER_IFNAMES if environ.get(name)]
+    if found and own not in environ:
+        shown = ", ".join(f"{name}={brief(environ[name])}" for name in found)
+        yield _ENVIRONMENT.note(
+            f"{shown} is for other libraries; ferrodist does not follow it",
+            f"set {own} too if its ranks are to use the same interface",
+        )
 
 
 def _wrong(text: str) -> Diagnostic:
@@ -328,14 +335,3 @@ def _secret(path: str) -> Iterator[Diagnostic]:
         secret_from_file(path)
     except DistributedError as error:
         yield _wrong(str(error))
-
-
-def _other_names(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
-    own = variable("socket_ifname")
-    found = [name for name in _FORMER_IFNAMES if environ.get(name)]
-    if found and own not in environ:
-        shown = ", ".join(f"{name}={brief(environ[name])}" for name in found)
-        yield _ENVIRONMENT.note(
-            f"{shown} is for other libraries; ferrodist does not follow it",
-            f"set {own} too if its ranks are to use the same interface",
-        )

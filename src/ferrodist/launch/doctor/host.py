@@ -63,7 +63,10 @@ def check_cores(
 
 def _describe(context: CheckContext, cpus: Collection[int], container: int) -> str:
     words = f"{_count(len(cpus))} for this process"
-    online = _num_online(context)
+    # A list such as "0-3,8"; 0 if it cannot be read.
+    text = context.try_read("sys/devices/system/cpu/online") or ""
+    parts = [part.partition("-") for part in text.split(",") if part]
+    online = sum(int(last or first) - int(first) + 1 for first, _, last in parts)
     if online > len(cpus):
         words += f", of {online} there are (its affinity mask leaves out the others)"
     if container < len(cpus):
@@ -76,13 +79,6 @@ def _describe(context: CheckContext, cpus: Collection[int], container: int) -> s
 
 def _count(num_cores: int) -> str:
     return "1 core" if num_cores == 1 else f"{num_cores} cores"
-
-
-def _num_online(context: CheckContext) -> int:
-    """Count what a list such as "0-3,8" names; 0 if it cannot be read."""
-    text = context.try_read("sys/devices/system/cpu/online") or ""
-    parts = [part.partition("-") for part in text.split(",") if part]
-    return sum(int(last or first) - int(first) + 1 for first, _, last in parts)
 
 
 def _physical(context: CheckContext, cpus: Collection[int]) -> set[str]:
@@ -134,10 +130,20 @@ def _threads(context: CheckContext, usable: int) -> Iterator[Diagnostic]:
 def check_memory(context: CheckContext) -> Iterator[Diagnostic]:
     """Look at memory, the container's limit, swap, and shared memory of all kinds."""
     yield from _amount(context)
-    yield from _overcommit(context)
+    if context.try_read("proc/sys/vm/overcommit_memory") == "2":
+        yield _MEMORY.note(
+            "the kernel promises no more memory than there is (vm.overcommit_memory=2)",
+            "programs that reserve a lot, such as CUDA's, may fail; usual is 'sysctl "
+            "vm.overcommit_memory=0'",
+        )
     yield from _arena(context)
     yield from _loader_memory(context)
-    yield from _huge_pages(context)
+    choice = re.search(r"\[(\w+)\]", context.try_read(_SHMEM_PAGES) or "")
+    if choice is not None and choice[1] in ("never", "deny"):
+        yield _MEMORY.note(
+            f"shared memory has no huge pages (shmem_enabled is {choice[1]!r}), as usual",
+            f"'echo always > /{_SHMEM_PAGES}' may speed up very large arrays",
+        )
 
 
 def _amount(context: CheckContext) -> Iterator[Diagnostic]:
@@ -175,15 +181,6 @@ def _swap(facts: dict[str, int]) -> str:
     return f"{readable_nbytes(used)} of {readable_nbytes(total)} swap in use"
 
 
-def _overcommit(context: CheckContext) -> Iterator[Diagnostic]:
-    if context.try_read("proc/sys/vm/overcommit_memory") == "2":
-        yield _MEMORY.note(
-            "the kernel promises no more memory than there is (vm.overcommit_memory=2)",
-            "programs that reserve a lot, such as CUDA's, may fail; usual is 'sysctl "
-            "vm.overcommit_memory=0'",
-        )
-
-
 def _arena(context: CheckContext) -> Iterator[Diagnostic]:
     """Make shared memory as a rank does, and write to it."""
     try:
@@ -214,15 +211,6 @@ def _loader_memory(context: CheckContext) -> Iterator[Diagnostic]:
             f"/dev/shm has {readable_nbytes(nbytes)}",
             "ferrodist does not use it, but workers of torch's DataLoader die of SIGBUS when it is "
             "full: start the container with --shm-size=1g or --ipc=host",
-        )
-
-
-def _huge_pages(context: CheckContext) -> Iterator[Diagnostic]:
-    choice = re.search(r"\[(\w+)\]", context.try_read(_SHMEM_PAGES) or "")
-    if choice is not None and choice[1] in ("never", "deny"):
-        yield _MEMORY.note(
-            f"shared memory has no huge pages (shmem_enabled is {choice[1]!r}), as usual",
-            f"'echo always > /{_SHMEM_PAGES}' may speed up very large arrays",
         )
 
 
@@ -347,7 +335,12 @@ def check_kernel(
             f"{name} does not work: {error}",
             _advice(filtered, "a killed rank is then noticed by its closed socket"),
         )
-    yield from _tracing(context)
+    scope = context.try_read("proc/sys/kernel/yama/ptrace_scope")
+    if scope in ("2", "3"):
+        yield _KERNEL.note(
+            f"other processes may not be traced (kernel.yama.ptrace_scope={scope})",
+            "ferrodist does not do that; py-spy and gdb, to see where a rank hangs, need it lower",
+        )
 
 
 def _failure(probe: Probe) -> str:
@@ -363,15 +356,6 @@ def _advice(has_filter: bool, consequence: str) -> str:
     if has_filter:
         return f"{consequence}: this process has a seccomp filter; let the container's allow it"
     return f"{consequence}: it came with Linux 3.17 (memfd), 5.3 (pidfd) and 6.5 (SO_PEERPIDFD)"
-
-
-def _tracing(context: CheckContext) -> Iterator[Diagnostic]:
-    scope = context.try_read("proc/sys/kernel/yama/ptrace_scope")
-    if scope in ("2", "3"):
-        yield _KERNEL.note(
-            f"other processes may not be traced (kernel.yama.ptrace_scope={scope})",
-            "ferrodist does not do that; py-spy and gdb, to see where a rank hangs, need it lower",
-        )
 
 
 def check_clock(

@@ -47,13 +47,6 @@ def check_interfaces(
 ) -> Iterator[Diagnostic]:
     """Look at the interfaces, at the way to the endpoint, and at FERRODIST_SOCKET_IFNAME."""
     known = listing()
-    yield from _overview(known)
-    yield from _choice(context, known)
-    if context.towards is not None:
-        yield from _way(context, context.towards, known)
-
-
-def _overview(known: Sequence[Interface]) -> Iterator[Diagnostic]:
     names = dict.fromkeys(one.name for one in known)
     parts = [
         f"{name} {', '.join(one.address for one in known if one.name == name)}" for name in names
@@ -65,6 +58,17 @@ def _overview(known: Sequence[Interface]) -> Iterator[Diagnostic]:
             "nothing to do on one host; otherwise bring an interface up ('ip link', 'ip addr'), or "
             "start the container with a network",
         )
+    yield from _choice(context, known)
+    if context.towards is not None:
+        addresses = ask(context.towards, addresses_of).addresses
+        good = next(filter(has_route, addresses), None)
+        if good is not None:
+            yield _use(context, context.towards, good, known)
+        elif addresses:  # if the name is unknown, the check of names says so
+            yield _INTERFACES.error(
+                f"no route leads to {context.towards} ({', '.join(addresses)})",
+                "check the address, that an interface is up, and 'ip route'",
+            )
 
 
 def _choice(context: CheckContext, known: Sequence[Interface]) -> Iterator[Diagnostic]:
@@ -85,19 +89,6 @@ def _choice(context: CheckContext, known: Sequence[Interface]) -> Iterator[Diagn
         )
     else:
         yield _INTERFACES.ok(f"{shown} selects {', '.join(map(str, chosen))}")
-
-
-def _way(context: CheckContext, towards: str, known: Sequence[Interface]) -> Iterator[Diagnostic]:
-    """Say which way leads to the endpoint or the peer."""
-    addresses = ask(towards, addresses_of).addresses
-    good = next(filter(has_route, addresses), None)
-    if good is not None:
-        yield _use(context, towards, good, known)
-    elif addresses:  # if the name is unknown, the check of names says so
-        yield _INTERFACES.error(
-            f"no route leads to {towards} ({', '.join(addresses)})",
-            "check the address, that an interface is up, and 'ip route'",
-        )
 
 
 def _use(
@@ -132,7 +123,12 @@ def check_names(
     resolve = resolve or addresses_of
     name = socket.gethostname() if own_name is None else own_name
     yield from _own_name(context, name, ask(name, resolve))
-    yield from _localhost(ask("localhost", resolve))
+    answer = ask("localhost", resolve)
+    if answer.error or not all(map(is_loopback, answer.addresses)):
+        yield _NAMES.error(
+            f"'localhost' is {', '.join(answer.addresses) or answer.error}",
+            "add a line '127.0.0.1 localhost' to /etc/hosts",
+        )
     for host in _others(context):
         yield from _other(context, host, ask(host, resolve))
 
@@ -193,14 +189,6 @@ def _slowness(name: str, answer: Answer) -> Iterator[Diagnostic]:
         )
 
 
-def _localhost(answer: Answer) -> Iterator[Diagnostic]:
-    if answer.error or not all(map(is_loopback, answer.addresses)):
-        yield _NAMES.error(
-            f"'localhost' is {', '.join(answer.addresses) or answer.error}",
-            "add a line '127.0.0.1 localhost' to /etc/hosts",
-        )
-
-
 def _others(context: CheckContext) -> list[str]:
     """Name the hosts that were asked for; localhost has been looked at."""
     given = [one.host for one in (context.endpoint, context.peer) if one is not None]
@@ -217,23 +205,18 @@ def _other(context: CheckContext, host: str, answer: Answer) -> Iterator[Diagnos
     if answer.addresses != [host]:
         yield _NAMES.ok(f"{host!r} is {', '.join(answer.addresses)}")
     yield from _slowness(host, answer)
-    yield from _unreachable(host, answer.addresses)
+    good = next(filter(has_route, answer.addresses), answer.addresses[0])
+    if good != answer.addresses[0]:
+        yield _NAMES.warning(
+            f"{host!r} is {answer.addresses[0]} first, and no route leads there",
+            f"programs that try only the first address wait in vain: use {good}, not the name",
+        )
     is_ours = all(map(is_loopback, answer.addresses))
     if is_ours and context.endpoint is not None and host == context.endpoint.host:
         yield _NAMES.note(
             f"the endpoint {host!r} is loopback",
             "right on one host; ranks on others would look for rank 0 on themselves: use an "
             "address of this host",
-        )
-
-
-def _unreachable(host: str, addresses: list[str]) -> Iterator[Diagnostic]:
-    """Find a first address that no route leads to; if none has one, the interfaces say so."""
-    good = next(filter(has_route, addresses), addresses[0])
-    if good != addresses[0]:
-        yield _NAMES.warning(
-            f"{host!r} is {addresses[0]} first, and no route leads there",
-            f"programs that try only the first address wait in vain: use {good}, not the name",
         )
 
 
@@ -247,20 +230,15 @@ def has_route(address: str) -> bool:
 
 
 def check_ports(context: CheckContext) -> Iterator[Diagnostic]:
-    """Look at the kernel's range, at the range of FERRODIST_PORTS and at the endpoint."""
-    taken_by_kernel = _ephemeral(context)
+    """Look at the ports of outgoing connections, at FERRODIST_PORTS and at the endpoint."""
+    numbers = (context.try_read(_EPHEMERAL) or "").split()
+    taken_by_kernel = range(int(numbers[0]), int(numbers[1]) + 1) if len(numbers) == 2 else range(0)
     if taken_by_kernel:
         first, last = taken_by_kernel[0], taken_by_kernel[-1]
         yield _PORTS.ok(f"outgoing connections get ports {first}-{last}")
     yield from _range(context, taken_by_kernel)
     if context.endpoint is not None:
         yield from _endpoint(context, context.endpoint, taken_by_kernel)
-
-
-def _ephemeral(context: CheckContext) -> range:
-    """Return the ports that the kernel gives to outgoing connections."""
-    numbers = (context.try_read(_EPHEMERAL) or "").split()
-    return range(int(numbers[0]), int(numbers[1]) + 1) if len(numbers) == 2 else range(0)
 
 
 def refusal(port: int) -> OSError | None:

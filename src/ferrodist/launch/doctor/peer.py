@@ -146,7 +146,11 @@ class Listener:
         self._is_closing = True
         deadline = Deadline(_STOP_SECONDS)
         while self._thread.is_alive() and deadline.remaining() > 0:
-            self._call_off()
+            # The thread waits in a meeting: come as the peer, and give up.
+            job = _job(self.code, _CALLER, self.endpoint)
+            with suppress(DistributedError, OSError):
+                with open_exchange(job, self._config, Deadline(1.0)):
+                    raise RendezvousError("this doctor has finished")
             self._thread.join(0.05)
         self._logs.__exit__()
         while not self._arrivals.empty():
@@ -165,13 +169,6 @@ class Listener:
                 if _cannot_listen(error):
                     return
                 time.sleep(_PAUSE)  # whatever is wrong may stay
-
-    def _call_off(self) -> None:
-        """End the meeting that the thread waits in: come as the peer, and give up."""
-        job = _job(self.code, _CALLER, self.endpoint)
-        with suppress(DistributedError, OSError):
-            with open_exchange(job, self._config, Deadline(1.0)):
-                raise RendezvousError("this doctor has finished")
 
     def wait(self, seconds: float, num_peers: int = 1) -> ListenResult:
         """Wait for so many peers, and talk to each; also to those who have come meanwhile."""
@@ -199,7 +196,10 @@ class Listener:
             told = _exchange_facts(backend, {"sees": seen})
             measured.other_version = told["version"]
             measured.calls_back = self._try_way_back(backend, measured)
-            _answer_pings(backend)
+            question = np.zeros(1, np.int64)
+            for _ in range(_NUM_PINGS):
+                ferrodist.recv(_CALLER, backend, out=question)
+                ferrodist.send(np.array([time.time_ns()]), _CALLER, backend)
             found = ferrodist.recv(_CALLER, backend, like=np.zeros(2))
             measured.round_trip = float(found[0])
             measured.ahead = -float(found[1])  # the peer has said it of our clock
@@ -268,7 +268,14 @@ def call(peer: Endpoint, code: str, config: Config) -> Measured:
         return Measured(str(peer), other_version=str(error.got))
     measured = Measured(str(peer))
     try:
-        _talk(backend, measured, code, config)
+        told = _exchange_facts(backend, {})
+        measured.other_version, measured.seen_as = told["version"], told.get("sees")
+        measured.own = _own_address(backend, config)
+        measured.calls_back = _be_called_back(backend, measured, code, config)
+        measured.round_trip, measured.ahead = _ping(backend)
+        ferrodist.send(np.array([measured.round_trip, measured.ahead]), _LISTENER, backend)
+        measured.bytes_per_second_to = _send_much(backend, _LISTENER)
+        measured.bytes_per_second_from = _receive_much(backend, _LISTENER)
         backend.close()
     except DistributedError as error:
         measured.problem = _brief(error)
@@ -296,17 +303,6 @@ def _join(peer: Endpoint, code: str, config: Config) -> TcpBackend:
                 text = refusal.strerror or str(refusal)
                 raise RendezvousError(text, errno=refusal.errno) from error
             time.sleep(random.uniform(0.1, 0.3))  # not all at the same moment
-
-
-def _talk(backend: TcpBackend, measured: Measured, code: str, config: Config) -> None:
-    told = _exchange_facts(backend, {})
-    measured.other_version, measured.seen_as = told["version"], told.get("sees")
-    measured.own = _own_address(backend, config)
-    measured.calls_back = _be_called_back(backend, measured, code, config)
-    measured.round_trip, measured.ahead = _ping(backend)
-    ferrodist.send(np.array([measured.round_trip, measured.ahead]), _LISTENER, backend)
-    measured.bytes_per_second_to = _send_much(backend, _LISTENER)
-    measured.bytes_per_second_from = _receive_much(backend, _LISTENER)
 
 
 def _own_address(backend: TcpBackend, config: Config) -> str:
@@ -367,14 +363,6 @@ def _ping(backend: TcpBackend) -> tuple[float, float]:
         trips.append((trip, int(there[0]) - (sent + trip // 2)))
     # The offset is best known from the trip that was held up least.
     return statistics.median(trip for trip, _ in trips) / 1e9, min(trips)[1] / 1e9
-
-
-def _answer_pings(backend: TcpBackend) -> None:
-    """Do the other side's half of ``_ping``."""
-    question = np.zeros(1, np.int64)
-    for _ in range(_NUM_PINGS):
-        ferrodist.recv(_CALLER, backend, out=question)
-        ferrodist.send(np.array([time.time_ns()]), _CALLER, backend)
 
 
 def _send_much(backend: TcpBackend, to: int) -> float:

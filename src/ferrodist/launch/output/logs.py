@@ -206,7 +206,11 @@ def _try_find(lines: list[str]) -> _Chain | None:
     if not headers:
         return None
     first = last = headers.pop()
-    while headers and _is_chained(lines, first.number):
+    while headers and any(
+        chain in line
+        for chain in _CHAINS
+        for line in lines[max(0, first.number - 3) : first.number]
+    ):
         first = headers.pop()
     rest = lines[first.number + 1 :]
     prefix = _repeated(first.prefix, rest[0]) if rest else ""
@@ -233,10 +237,6 @@ def _repeated(prefix: str, line: str) -> str:
     """Return the part of a prefix that the next line has too, such as the name of a rank."""
     ends = (prefix[start:] for start in range(len(prefix)))
     return next((end for end in ends if end.strip() and line.startswith(end)), "")
-
-
-def _is_chained(lines: list[str], header: int) -> bool:
-    return any(chain in line for chain in _CHAINS for line in lines[max(0, header - 3) : header])
 
 
 def _end(chain: _Chain) -> int:

@@ -167,7 +167,9 @@ class PassThrough(Prefixer):
 
     def take(self, data: bytes) -> None:
         """Write what has arrived, after what was held before it."""
-        is_buffer = self._is_full_buffer(len(data))
+        # What follows a full pipe is the rest of what filled it.
+        is_long = len(data) >= FULL_BUFFER or self._last_nbytes >= FULL_PIPE
+        is_buffer = is_long and not self._is_terminal
         self._last_nbytes = len(data)
         self._last_taken = self._writer.clock()
         data = self._held + data
@@ -176,11 +178,6 @@ class PassThrough(Prefixer):
             cut = len(data)
         self._held = data[cut:]
         self._writer.pass_through(data[:cut])
-
-    def _is_full_buffer(self, nbytes: int) -> bool:
-        """Tell a buffer from a prompt; what follows a full pipe is the rest of what filled it."""
-        is_long = nbytes >= FULL_BUFFER or self._last_nbytes >= FULL_PIPE
-        return is_long and not self._is_terminal
 
     def write_due(self) -> None:
         if self.wait_seconds() <= 0:

@@ -195,15 +195,18 @@ class RankStreams(ProcessStreams):
     def _open(self, stream: Which, writer: Writer) -> int:
         """Return what the rank is to write to, and open what reads it."""
         if stream in self._logs.redirected:
-            return self._open_redirected(stream)
+            if stream == Which.STDERR:
+                self._tail = FileTail(self._logs.path(stream))
+            return self._lend(self._logs.open(stream))
         if self._rank == 0 and writer.terminal is not None:
             return self._open_terminal(stream, writer, writer.terminal)
-        return self._open_pipe(stream, writer)
-
-    def _open_redirected(self, stream: Which) -> int:
-        if stream == Which.STDERR:
-            self._tail = FileTail(self._logs.path(stream))
-        return self._lend(self._logs.open(stream))
+        read, write = os.pipe()
+        self._lend(write)
+        log = self._open_log(stream) if stream in self._logs.teed else None
+        prefixer = PassThrough(writer) if self._rank == 0 else Prefixer(self._rank, writer)
+        self._add(Stream(read, prefixer, log))
+        self._tail = self.streams[-1].tail
+        return write
 
     def _open_terminal(self, stream: Which, writer: Writer, real: int) -> int:
         if self.terminal is None:
@@ -223,15 +226,6 @@ class RankStreams(ProcessStreams):
             if writer.terminal is not None and stream not in self._logs.redirected:
                 on_it |= stream
         return on_it
-
-    def _open_pipe(self, stream: Which, writer: Writer) -> int:
-        read, write = os.pipe()
-        self._lend(write)
-        log = self._open_log(stream) if stream in self._logs.teed else None
-        prefixer = PassThrough(writer) if self._rank == 0 else Prefixer(self._rank, writer)
-        self._add(Stream(read, prefixer, log))
-        self._tail = self.streams[-1].tail
-        return write
 
     def _open_log(self, stream: Which) -> FileSink:
         file = self._logs.open(stream)
