@@ -123,14 +123,21 @@ class Prefixer:
         self._writer.add_lines(self._rank, self._tracebacks.join(self._lines.split(data)))
 
     def write_due(self) -> None:
-        """Pass on a traceback whose rest has not arrived."""
+        """Pass on what is held, if its rest has not arrived."""
         if self.wait_seconds() <= 0:
-            self._writer.add_lines(self._rank, self._tracebacks.end())
+            self._write_held()
 
     def wait_seconds(self) -> float:
-        if not self._tracebacks.has_begun:
+        if not self._is_holding:
             return math.inf
         return max(0.0, self._last_taken + QUIET_SECONDS - self._writer.clock())
+
+    @property
+    def _is_holding(self) -> bool:
+        return self._tracebacks.has_begun
+
+    def _write_held(self) -> None:
+        self._writer.add_lines(self._rank, self._tracebacks.end())
 
     def retire(self) -> None:
         """Let no other rank's lines wait for this one's."""
@@ -141,7 +148,7 @@ class Prefixer:
     def end(self) -> None:
         """Pass on the rest, a last line that has no newline."""
         self._writer.add_lines(self._rank, self._tracebacks.join(self._lines.end()))
-        self._writer.add_lines(self._rank, self._tracebacks.end())
+        self._write_held()
         self.retire()
 
 
@@ -159,7 +166,6 @@ class PassThrough(Prefixer):
         self.waits_for_lines = not is_terminal
         self._held = b""
         self._last_nbytes = 0
-        self._last_taken = 0.0
 
     @property
     def has_room(self) -> bool:
@@ -179,18 +185,13 @@ class PassThrough(Prefixer):
         self._held = data[cut:]
         self._writer.pass_through(data[:cut])
 
-    def write_due(self) -> None:
-        if self.wait_seconds() <= 0:
-            self._write_held()
-
-    def wait_seconds(self) -> float:
-        if not self._held:
-            return math.inf
-        return max(0.0, self._last_taken + QUIET_SECONDS - self._writer.clock())
-
     def end(self) -> None:
         self._write_held()
         self.retire()
+
+    @property
+    def _is_holding(self) -> bool:
+        return bool(self._held)
 
     def _write_held(self) -> None:
         held, self._held = self._held, b""
