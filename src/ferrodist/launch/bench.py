@@ -30,7 +30,7 @@ from ferrodist.launch.chart import Point, line_chart
 from ferrodist.launch.machine import describe_machine, measure_load, usable_cores
 
 Array = np.ndarray[Any, Any]
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 Result = dict[str, Any]
 
 KB, MB = 1 << 10, 1 << 20
@@ -224,7 +224,7 @@ def _time_call(backend: ferrodist.Backend, call: str, nbytes: int) -> list[float
     return [seconds / 2 for seconds in times] if call == "send_recv" else times
 
 
-def _time(function: Call, repeats: int) -> list[float]:
+def _time(function: TimedCall, repeats: int) -> list[float]:
     clock = time.perf_counter
     times = []
     for _ in range(repeats):
@@ -253,7 +253,7 @@ def lengths(call: str, nbytes: int, world: int) -> tuple[int, int]:
     return count, count // world if call == "reduce_scatter" else count
 
 
-def make_calls(backend: ferrodist.Backend, x: Array, out: Array) -> dict[str, Call]:
+def make_calls(backend: ferrodist.Backend, x: Array, out: Array) -> dict[str, TimedCall]:
     """Return the calls on these arrays by name; each leaves its result in ``out``."""
     is_root, peer = backend.rank == 0, 1 - backend.rank
     at_root, from_root = (out, x) if is_root else (None, None)

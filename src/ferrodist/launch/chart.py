@@ -348,13 +348,13 @@ def _with_axes(lines: list[str], high: str, low: str, end: str) -> list[str]:
 
 # -- progress: a live bar on a terminal, a few plain lines in a log --------------------------------
 
-Report = Callable[[int, float], None]
+ShowProgress = Callable[[int, float], None]
 """Called with the number of steps done and the loss of the last one."""
 
 _LINES_IN_A_LOG = 5
 
 
-def open_progress(console: Console, title: str, steps: int) -> AbstractContextManager[Report]:
+def open_progress(console: Console, title: str, steps: int) -> AbstractContextManager[ShowProgress]:
     """Show progress in the way that suits where the output goes."""
     return (_live if is_live(console) else _plain)(console, title, steps)
 
@@ -366,7 +366,7 @@ def is_live(console: Console) -> bool:
 
 
 @contextmanager
-def _live(console: Console, title: str, steps: int) -> Iterator[Report]:
+def _live(console: Console, title: str, steps: int) -> Iterator[ShowProgress]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -380,7 +380,7 @@ def _live(console: Console, title: str, steps: int) -> Iterator[Report]:
 
 
 @contextmanager
-def _plain(console: Console, title: str, steps: int) -> Iterator[Report]:
+def _plain(console: Console, title: str, steps: int) -> Iterator[ShowProgress]:
     every = max(1, steps // _LINES_IN_A_LOG)
 
     def report(step: int, loss: float) -> None:

@@ -28,7 +28,7 @@ from rich.table import Table
 import ferrodist
 from ferrodist.config import Config
 from ferrodist.launch.bench import write_text
-from ferrodist.launch.chart import Report, line_chart, open_progress, sketch
+from ferrodist.launch.chart import ShowProgress, line_chart, open_progress, sketch
 from ferrodist.launch.machine import count_of_ranks, readable_nbytes
 from ferrodist.launch.main import STOPPED_BY_USER
 from ferrodist.launch.run import run
@@ -212,13 +212,13 @@ def run_rank(backend: ferrodist.Backend, plan: Plan, chart: Path | None, *, as_j
     return bool(outcome["weights_equal"])
 
 
-def _progress(title: str, plan: Plan, is_shown: bool) -> AbstractContextManager[Report]:
+def _progress(title: str, plan: Plan, is_shown: bool) -> AbstractContextManager[ShowProgress]:
     if not is_shown:
         return nullcontext(lambda step, loss: None)
     return open_progress(Console(highlight=False), title, plan.steps)
 
 
-def train(backend: ferrodist.Backend, plan: Plan, report: Report) -> Trained:
+def train(backend: ferrodist.Backend, plan: Plan, report: ShowProgress) -> Trained:
     """Train on one rank, together with the others."""
     points = make_points(plan.seed)
     weights = ferrodist.broadcast(new_weights(plan.seed), backend)
@@ -238,7 +238,7 @@ def train(backend: ferrodist.Backend, plan: Plan, report: Report) -> Trained:
     return Trained(weights, losses, seconds, backend.statistics().sent_nbytes)
 
 
-def train_alone(plan: Plan, report: Report) -> Weights:
+def train_alone(plan: Plan, report: ShowProgress) -> Weights:
     """Train in this process, without ferrodist: all shards of a step, one after the other."""
     points = make_points(plan.seed)
     weights = new_weights(plan.seed)

@@ -56,11 +56,11 @@ class ProcessSpec(NamedTuple):
     inherited: Sequence[int] = ()
 
 
-class _Process(Protocol):
+class _Awaited(Protocol):
     def has_ended(self) -> bool: ...
 
 
-P = TypeVar("P", bound=_Process)
+P = TypeVar("P", bound=_Awaited)
 
 
 class ProcessSet(Generic[P]):
@@ -148,7 +148,7 @@ class WorkerGroup(ProcessSet[Worker]):
         self._status_board = StatusBoard.create(self._node.world_size)
         try:
             with ExitStack() as stack:
-                self._reaper = Reaper(self._rank_specs(specs, attempt, binds, stack))
+                self._reaper = ReaperProcess(self._rank_specs(specs, attempt, binds, stack))
         except BaseException:
             self._selector.close()
             self._status_board.close()
@@ -279,7 +279,7 @@ class WorkerGroup(ProcessSet[Worker]):
             (self.asked if what == "asked" else self.stayed)[pid] = fact
 
 
-class Reaper:
+class ReaperProcess:
     """The process that is the parent of the ranks: ``reaper.py`` says what it does."""
 
     def __init__(self, specs: Sequence[RankSpec]) -> None:

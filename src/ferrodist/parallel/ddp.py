@@ -77,7 +77,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
             bucket_mib = of_torch["bucket_cap_mb"]
         backend = backend_of(backend or of_torch.get("process_group"), "DDP")
         self.module = module
-        self._options = _Options(
+        self._options = _WrapOptions(
             overlap,
             _check_sizes(first_bucket_mib, bucket_mib),
             broadcast_buffers,
@@ -289,7 +289,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 _Named = tuple[str, torch.nn.Parameter]
 
 
-class _Options(NamedTuple):
+class _WrapOptions(NamedTuple):
     """How a module is wrapped, which a copy takes over."""
 
     overlap: bool
@@ -300,7 +300,7 @@ class _Options(NamedTuple):
     ignored: frozenset[str]
 
 
-def _copy(cls: type[DDP], module: torch.nn.Module, options: _Options) -> DDP:
+def _copy(cls: type[DDP], module: torch.nn.Module, options: _WrapOptions) -> DDP:
     copied = cls.__new__(cls)
     torch.nn.Module.__init__(copied)
     copied.module, copied._options = module, options
@@ -343,7 +343,7 @@ def _after_round(
     module: torch.nn.Module,
     shared: replicas.SharedBuffers,
     backend: ferrodist.Backend,
-    options: _Options,
+    options: _WrapOptions,
 ) -> Callable[[int], None]:
     """Return what shares buffers after a round, and compares replicas after every so many.
 

@@ -219,9 +219,9 @@ class IndexShards(Epochs):
     def __iter__(self) -> Iterator[Indices]:
         """Go on from the position at hand; a batch counts as consumed when it is given out."""
         self._go_to(self._skip_end(self._position))
-        return self._walk(self._begin)
+        return self._iterate(self._begin)
 
-    def _walk(self, begin: Position) -> Iterator[Indices]:
+    def _iterate(self, begin: Position) -> Iterator[Indices]:
         epoch, place = begin
         order = self._order(epoch)
         while size := self._batch_size(place):
@@ -403,9 +403,9 @@ class ShardedSampler(Epochs):
         begin = self._skip_end(self._next)
         self._go_to(begin)
         self._next = Position(begin.epoch + 1, 0)
-        return self._walk(begin)
+        return self._iterate(begin)
 
-    def _walk(self, begin: Position) -> Iterator[int]:
+    def _iterate(self, begin: Position) -> Iterator[int]:
         order = self._order(begin.epoch)
         samples = order[begin.consumed :]
         if self.remainder == "pad":

@@ -87,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # types of torch are not
                 got=tuple(x.shape),
             )
 
-    def _track(self, statistics: _Statistics) -> None:
+    def _track(self, statistics: _BatchStatistics) -> None:
         """Bring the running statistics up to date, on every rank by the same numbers."""
         num_values, mean, variance = statistics
         self.num_batches_tracked.add_(1)
@@ -101,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # types of torch are not
             running.copy_(torch.lerp(running.to(new.dtype), new, momentum))
 
 
-class _Statistics(NamedTuple):
+class _BatchStatistics(NamedTuple):
     """Of one batch over all ranks: values per channel, and by channel their mean and variance."""
 
     num_values: float
@@ -109,7 +109,7 @@ class _Statistics(NamedTuple):
     variance: torch.Tensor
 
 
-def _gather_statistics(x: torch.Tensor, group: ferrodist.Backend) -> _Statistics:
+def _gather_statistics(x: torch.Tensor, group: ferrodist.Backend) -> _BatchStatistics:
     wide, channels = torch.promote_types(x.dtype, torch.float32), x.shape[1]
     everybodys = ferrodist.all_gather(_statistics_of(x.to(wide)), group)
     counts, means, squares = everybodys.split([1, channels, channels], dim=1)
@@ -122,7 +122,7 @@ def _gather_statistics(x: torch.Tensor, group: ferrodist.Backend) -> _Statistics
         )
     mean = (counts * means).sum(0) / total
     squares = (squares + counts * (means - mean).square()).sum(0)
-    return _Statistics(total, *(one.to(x.device, wide) for one in (mean, squares / total)))
+    return _BatchStatistics(total, *(one.to(x.device, wide) for one in (mean, squares / total)))
 
 
 def _statistics_of(x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ class _Normalize(torch.autograd.Function):  # type: ignore[misc]  # types of tor
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        statistics: _Statistics,
+        statistics: _BatchStatistics,
         eps: float,
         group: ferrodist.Backend,
     ) -> torch.Tensor:

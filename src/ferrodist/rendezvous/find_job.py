@@ -40,7 +40,7 @@ from ferrodist.rendezvous.job import (
 from ferrodist.rendezvous.launchers import (
     MPI,
     READERS,
-    Reader,
+    JobReader,
     Stale,
     check_plain_agrees,
     read_open_mpi,
@@ -132,7 +132,7 @@ def _find(environ: Environment) -> tuple[Job | None, list[_Other]]:
     return None, []
 
 
-def _read_others(environ: Environment, winner: Job, outer: Sequence[Reader]) -> Iterator[_Other]:
+def _read_others(environ: Environment, winner: Job, outer: Sequence[JobReader]) -> Iterator[_Other]:
     """Say what outer launchers say; nobody depends on them, whatever is wrong there."""
     for read in outer:
         if read is read_plain and winner.launcher in MPI:
@@ -407,4 +407,4 @@ def _why_run_is_stale(environ: Environment, job: Job) -> str:
     )
 
 
-_ALL_READERS: Sequence[Reader] = (read_ferrodist_run, *READERS)
+_ALL_READERS: Sequence[JobReader] = (read_ferrodist_run, *READERS)

@@ -307,10 +307,10 @@ def _why_pmi_is_stale(environ: Environment) -> str:
     )
 
 
-Reader = Callable[[Environment], Job | Stale | None]
+JobReader = Callable[[Environment], Job | Stale | None]
 
 # The innermost first: torchrun may run under srun, hardly the other way round.
-READERS: tuple[Reader, ...] = (
+READERS: tuple[JobReader, ...] = (
     read_torchrun,
     read_open_mpi,
     read_pmix,

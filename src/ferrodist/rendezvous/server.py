@@ -59,14 +59,14 @@ _REQUESTS = (
 )
 
 
-class _Client(NamedTuple):
+class _JoinedRank(NamedTuple):
     """A rank that has joined, and how errors name it."""
 
     channel: Channel
     who: str
 
 
-class _Wait(NamedTuple):
+class _PendingGet(NamedTuple):
     """A client that waits for a value."""
 
     channel: Channel
@@ -89,12 +89,12 @@ class Server(Exchange):
         self._deadline = deadline
         self._hello = MessageKind.ARRIVAL if arena is None else MessageKind.HELLO
         self._selector = selectors.DefaultSelector()
-        self._clients: dict[int, _Client] = {}
+        self._clients: dict[int, _JoinedRank] = {}
         self._refusals: list[str] = []
         self._fatal: DistributedError | None = None
         self._early_exits = errors.EarlyExits(job)
         self._table = StoreTable()
-        self._waits: dict[int, _Wait] = {}
+        self._waits: dict[int, _PendingGet] = {}
         self._have_left: set[int] = set()
         self._roster: dict[int, RosterEntry] = {}
         try:
@@ -251,7 +251,7 @@ class Server(Exchange):
                 self._answer_waits()
             else:
                 seconds, key = unpack_number(SECONDS, message.body)
-                self._waits[rank] = _Wait(channel, key, Deadline(seconds))
+                self._waits[rank] = _PendingGet(channel, key, Deadline(seconds))
                 self._answer_waits()
         except InvalidArgument as error:
             channel.send(MessageKind.REFUSED, str(error).encode()[:1000])
@@ -323,7 +323,7 @@ class Server(Exchange):
         except DistributedError:
             close_files(message.files)
             raise
-        self._clients[rank] = _Client(channel, who)
+        self._clients[rank] = _JoinedRank(channel, who)
         self._acceptor.admit(channel, rank)
         if seconds < self._deadline.remaining():
             self._deadline = Deadline(seconds)

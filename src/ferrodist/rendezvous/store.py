@@ -90,26 +90,28 @@ def gather(store: Store, job: Job, own: bytes, deadline: Deadline) -> list[bytes
     if len(own) > MAX_RECORD:
         raise RendezvousError(f"rank {job.rank} has {len(own)} bytes to tell", rank=job.rank)
     if job.rank != 0:
-        store.set(f"card/{job.rank}", own)
+        store.set(f"address/{job.rank}", own)
         return _read_all(store, job, deadline)
-    others = (store.get(f"card/{rank}", deadline.remaining()) for rank in range(1, job.world_size))
+    others = (
+        store.get(f"address/{rank}", deadline.remaining()) for rank in range(1, job.world_size)
+    )
     values = [own, *others]
     for start in range(0, len(values), _PER_VALUE):
         part = values[start : start + _PER_VALUE]
         packed = (len(value).to_bytes(_LENGTH_NBYTES) + value for value in part)
-        store.set(f"cards/{start}", b"".join(packed))
+        store.set(f"addresses/{start}", b"".join(packed))
     return values
 
 
 def gather_keys(world_size: int) -> list[str]:
     """Return for each rank the key that shows, when it is set, that the rank has gathered."""
-    return ["cards/0", *(f"card/{rank}" for rank in range(1, world_size))]
+    return ["addresses/0", *(f"address/{rank}" for rank in range(1, world_size))]
 
 
 def _read_all(store: Store, job: Job, deadline: Deadline) -> list[bytes]:
     values: list[bytes] = []
     while len(values) < job.world_size:
-        part = store.get(f"cards/{len(values)}", deadline.remaining())
+        part = store.get(f"addresses/{len(values)}", deadline.remaining())
         if not part:
             raise ProtocolError("rank 0 told nothing", rank=0)
         while part:

@@ -25,30 +25,30 @@ from ferrodist.schedules.steps import (
     scratch,
 )
 
-Cells = tuple[Cell, ...]
+CellTuple = tuple[Cell, ...]
 
-_TOKEN: Cells = ()
+_TOKEN: CellTuple = ()
 
 
-def _ask(hub: int, sent: Cells, answer: Cells) -> Iterator[Step]:
+def _ask(hub: int, sent: CellTuple, answer: CellTuple) -> Iterator[Step]:
     # Two steps, not one: an answer may then overwrite what was sent.
     yield Step(send=Send(hub, sent))
     yield Step(recv=Recv(hub, answer))
 
 
-def _collect(hub: int, world: int, cells_for: Callable[[int], Cells]) -> Iterator[Step]:
+def _collect(hub: int, world: int, cells_for: Callable[[int], CellTuple]) -> Iterator[Step]:
     for peer in range(world):
         if peer != hub:
             yield Step(recv=Recv(peer, cells_for(peer)))
 
 
-def _hand_out(hub: int, world: int, cells_for: Callable[[int], Cells]) -> Iterator[Step]:
+def _hand_out(hub: int, world: int, cells_for: Callable[[int], CellTuple]) -> Iterator[Step]:
     for peer in range(world):
         if peer != hub:
             yield Step(send=Send(peer, cells_for(peer)))
 
 
-def _contributions(hub: int, world: int, chunk: int) -> Cells:
+def _contributions(hub: int, world: int, chunk: int) -> CellTuple:
     return tuple(mine(chunk) if rank == hub else scratch(chunk, rank) for rank in range(world))
 
 

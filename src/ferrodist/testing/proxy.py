@@ -66,8 +66,8 @@ class FaultProxy:
         self._links: list[Link] = []
         self._watched: dict[socket.socket, int] = {}
         self._selector = selectors.DefaultSelector()
-        self._alarm, self._bell = socket.socketpair()
-        self._bell.setblocking(False)
+        self._alarm, self._doorbell = socket.socketpair()
+        self._doorbell.setblocking(False)
         self._orders: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]]
         self._orders = queue.SimpleQueue()
         self._rings = 0
@@ -78,7 +78,7 @@ class FaultProxy:
         self._made = self._open = 0
         self._passed: dict[Direction, int] = {"to_target": 0, "from_target": 0}
         self._watch(self._listener, selectors.EVENT_READ, self._accept)
-        self._watch(self._bell, selectors.EVENT_READ, self._hear)
+        self._watch(self._doorbell, selectors.EVENT_READ, self._hear)
         self._thread = threading.Thread(target=self._run, name="ferrodist-proxy", daemon=True)
         self._thread.start()
 
@@ -174,7 +174,7 @@ class FaultProxy:
                 self._changed.notify_all()
             for link in self._links:
                 link.close()
-            for one in (self._listener, self._alarm, self._bell, self._selector):
+            for one in (self._listener, self._alarm, self._doorbell, self._selector):
                 one.close()
 
     def _turn(self) -> None:
@@ -221,7 +221,7 @@ class FaultProxy:
         self._is_closing = True
 
     def _hear(self, _events: int) -> None:
-        self._rings += len(self._bell.recv(4096))
+        self._rings += len(self._doorbell.recv(4096))
 
     def _accept(self, _events: int) -> None:
         try:

@@ -23,7 +23,7 @@ from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Subject, tr
 from ferrodist.launch.machine import count_of_ranks, readable_nbytes
 
 GetLimit = Callable[[int], tuple[int, int]]
-Probe = Callable[[], object]
+KernelCall = Callable[[], object]
 Clock = Callable[[], float]
 
 _CORES, _MEMORY, _FILES = Subject("cores"), Subject("memory"), Subject("files and processes")
@@ -308,14 +308,14 @@ def _unix_socket() -> None:
         probe.listen(1)
 
 
-_NEEDED: Mapping[str, Probe] = {"memfd_create": _memfd, "abstract Unix sockets": _unix_socket}
-_WANTED: Mapping[str, Probe] = {"pidfd_open": _pidfd, "SO_PEERPIDFD": _peer_pidfd}
+_NEEDED: Mapping[str, KernelCall] = {"memfd_create": _memfd, "abstract Unix sockets": _unix_socket}
+_WANTED: Mapping[str, KernelCall] = {"pidfd_open": _pidfd, "SO_PEERPIDFD": _peer_pidfd}
 
 
 def check_kernel(
     context: CheckContext,
-    needed: Mapping[str, Probe] = _NEEDED,
-    wanted: Mapping[str, Probe] = _WANTED,
+    needed: Mapping[str, KernelCall] = _NEEDED,
+    wanted: Mapping[str, KernelCall] = _WANTED,
 ) -> Iterator[Diagnostic]:
     """Try each of the calls for real."""
     missing = {name: error for name, probe in needed.items() if (error := _failure(probe))}
@@ -343,7 +343,7 @@ def check_kernel(
         )
 
 
-def _failure(probe: Probe) -> str:
+def _failure(probe: KernelCall) -> str:
     """Try a call; return what is wrong with it, nothing if it works."""
     try:
         probe()

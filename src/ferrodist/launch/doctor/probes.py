@@ -15,10 +15,10 @@ import sys
 import threading
 from typing import Any
 
-Facts = dict[str, Any]
+Found = dict[str, Any]
 
 
-def probe_torch() -> Facts:
+def probe_torch() -> Found:
     """Try torch: which of its engines it was built with, and which devices it sees."""
     torch = importlib.import_module("torch")
     engines = importlib.import_module("torch.distributed")
@@ -31,7 +31,7 @@ def probe_torch() -> Facts:
     }
 
 
-def probe_mpi4py() -> Facts:
+def probe_mpi4py() -> Found:
     """Start MPI in a world of one."""
     package = importlib.import_module("mpi4py")
     mpi = importlib.import_module("mpi4py.MPI")
@@ -47,18 +47,18 @@ def _short(text: str) -> str:
     return " ".join(text.strip("\0 \n").splitlines()[0].partition(",")[0].split())
 
 
-def probe_jax() -> Facts:
+def probe_jax() -> Found:
     """Import jax; its devices are left alone, for it takes all their memory."""
     return {"version": importlib.import_module("jax").__version__}
 
 
-def probe_cryptography() -> Facts:
+def probe_cryptography() -> Found:
     """Import what makes certificates."""
     importlib.import_module("cryptography.x509")
     return {"version": importlib.import_module("cryptography").__version__}
 
 
-def probe_ranks() -> Facts:
+def probe_ranks() -> Found:
     """Let two ranks add up their numbers, by the backend that the environment names."""
     ferrodist = importlib.import_module("ferrodist")
     totals = ferrodist.run(lambda backend: ferrodist.allreduce(backend.rank + 1.0), 2)
@@ -74,7 +74,7 @@ PROBES = {
 }
 
 
-def try_probe(name: str) -> Facts:
+def try_probe(name: str) -> Found:
     """Return what a probe finds; of an error only what it says."""
     try:
         return PROBES[name]()
