@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import ferrodist
-from ferrodist.parallel.bucket import Bucket, BucketSizes, Hook, Leaf, Steps, allreduce_bucket
+from ferrodist.parallel.bucket import (
+    Bucket,
+    BucketSizes,
+    GradientSpec,
+    Hook,
+    HookSteps,
+    allreduce_bucket,
+)
 from ferrodist.parallel.compression import Compress, PowerSGD, TopK
 from ferrodist.parallel.ddp import DDP
 from ferrodist.parallel.reducer import Reducer
@@ -41,7 +48,9 @@ class Rounds:
         shapes: Sequence[tuple[int, ...]] = SHAPES,
         dtype: Any = torch.float32,
     ) -> None:
-        leaves = [Leaf(f"p{n}", shape, dtype, dtype.itemsize) for n, shape in enumerate(shapes)]
+        leaves = [
+            GradientSpec(f"p{n}", shape, dtype, dtype.itemsize) for n, shape in enumerate(shapes)
+        ]
         sizes = BucketSizes(1 << 20, 1 << 20)
         self.reducer = Reducer(
             leaves, backend, kind="torch", owner="a test", advice="", sizes=sizes, hook=hook
@@ -494,7 +503,7 @@ def test_a_parameter_without_elements_is_no_trouble(world, name):
 
 
 def test_a_hook_of_your_own_is_a_function_of_the_bucket(world):
-    def reduce_in_double(bucket: Bucket) -> Steps:
+    def reduce_in_double(bucket: Bucket) -> HookSteps:
         wire = bucket.array.double()
         yield ferrodist.allreduce(wire, bucket.backend, op=bucket.op, out=wire, async_op=True)
         bucket.array.copy_(wire)

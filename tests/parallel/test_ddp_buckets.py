@@ -13,8 +13,8 @@ from ferrodist.parallel.bucket import (
     MIB,
     Bucket,
     BucketSizes,
-    Leaf,
-    Steps,
+    GradientSpec,
+    HookSteps,
     allreduce_bucket,
     lay_out,
 )
@@ -24,8 +24,8 @@ from training import bits, fill, mlp, normed, same_bits, squares, train
 EACH = {"first_bucket_mib": 1e-6, "bucket_mib": 1e-6}  # a bucket per parameter
 
 
-def leaves(*nbytes: int, dtype: str = "float32") -> list[Leaf]:
-    return [Leaf(f"leaf{n}", (size // 4,), dtype, 4) for n, size in enumerate(nbytes)]
+def leaves(*nbytes: int, dtype: str = "float32") -> list[GradientSpec]:
+    return [GradientSpec(f"leaf{n}", (size // 4,), dtype, 4) for n, size in enumerate(nbytes)]
 
 
 def test_a_bucket_is_closed_by_the_leaf_that_fills_it():
@@ -217,7 +217,7 @@ def test_buckets_start_in_one_order_whatever_the_order_of_gradients():
     def body(backend: ferrodist.Backend) -> Any:
         started: list[int] = []
 
-        def hook(bucket: Bucket) -> Steps:
+        def hook(bucket: Bucket) -> HookSteps:
             started.append(bucket.index)
             return allreduce_bucket(bucket)
 
@@ -237,7 +237,7 @@ def test_the_first_bucket_is_sent_while_backward_still_runs():
     def body(backend: ferrodist.Backend) -> list[str]:
         events: list[str] = []
 
-        def hook(bucket: Bucket) -> Steps:
+        def hook(bucket: Bucket) -> HookSteps:
             events.append(f"start {bucket.index}")
             work = ferrodist.allreduce(
                 bucket.array, backend, "mean", out=bucket.array, async_op=True
@@ -269,7 +269,7 @@ def test_the_first_bucket_is_sent_while_backward_still_runs():
 
 
 def test_a_hook_that_yields_nothing_is_fine():
-    def hook(bucket: Bucket) -> Steps:
+    def hook(bucket: Bucket) -> HookSteps:
         ferrodist.allreduce(bucket.array, bucket.backend, bucket.op, out=bucket.array)
         yield from ()
 
@@ -283,7 +283,7 @@ def test_a_hook_that_yields_nothing_is_fine():
 
 
 def test_a_hook_may_take_several_calls():
-    def halves(bucket: Bucket) -> Steps:
+    def halves(bucket: Bucket) -> HookSteps:
         middle = len(bucket.array) // 2
         for part in (bucket.array[:middle], bucket.array[middle:]):
             result = yield ferrodist.allreduce(

@@ -26,7 +26,7 @@ import ferrodist
 MIB = 1 << 20
 
 
-class Leaf(NamedTuple):
+class GradientSpec(NamedTuple):
     """One gradient: its name, its shape, and what ``backend.empty`` is to make for it.
 
     ``strides``, as torch counts them, where its elements are not in C order.
@@ -68,7 +68,9 @@ class BucketLayout(NamedTuple):
     size: int
 
 
-def lay_out(leaves: Sequence[Leaf], order: Sequence[int], sizes: BucketSizes) -> list[BucketLayout]:
+def lay_out(
+    leaves: Sequence[GradientSpec], order: Sequence[int], sizes: BucketSizes
+) -> list[BucketLayout]:
     """Fill buckets in the order in which leaves become ready, and list them in that order too.
 
     A bucket is closed by the leaf that fills it. It is ready with its last leaf, so that is what
@@ -89,7 +91,7 @@ def lay_out(leaves: Sequence[Leaf], order: Sequence[int], sizes: BucketSizes) ->
     return [_layout(leaves, one) for one in sorted(buckets, key=lambda one: place[one[-1]])]
 
 
-def _layout(leaves: Sequence[Leaf], numbers: Sequence[int]) -> BucketLayout:
+def _layout(leaves: Sequence[GradientSpec], numbers: Sequence[int]) -> BucketLayout:
     starts, size = [], 0
     for number in numbers:
         starts.append(size)
@@ -100,10 +102,10 @@ def _layout(leaves: Sequence[Leaf], numbers: Sequence[int]) -> BucketLayout:
 # -- buckets ---------------------------------------------------------------------------------------
 
 
-Steps = Generator[ferrodist.Work[Any], Any, None]
+HookSteps = Generator[ferrodist.Work[Any], Any, None]
 """What reduces a bucket: it yields calls in flight and is sent the result of each."""
 
-Hook = Callable[["Bucket"], Steps]
+Hook = Callable[["Bucket"], HookSteps]
 """A function of a bucket that leaves in ``bucket.array`` what all ranks have, reduced by ``op``."""
 
 
@@ -111,7 +113,11 @@ class BucketMemory:
     """An array of shared memory, where there is such, and the views of what is in it."""
 
     def __init__(
-        self, layout: BucketLayout, leaves: Sequence[Leaf], backend: ferrodist.Backend, kind: str
+        self,
+        layout: BucketLayout,
+        leaves: Sequence[GradientSpec],
+        backend: ferrodist.Backend,
+        kind: str,
     ) -> None:
         self.array = backend.zeros(layout.size + len(layout.leaves) + 1, layout.dtype, kind)
         self.gradients = self.array[: layout.size]
@@ -122,7 +128,7 @@ class BucketMemory:
         }
 
 
-def _view(array: Any, start: int, leaf: Leaf) -> Any:
+def _view(array: Any, start: int, leaf: GradientSpec) -> Any:
     part = array[start : start + leaf.size]
     if leaf.strides is None:
         return part.reshape(leaf.shape)
@@ -141,7 +147,7 @@ class Bucket:
         self,
         index: int,
         layout: BucketLayout,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[GradientSpec],
         backend: ferrodist.Backend,
         kind: str,
     ) -> None:
@@ -157,7 +163,7 @@ class Bucket:
         self.weight = 0.0  # that of all ranks together, after a round
         self._weight: float | None = None
         self._divisor: float | None = None
-        self._steps: Steps | None = None
+        self._steps: HookSteps | None = None
         self._work: ferrodist.Work[Any] | None = None
 
     def use(self, memory: BucketMemory) -> None:
@@ -245,14 +251,14 @@ class Bucket:
             work.is_asked = True  # by the round, or that has failed already, of something else
 
 
-def allreduce_bucket(bucket: Bucket) -> Steps:
+def allreduce_bucket(bucket: Bucket) -> HookSteps:
     """Reduce a bucket as it is: one call, in place."""
     yield ferrodist.allreduce(
         bucket.array, bucket.backend, op=bucket.op, out=bucket.array, async_op=True
     )
 
 
-def allreduce_at_once(bucket: Bucket) -> Steps:
+def allreduce_at_once(bucket: Bucket) -> HookSteps:
     """Do the same, in a call that blocks."""
     ferrodist.allreduce(bucket.array, bucket.backend, op=bucket.op, out=bucket.array)
     yield from ()

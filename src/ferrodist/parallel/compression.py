@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 import ferrodist
-from ferrodist.parallel.bucket import Bucket, Steps, allreduce_bucket
+from ferrodist.parallel.bucket import Bucket, HookSteps, allreduce_bucket
 
 # -- 16-bit floats ---------------------------------------------------------------------------------
 #
@@ -56,7 +56,7 @@ class Compress:
     def __reduce__(self) -> tuple[Any, ...]:
         return Compress, (self._name,)
 
-    def __call__(self, bucket: Bucket) -> Steps:
+    def __call__(self, bucket: Bucket) -> HookSteps:
         """Reduce a bucket: one call."""
         if bucket.array.dtype not in (torch.float32, torch.float64):
             return allreduce_bucket(bucket)
@@ -79,13 +79,13 @@ class _Wire:
             self.shift = max(-_MAX_SHIFT, min(shift, _MAX_SHIFT))
 
 
-def _reduce_rounded(bucket: Bucket, wire: _Wire) -> Steps:
+def _reduce_rounded(bucket: Bucket, wire: _Wire) -> HookSteps:
     wire.array.copy_(bucket.gradients)
     yield _allreduce(bucket, [wire.array, bucket.tail])
     bucket.gradients.copy_(wire.array)
 
 
-def _reduce_scaled(bucket: Bucket, wire: _Wire) -> Steps:
+def _reduce_scaled(bucket: Bucket, wire: _Wire) -> HookSteps:
     if wire.shift is None:
         yield from allreduce_bucket(bucket)
         wire.learn_shift(_largest(bucket.gradients))
@@ -155,7 +155,7 @@ class TopK:
     def __reduce__(self) -> tuple[Any, ...]:
         return TopK, (self._ratio,)
 
-    def __call__(self, bucket: Bucket) -> Steps:
+    def __call__(self, bucket: Bucket) -> HookSteps:
         """Reduce a bucket."""
         if bucket.array.dtype not in (torch.float32, torch.float64):
             return allreduce_bucket(bucket)
@@ -179,7 +179,7 @@ class _State:
         self.tails = new((num_ranks, len(bucket.tail)), dtype, "torch")
 
 
-def _reduce(bucket: Bucket, state: _State) -> Steps:
+def _reduce(bucket: Bucket, state: _State) -> HookSteps:
     rank = bucket.backend.rank
     bucket.gradients += state.error
     largest = bucket.gradients.abs().topk(state.num_sent, sorted=False).indices
@@ -259,7 +259,7 @@ class PowerSGD:
     def __reduce__(self) -> tuple[Any, ...]:
         return _power_sgd, (self._rank, self._seed)
 
-    def __call__(self, bucket: Bucket) -> Steps:
+    def __call__(self, bucket: Bucket) -> HookSteps:
         """Reduce a bucket."""
         if bucket.array.dtype not in (torch.float32, torch.float64):
             return allreduce_bucket(bucket)
@@ -319,7 +319,7 @@ class _LowRankState:
         return [bucket.tail, *(bucket.gradients[place] for place in self._others)]
 
 
-def _reduce_low_rank(bucket: Bucket, state: _LowRankState) -> Steps:
+def _reduce_low_rank(bucket: Bucket, state: _LowRankState) -> HookSteps:
     gradients = [matrix.gradient_in(bucket) for matrix in state.matrices]
     for matrix, gradient, left in zip(state.matrices, gradients, state.left, strict=True):
         gradient += matrix.error

@@ -18,7 +18,7 @@ from ferrodist.arrays import InputArray, as_input, flatten, new_result
 from ferrodist.arrays.library import numpy_dtype
 from ferrodist.buffer import Buffer, DType
 from ferrodist.parallel import backend_of
-from ferrodist.parallel.bucket import MIB, BucketSizes, Leaf
+from ferrodist.parallel.bucket import MIB, BucketSizes, GradientSpec
 from ferrodist.parallel.reducer import Reducer, drifted_ranks
 
 Array = np.ndarray[Any, Any]
@@ -72,14 +72,14 @@ class _Slot(NamedTuple):
     def __str__(self) -> str:
         return f"{self.dtype.label}{list(self.shape)}"
 
-    def leaf(self, *, widened: bool) -> Leaf:
+    def leaf(self, *, widened: bool) -> GradientSpec:
         """Say how it travels: complex numbers as pairs of real ones, 16 bits as 32 if asked."""
         dtype, shape = self.dtype, self.shape
         if dtype.is_complex:
             dtype, shape = _REAL_PARTS[dtype], (*shape, 2)
         if dtype.is_half and widened:
             dtype = DType.FLOAT32
-        return Leaf(self.path, shape, dtype.label, dtype.itemsize)
+        return GradientSpec(self.path, shape, dtype.label, dtype.itemsize)
 
 
 class DataParallel:

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 import ferrodist
-from ferrodist.parallel.bucket import Bucket, BucketSizes, Hook, Leaf, Memories
+from ferrodist.parallel.bucket import Bucket, BucketSizes, GradientSpec, Hook, Memories
 from ferrodist.parallel.reducer import Reducer
 from ferrodist.parallel.replicas import DDP_ADVICE, is_dense
 from ferrodist.parallel.sparse import SparseGradients
@@ -360,8 +360,10 @@ class Gradients:
         return self._reducer.leaves[number].name
 
 
-def _leaf_of(name: str, parameter: torch.nn.Parameter) -> Leaf:
+def _leaf_of(name: str, parameter: torch.nn.Parameter) -> GradientSpec:
     """Describe a gradient, in the layout that autograd wants it in."""
     is_turned = is_dense(parameter) and not parameter.is_contiguous()
     strides = parameter.stride() if is_turned else None
-    return Leaf(name, tuple(parameter.shape), parameter.dtype, parameter.element_size(), strides)
+    return GradientSpec(
+        name, tuple(parameter.shape), parameter.dtype, parameter.element_size(), strides
+    )

@@ -21,8 +21,8 @@ from ferrodist.parallel.bucket import (
     MIB,
     Bucket,
     BucketSizes,
+    GradientSpec,
     Hook,
-    Leaf,
     allreduce_at_once,
     allreduce_bucket,
     lay_out,
@@ -40,7 +40,7 @@ class Reducer:
 
     def __init__(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[GradientSpec],
         backend: ferrodist.Backend,
         *,
         kind: str,

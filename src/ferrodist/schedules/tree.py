@@ -32,7 +32,7 @@ from ferrodist.schedules.steps import (
 )
 
 
-class Node(NamedTuple):
+class TreePlace(NamedTuple):
     """Where a rank stands in the tree."""
 
     parent: int | None
@@ -41,19 +41,19 @@ class Node(NamedTuple):
     """The ranks of the subtree, this one first."""
 
 
-def node(rank: int, world: int, root: int) -> Node:
+def node(rank: int, world: int, root: int) -> TreePlace:
     """Find a rank's parent, children and subtree."""
     place = (rank - root) % world
     reach = place & -place or world
     distances = [1 << bit for bit in range(world.bit_length()) if 1 << bit < reach]
-    return Node(
+    return TreePlace(
         parent=(root + place - reach) % world if place else None,
         children=tuple((rank + far) % world for far in distances if place + far < world),
         below=tuple((root + p) % world for p in range(place, min(place + reach, world))),
     )
 
 
-def tokens_up(here: Node) -> Iterator[Step]:
+def tokens_up(here: TreePlace) -> Iterator[Step]:
     """Tell the root that all have come."""
     for child in here.children:
         yield Step(recv=Recv(child))
@@ -61,7 +61,7 @@ def tokens_up(here: Node) -> Iterator[Step]:
         yield Step(send=Send(here.parent))
 
 
-def down(here: Node, received: tuple[Cell, ...], sent: tuple[Cell, ...]) -> Iterator[Step]:
+def down(here: TreePlace, received: tuple[Cell, ...], sent: tuple[Cell, ...]) -> Iterator[Step]:
     """Pass the same cells to the whole tree; no cells make a token."""
     if here.parent is not None:
         yield Step(recv=Recv(here.parent, received))
@@ -69,7 +69,7 @@ def down(here: Node, received: tuple[Cell, ...], sent: tuple[Cell, ...]) -> Iter
         yield Step(send=Send(child, sent))
 
 
-def _reduce_up(here: Node, into: Cell) -> Generator[Step, None, Cell]:
+def _reduce_up(here: TreePlace, into: Cell) -> Generator[Step, None, Cell]:
     """Reduce the children's results behind the rank's own input; return where the reduction is."""
     held = mine(0)
     for child in here.children:

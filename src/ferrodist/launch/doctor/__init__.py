@@ -19,15 +19,7 @@ from ferrodist.errors import (
     ProtocolError,
     RendezvousError,
 )
-from ferrodist.launch.doctor.engines import check_engines, check_environment
-from ferrodist.launch.doctor.host import (
-    check_clock,
-    check_cores,
-    check_kernel,
-    check_limits,
-    check_memory,
-)
-from ferrodist.launch.doctor.network import check_interfaces, check_names, check_ports
+from ferrodist.launch.doctor import engines, host, network
 from ferrodist.launch.doctor.peer import (
     BETWEEN,
     Listener,
@@ -52,16 +44,16 @@ from ferrodist.rendezvous.job import Endpoint, number, try_endpoint
 
 DEFAULT_PORT = 29500  # what most launchers make MASTER_PORT
 CHECKS: Mapping[str, Check] = {
-    "environment": check_environment,
-    "interfaces": check_interfaces,
-    "names": check_names,
-    "ports": check_ports,
-    "cores": check_cores,
-    "memory": check_memory,
-    "files and processes": check_limits,
-    "kernel": check_kernel,
-    "clock": check_clock,
-    "engines": check_engines,
+    "environment": engines.check_environment,
+    "interfaces": network.check_interfaces,
+    "names": network.check_names,
+    "ports": network.check_ports,
+    "cores": host.check_cores,
+    "memory": host.check_memory,
+    "files and processes": host.check_limits,
+    "kernel": host.check_kernel,
+    "clock": host.check_clock,
+    "engines": engines.check_engines,
 }
 _ADVICE = {
     errno.ETIMEDOUT: "a firewall drops it, there or on the way: open the port; or the host is down",
