@@ -84,9 +84,7 @@ def line_chart(
     plot = _Plot(x_axis, y_axis, left, _TITLE + _ROW * num_rows)
     parts = _frame(plot, title, x_label, y_label)
     for entry, one in zip(legend, runs, strict=True):
-        parts += _legend_entry(entry)
-        parts += [_line(plot, entry, run) for run in one]
-        parts += _dots(plot, entry, one)
+        parts += _series(plot, entry, one)
     if not drawn:
         parts.append(_text("no data", (plot.left + plot.right) / 2, plot.top + _PLOT_HEIGHT / 2))
     return _document(parts, title, plot.bottom + _BOTTOM)
@@ -142,15 +140,6 @@ def _legend(names: Iterable[str], left: float) -> list[_Entry]:
     return entries
 
 
-def _legend_entry(entry: _Entry) -> list[str]:
-    y = _TITLE + _ROW * entry.row
-    end = entry.left + _SAMPLE
-    return [
-        f'<path class="line" {_stroke(entry)} d="M{entry.left:.1f} {y}H{end:.1f}"/>',
-        _text(entry.name, end + 8, y + 4, "start"),
-    ]
-
-
 def _frame(plot: _Plot, title: str, x_label: str, y_label: str) -> list[str]:
     """Draw everything that is not a series: the words, the grid, the axes."""
     middle = (plot.top + plot.bottom) / 2
@@ -172,24 +161,22 @@ def _frame(plot: _Plot, title: str, x_label: str, y_label: str) -> list[str]:
     return parts
 
 
-def _line(plot: _Plot, entry: _Entry, run: list[Point]) -> str:
-    path = "L".join(f"{plot.x(x):.1f} {plot.y(y):.1f}" for x, y in run)
-    return f'<path class="line" {_stroke(entry)} d="M{path}"/>'
-
-
-def _dots(plot: _Plot, entry: _Entry, runs: list[list[Point]]) -> list[str]:
-    """Mark the points where they are few, and those that no line goes through."""
-    is_sparse = sum(map(len, runs)) <= _MOST_DOTS
-    return [
-        f'<circle cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="3" fill="{entry.colour}"/>'
-        for run in runs
-        if is_sparse or len(run) == 1
-        for x, y in run
+def _series(plot: _Plot, entry: _Entry, runs: list[list[Point]]) -> list[str]:
+    """Draw the sample in the legend, the lines, and dots where points are few or by themselves."""
+    stroke = f'stroke="{entry.colour}" stroke-dasharray="{entry.dash}"'
+    level, end = _TITLE + _ROW * entry.row, entry.left + _SAMPLE
+    parts = [
+        f'<path class="line" {stroke} d="M{entry.left:.1f} {level}H{end:.1f}"/>',
+        _text(entry.name, end + 8, level + 4, "start"),
     ]
-
-
-def _stroke(entry: _Entry) -> str:
-    return f'stroke="{entry.colour}" stroke-dasharray="{entry.dash}"'
+    is_sparse = sum(map(len, runs)) <= _MOST_DOTS
+    for run in runs:
+        places = [(f"{plot.x(x):.1f}", f"{plot.y(y):.1f}") for x, y in run]
+        path = "L".join(f"{x} {y}" for x, y in places)
+        parts.append(f'<path class="line" {stroke} d="M{path}"/>')
+        for x, y in places if is_sparse or len(run) == 1 else ():
+            parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{entry.colour}"/>')
+    return parts
 
 
 def _text(text: str, x: float, y: float, anchor: str = "middle", more: str = "") -> str:
