@@ -536,7 +536,7 @@ def test_an_old_conversation_cannot_be_used_again():
     with connected(jobs[0]) as link:
         link.send(MessageKind.GREETING, greeting)
         theirs = run_steps(link.receive(MessageKind.GREETING), link, Deadline(10)).body
-        old_proof = handshake._prove(jobs[1], b"gues", greeting, theirs)
+        old_proof = handshake._prove(jobs[1], b"clie", greeting, theirs)
     with connected(jobs[0]) as link:
         link.send(MessageKind.GREETING, greeting)
         run_steps(link.receive(MessageKind.GREETING), link, Deadline(10))

@@ -4,8 +4,8 @@
     client                                    server
     GREETING: nonce, rank, size, version  ->
                                           <-  GREETING: the same of the server
-                                          <-  PROOF: HMAC("host", both greetings, job)
-    PROOF: HMAC("gues", both greetings, job)  ->
+                                          <-  PROOF: HMAC("serv", both greetings, job)
+    PROOF: HMAC("clie", both greetings, job)  ->
                                           <-  WELCOME
 
 A proof covers the role, all that both sides have said (their ranks too) and the job's name, so it
@@ -42,7 +42,7 @@ logger = logging.getLogger("ferrodist")
 
 _GREETING = struct.Struct("!32sII32s")
 # What the keys are for; of one length, like all in an HMAC but the job's name.
-_LINK, _TO_SERVER, _TO_CLIENT = b"link", b"toho", b"togu"
+_LINK, _TO_SERVER, _TO_CLIENT = b"link", b"tose", b"tocl"
 
 _MAX_STRANGERS = 64  # pending connections beyond those that are expected
 _MAX_ACCEPTED_AT_ONCE = 32  # before others have their turn
@@ -60,7 +60,7 @@ class Purpose(NamedTuple):
     client: bytes
 
 
-MEETING = Purpose(b"host", b"gues")
+MEETING = Purpose(b"serv", b"clie")
 MESH = Purpose(b"answ", b"call")
 
 
