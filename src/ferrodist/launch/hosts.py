@@ -92,11 +92,7 @@ def find_remote(
     passed_on: Sequence[str],
     script: Sequence[str],
 ) -> Remote:
-    """Return what to run on which hosts; ``sizes`` is what -n says, None if nothing.
-
-    Raises:
-        click.UsageError: if options are missing or contradict each other.
-    """
+    """Return what to run on which hosts; ``sizes`` is what -n says, None if nothing."""
     if options.hosts is not None and options.hostfile is not None:
         raise click.UsageError("--hosts and --hostfile exclude each other")
     given = {
@@ -157,11 +153,7 @@ def _endpoint(options: HostOptions, hosts: Sequence[SshHost]) -> Endpoint:
 
 
 def variables_for(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of this process that go to all hosts: ours, and those with these names.
-
-    Raises:
-        InvalidArgument: if one is not set, or is not a name.
-    """
+    """Return the variables that go to all hosts: ours, and those with these names."""
     here = environment()
     for name in names:
         if not _NAME.fullmatch(name):
@@ -173,11 +165,7 @@ def variables_for(names: Sequence[str]) -> dict[str, str]:
 
 
 def ssh_command(option: str | None) -> list[str]:
-    """Return the program that reaches other hosts, and its options.
-
-    Raises:
-        InvalidArgument: if it cannot be split into words.
-    """
+    """Return the program that reaches other hosts, and its options."""
     text = (option or environment().get(variable("ssh")) or "").strip() or DEFAULT_SSH
     try:
         return shlex.split(text)

@@ -100,11 +100,7 @@ def host_options(command: F) -> F:
 
 
 def find_node(options: HostOptions, sizes: tuple[int, ...] | None) -> NodeSpec:
-    """Return which ranks of a job this launcher starts; ``sizes`` None is a rank per core.
-
-    Raises:
-        click.UsageError: if options are missing or contradict each other.
-    """
+    """Return which ranks of a job this launcher starts; ``sizes`` None is a rank per core."""
     if options.ssh is not None or options.export:
         raise click.UsageError("--ssh and --export are for --hosts and --hostfile")
     num_nodes = _num_nodes(options)

@@ -62,11 +62,7 @@ class Choice(NamedTuple):
 
 
 def parse_choice(text: str) -> Choice:
-    """Read a choice as torchrun writes it: '3' for all ranks, or '0:1,1:3' for some.
-
-    Raises:
-        InvalidArgument: if it cannot be read.
-    """
+    """Read a choice as torchrun writes it: '3' for all ranks, or '0:1,1:3' for some."""
     try:
         if ":" not in text:
             return Choice(Which(_parse_number(text, most=3)))
