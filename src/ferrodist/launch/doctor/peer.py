@@ -196,7 +196,7 @@ class Listener:
             told = _exchange_facts(backend, {"sees": seen})
             measured.other_version = told["version"]
             measured.calls_back = self._try_way_back(backend, measured)
-            question = np.zeros(1, np.int64)
+            question = np.zeros(1, np.int64)  # the other half of _ping
             for _ in range(_NUM_PINGS):
                 ferrodist.recv(_CALLER, backend, out=question)
                 ferrodist.send(np.array([time.time_ns()]), _CALLER, backend)
