@@ -100,7 +100,12 @@ def choose_address(pattern: str, towards: str = "") -> tuple[str, str]:
     known = list_interfaces()
     candidates = [one for one in known if matches(pattern, one.name)]
     if pattern and not candidates:
-        raise no_interface(pattern, known)
+        there = ", ".join(map(str, known)) or "none that is up"
+        raise RendezvousError(
+            f"{variable('socket_ifname')}={pattern!r} matches no network interface of this host; "
+            f"there are: {there}",
+            got=pattern,
+        )
     wanted = _try_source(towards)
     if pattern:
         chosen = _best(candidates, wanted, towards)
@@ -115,16 +120,6 @@ def name_of(address: str, known: Sequence[Interface] | None = None) -> str:
     plain = address.partition("%")[0]
     found = (one.name for one in interfaces if one.address.partition("%")[0] == plain)
     return next(found, "lo" if is_loopback(address) else "?")
-
-
-def no_interface(pattern: str, known: Sequence[Interface]) -> RendezvousError:
-    """Make the error for a pattern that no interface matches."""
-    there = ", ".join(map(str, known)) or "none that is up"
-    return RendezvousError(
-        f"{variable('socket_ifname')}={pattern!r} matches no network interface of this host; there "
-        f"are: {there}",
-        got=pattern,
-    )
 
 
 def _try_source(towards: str) -> str | None:
