@@ -82,7 +82,7 @@ pytest_runtest_setup = pytest_runtest_call  # for fixtures
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Give the process that forks the ranks of jobs."""
+    """Give the processes that fork the ranks of jobs."""
     from jobs import Nursery
 
     nursery = Nursery()

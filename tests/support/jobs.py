@@ -1,6 +1,6 @@
 """Jobs: ranks that are processes in the hands of a test, which signals them and talks to them.
 
-A *nursery* is a process that has imported what ranks need and forks them: a job of three ranks
+A *nursery* has processes that have imported what ranks need and fork them: a job of three ranks
 starts in some milliseconds instead of a second. Each rank has a pipe to the test.
 
 The fixtures of tests/conftest.py start jobs: ``start_job(3, fn, **environment)`` on shared memory,
@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
 import secrets
 import select
 import signal
@@ -27,6 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -46,7 +48,8 @@ QUICK = {"FERRODIST_HEARTBEAT": "0.2", "FERRODIST_HEARTBEAT_TIMEOUT": "1"}
 SMALL_PIECES = {"FERRODIST_MESSAGE_NBYTES": "4096", "FERRODIST_CHUNK_NBYTES": "16384"}
 
 BACKENDS = {"shared_memory": SharedMemoryBackend, "tcp": TcpBackend, "hybrid": HybridBackend}
-HEAVY = ("torch", "jax")  # take seconds to import
+HEAVY = ("torch", "torch._dynamo", "jax")  # take seconds to import; optimizers need the second
+NEED_HEAVY = {"torch", "jax", "run_contract"}  # words of a function that uses them
 
 
 _QUIET = ("-W", "ignore:os.fork() was called:RuntimeWarning")  # JAX; ranks use it on their own
@@ -62,14 +65,42 @@ class End(NamedTuple):
 
 
 class Nursery:
-    """Forks ranks; ends with the test process, whatever becomes of that."""
+    """Forks ranks: those that use torch or JAX from a process that has imported both.
+
+    It is large, and a fork copies its page tables: the others start in a third of the time.
+    """
 
     def __init__(self) -> None:
+        self._templates: dict[bool, Template] = {}
+
+    def template_for(self, fn: bytes) -> Template:
+        """Choose the process to fork for a pickled function."""
+        heavy = needs_heavy(fn)
+        if heavy not in self._templates:
+            installed = [name for name in HEAVY if find_spec(name.partition(".")[0])]
+            self._templates[heavy] = Template(installed if heavy else [])
+        return self._templates[heavy]
+
+    def close(self) -> None:
+        for template in self._templates.values():
+            template.close()
+
+
+def needs_heavy(fn: bytes) -> bool:
+    """Guess whether a pickled function imports what takes seconds, itself or with its file."""
+    words = {word.decode() for word in re.findall(rb"\w+", fn)}
+    modules = [vars(sys.modules[word]) for word in words & sys.modules.keys()]
+    return bool(words & NEED_HEAVY) or any(NEED_HEAVY & names.keys() for names in modules)
+
+
+class Template:
+    """A process that forks ranks; ends with the test process, whatever becomes of that."""
+
+    def __init__(self, libraries: Sequence[str]) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with other:
-            heavy = [library for library in HEAVY if library in sys.modules]
-            command = [sys.executable, *_QUIET, __file__, str(other.fileno()), *heavy]
+            command = [sys.executable, *_QUIET, __file__, str(other.fileno()), *libraries]
             self._process = subprocess.Popen(
                 command, pass_fds=[other.fileno()], env=environment, stdin=subprocess.DEVNULL
             )
@@ -152,15 +183,16 @@ class Job:
             world, environment = len(world), environment | hosts
         self.ranks: list[Rank] = []
         self.name = f"test-{os.getpid()}-{secrets.token_hex(8)}"
-        secret = secrets.token_bytes(32)
+        secret, pickled = secrets.token_bytes(32), cloudpickle.dumps(fn)
+        template = nursery.template_for(pickled)
         task = os.memfd_create("test-task")
         try:
-            os.write(task, cloudpickle.dumps((sys.path, cloudpickle.dumps(fn))))
+            os.write(task, cloudpickle.dumps((sys.path, pickled)))
             path = Path(f"/proc/{os.getpid()}/fd/{task}")
             for rank in range(world):
                 ours, theirs = (Connection(one.detach()) for one in socket.socketpair())
                 place = Place(self.name, rank, world, secret)
-                pid = nursery.start(backend, path, place, environment, theirs.fileno())
+                pid = template.start(backend, path, place, environment, theirs.fileno())
                 theirs.close()
                 self.ranks.append(Rank(pid, ours))
             for rank in self.ranks:  # all have read what they are to do
