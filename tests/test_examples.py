@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
+import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+
+from commands import free_port
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -97,46 +101,73 @@ def test_example_shows_what_it_promises(name: str) -> None:
     assert not missing, done.stdout
 
 
+class Terminal(io.StringIO):
+    """A terminal, as far as a program asks."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def be_a_rank(backend: Any, port: int, name: str, *options: str) -> tuple[str, str]:
+    """Run an example in a process that has imported torch, as one of ranks that find each other.
+
+    Returns what it writes to its output and to the terminal.
+    """
+    os.environ.update(RANK=str(backend.rank), WORLD_SIZE=str(backend.world_size))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    sys.argv = [str(EXAMPLES / name), *options]
+    warnings.simplefilter("error")
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(Terminal()) as terminal:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return output.getvalue(), terminal.getvalue()
+
+
+@pytest.fixture
+def run_example(start_job) -> Callable[..., list[tuple[str, str]]]:
+    """Give what runs an example on several ranks: ``run_example(2, "train_gpt.py", ...)``."""
+    pytest.importorskip("torch")
+
+    def run(ranks: int, *command: str) -> list[tuple[str, str]]:
+        port = free_port()
+
+        def body(backend: Any, _: Any) -> tuple[str, str]:
+            import torch  # noqa: F401 -- tells that the rank is forked from a process that has it
+
+            return be_a_rank(backend, port, *command)
+
+        with start_job(ranks, body) as job:
+            return job.results()
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps", "bound"), [("train_mlp.py", "50", 0.001), ("train_gpt.py", "20", 0.01)]
 )
-def test_example_has_the_same_loss_on_any_number_of_ranks(name, steps, bound) -> None:
-    pytest.importorskip("torch")
-    script = [str(EXAMPLES / name), "--steps", steps]
+def test_example_has_the_same_loss_on_any_number_of_ranks(run_example, name, steps, bound) -> None:
     losses = []
-    for command in (script, ["-m", "ferrodist", "run", "-n", "2", *script]):
-        done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=90
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        losses += [float(loss) for loss in re.findall(r"final loss (\S+)", done.stdout)]
+    for ranks in (1, 2):
+        shown = "".join(output for output, _ in run_example(ranks, name, "--steps", steps))
+        losses += [float(loss) for loss in re.findall(r"final loss (\S+)", shown)]
     assert len(losses) == 2
     assert losses[0] == pytest.approx(losses[1], rel=bound)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_training_that_was_stopped_ends_as_if_it_had_not(tmp_path, workers) -> None:
+def test_training_that_was_stopped_ends_as_if_it_had_not(run_example, tmp_path, workers) -> None:
     """It stops in the middle of an epoch and at the end of one, and goes on in other worlds."""
-    pytest.importorskip("torch")
-    script = [str(EXAMPLES / "train_resume.py"), "--workers", workers]
-    resumed = [*script, "--file", str(tmp_path / "my.pt")]
+    script = ("train_resume.py", "--workers", workers)
+    resumed = (*script, "--file", str(tmp_path / "my.pt"))
     shown = []
     for ranks, command in (
-        ("1", script),
-        ("2", [*resumed, "--stop", "17"]),
-        ("3", [*resumed, "--stop", "30"]),
-        ("2", resumed),
+        (1, script),
+        (2, (*resumed, "--stop", "17")),
+        (3, (*resumed, "--stop", "30")),
+        (2, resumed),
     ):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "ferrodist", "run", "-n", ranks, *command],
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        shown.append(done.stdout.strip())
+        shown.append("".join(output for output, _ in run_example(ranks, *command)).strip())
     assert shown[1:3] == ["stopped after step 17 (ranks: 2)", "stopped after step 30 (ranks: 3)"]
     alone, _, _, again = (re.search(r"[\d.]+", text) for text in shown)
     assert float(again[0]) == pytest.approx(float(alone[0]), rel=0.001)
@@ -144,13 +175,18 @@ def test_training_that_was_stopped_ends_as_if_it_had_not(tmp_path, workers) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_mlp.py", "train_gpt.py"])
-def test_example_shows_one_progress_bar_in_a_terminal(name) -> None:
+def test_example_shows_one_progress_bar_in_a_terminal(run_example, name) -> None:
+    shown = "".join(terminal for _, terminal in run_example(2, name, "--steps", "2"))
+    assert shown.count("\r[" + "#" * 30 + "]") == 1, shown
+
+
+@pytest.mark.slow
+def test_what_run_starts_shows_one_progress_bar_in_its_terminal() -> None:
     pytest.importorskip("torch")
     outside, inside = os.openpty()
-    command = [sys.executable, "-m", "ferrodist", "run", "-n", "2", str(EXAMPLES / name)]
-    process = subprocess.Popen(
-        [*command, "--steps", "2"], stdin=inside, stdout=inside, stderr=inside
-    )
+    script = [str(EXAMPLES / "train_mlp.py"), "--steps", "2"]
+    command = [sys.executable, "-m", "ferrodist", "run", "-n", "2", *script]
+    process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside)
     os.close(inside)
     shown = b""
     with process, suppress(OSError), open(outside, "rb", buffering=0) as terminal:
@@ -270,17 +306,11 @@ def is_installed(command: str, environment: dict[str, str]) -> bool:
     return all(shutil.which(name, path=environment["PATH"]) for name in needed)
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_of_a_page_show_what_it_says(path, tmp_path, environment) -> None:
-    page = path.read_text().replace(EXAMPLE_PORT, free_port())
+    page = path.read_text().replace(EXAMPLE_PORT, str(free_port()))
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text)
     for step in steps_of(page):
