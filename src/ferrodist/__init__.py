@@ -35,7 +35,6 @@ from ferrodist.collectives import (
     send,
     sendrecv,
 )
-from ferrodist.collectives.codec import register_type
 from ferrodist.config import DEFAULT, DEFAULT_COLLECTIVE_TIMEOUT, Config
 from ferrodist.errors import (
     AuthenticationError,
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.tcp import TcpBackend
     from ferrodist.backends.threads import SimulatedBackend
+    from ferrodist.collectives.codec import register_type
     from ferrodist.launch.spawn import run
     from ferrodist.parallel.bucket import Bucket
     from ferrodist.parallel.compression import Compress, PowerSGD, TopK
@@ -160,6 +160,7 @@ __all__ = [
 
 _LAZY = {
     "run": "ferrodist.launch.spawn",
+    "register_type": "ferrodist.collectives.codec",
     "SimulatedBackend": "ferrodist.backends.threads",
     "SharedMemoryBackend": "ferrodist.backends.shared_memory",
     "TcpBackend": "ferrodist.backends.tcp",
