@@ -32,7 +32,12 @@ from ferrodist.testing.contract.cases import Rule, covering
 from ferrodist.testing.contract.values import DTYPES, legal_ops
 
 SEED = 0
-WORLDS = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4, 5, 8))]
+slow = pytest.mark.slow
+WORLDS = [
+    2,
+    *(pytest.param(world, marks=slow) for world in (1, 3)),
+    *(pytest.param(world, marks=[slow, pytest.mark.long]) for world in (4, 5, 8)),
+]
 
 
 @functools.cache

@@ -212,9 +212,9 @@ class Job:
     def others(self, *ranks: int) -> list[Rank]:
         return [one for rank, one in enumerate(self.ranks) if rank not in ranks]
 
-    def results(self) -> list[Any]:
+    def results(self, seconds: float = LIMIT) -> list[Any]:
         """Return what all ranks return; raise the first error there was."""
-        ends = [rank.end() for rank in self.ranks]
+        ends = [rank.hear(seconds) for rank in self.ranks]
         failed = [(end.when, rank) for rank, end in enumerate(ends) if end.error is not None]
         for _, rank in sorted(failed):
             ends[rank].error.add_note(f"on rank {rank}\n{ends[rank].trace}")
