@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import os
 import re
@@ -70,6 +71,7 @@ NEEDS = {
     "train_gpt.py": "torch",
     "train_resume.py": "torch",
 }
+OPTAX = "train_jax_optax.py"  # compiles for seconds
 LENGTHS = {"own_backend.py": 240, "train_resume.py": 70}
 
 
@@ -85,8 +87,13 @@ def is_call(node: ast.AST) -> bool:
     return isinstance(node, ast.Call)
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", [name for name in SHOWN if name != OPTAX])
 def test_example_shows_what_it_promises(name: str) -> None:
+    output_of_example(name)
+
+
+def output_of_example(name: str) -> str:
+    """Run an example as a user does, and expect to be shown what it promises."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     runner = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if name.startswith("test_") else []
@@ -99,6 +106,7 @@ def test_example_shows_what_it_promises(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     missing = [words for words in SHOWN[name] if words not in done.stdout]
     assert not missing, done.stdout
+    return done.stdout
 
 
 class Terminal(io.StringIO):
@@ -125,14 +133,13 @@ def be_a_rank(backend: Any, port: int, name: str, *options: str) -> tuple[str, s
 @pytest.fixture
 def run_example(start_job) -> Callable[..., list[tuple[str, str]]]:
     """Give what runs an example on several ranks: ``run_example(2, "train_gpt.py", ...)``."""
-    pytest.importorskip("torch")
 
     def run(ranks: int, *command: str) -> list[tuple[str, str]]:
-        port = free_port()
+        port, library = free_port(), NEEDS[command[0]]
+        pytest.importorskip(library)
 
         def body(backend: Any, _: Any) -> tuple[str, str]:
-            import torch  # noqa: F401 -- tells that the rank is forked from a process that has it
-
+            importlib.import_module(library)  # named here: the rank is forked from who has it
             return be_a_rank(backend, port, *command)
 
         with start_job(ranks, body) as job:
@@ -152,6 +159,16 @@ def test_example_has_the_same_loss_on_any_number_of_ranks(run_example, name, ste
         losses += [float(loss) for loss in re.findall(r"final loss (\S+)", shown)]
     assert len(losses) == 2
     assert losses[0] == pytest.approx(losses[1], rel=bound)
+
+
+@pytest.mark.slow
+def test_example_with_optax_ends_with_the_same_loss_on_one_rank_and_on_two(run_example) -> None:
+    alone = output_of_example(OPTAX)
+    together = "".join(output for output, _ in run_example(2, OPTAX))
+    assert "epoch 30: loss 0.0" in together
+    one, two = (float(shown.rpartition(" ")[2]) for shown in (alone, together))
+    assert one < 0.01
+    assert abs(two - one) < 0.01 * one
 
 
 @pytest.mark.slow

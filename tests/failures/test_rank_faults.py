@@ -121,8 +121,8 @@ def kill_at_some_moment(start: Any, seed: int) -> list[float]:
     "seeds",
     [
         range(5),
-        pytest.param(range(5, 55), marks=pytest.mark.slow),
-        pytest.param(range(55, 200), marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(range(5, 20), marks=pytest.mark.slow),
+        pytest.param(range(20, 200), marks=[pytest.mark.slow, pytest.mark.long]),
     ],
     ids=["few", "many", "most"],
 )

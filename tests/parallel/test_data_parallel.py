@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -23,7 +20,6 @@ from helpers import errors_by_rank
 pytestmark = pytest.mark.timeout(60)
 
 WORLDS = [1, 2, 3, 5]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_jax_optax.py"
 
 
 class Pair(NamedTuple):
@@ -558,20 +554,3 @@ def test_training_with_optax_has_the_bits_of_one_process(world):
     for found in run_ranks(world, body):
         for name in expected:
             assert_same_bits(np.asarray(found[name]), np.asarray(expected[name]))
-
-
-@pytest.mark.slow
-def test_example_ends_with_the_same_loss_on_one_rank_and_on_two():
-    pytest.importorskip("jax")
-    pytest.importorskip("optax")
-
-    def final_loss(*launcher: str) -> float:
-        command = [sys.executable, "-W", "error", *launcher, str(EXAMPLE)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True)
-        assert "epoch 30: loss 0.0" in done.stdout
-        return float(done.stdout.rpartition(" ")[2])
-
-    one = final_loss()
-    two = final_loss("-m", "ferrodist", "run", "-n", "2")
-    assert one < 0.01
-    assert abs(two - one) < 0.01 * one

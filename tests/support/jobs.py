@@ -49,7 +49,7 @@ SMALL_PIECES = {"FERRODIST_MESSAGE_NBYTES": "4096", "FERRODIST_CHUNK_NBYTES": "1
 
 BACKENDS = {"shared_memory": SharedMemoryBackend, "tcp": TcpBackend, "hybrid": HybridBackend}
 HEAVY = ("torch", "torch._dynamo", "jax")  # take seconds to import; optimizers need the second
-NEED_HEAVY = {"torch", "jax", "run_contract"}  # words of a function that uses them
+NEED_HEAVY = {"torch", "jax", "optax", "run_contract"}  # words of a function that uses them
 
 
 _QUIET = ("-W", "ignore:os.fork() was called:RuntimeWarning")  # JAX; ranks use it on their own
