@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -49,7 +50,10 @@ def test_processes_train_as_one_process_bit_for_bit(start_job, num_ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_run_trains_as_one_process_bit_for_bit():
+    """Of its two processes each imports torch; docs/ddp.md shows the same in the short tests."""
+
     def body(_: ferrodist.Backend) -> bool:
         ddp = ferrodist.DDP(mlp(ferrodist.init().rank), **SMALL)
         return same_bits(train(ddp, squares, 3), alone(mlp(), squares, 2, 3))
@@ -156,33 +160,42 @@ def test_a_module_that_differs_is_named_in_processes_too(start_job):
             assert "weight: float32[5, 8]" in str(error)
 
 
+def train_compiled(backend: ferrodist.Backend, make: Any, is_outside: bool) -> Any:
+    """Train without and with torch.compile; return both states and how many graphs that makes."""
+    results = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for compiles in (False, True):
+        module = make(backend.rank)
+        inside = torch.compile(module, backend="aot_eager") if compiles else module
+        ddp = ferrodist.DDP(module if is_outside else inside, backend, **SMALL)
+        model = torch.compile(ddp, backend="aot_eager") if compiles and is_outside else ddp
+        update = OPTIMIZERS["sgd"](module.parameters())
+        for step in range(3):
+            update.zero_grad()
+            squares(model, backend.rank, step).backward()
+            update.step()
+        assert ddp._gradients.num_rounds == 3
+        results.append({name: value.tolist() for name, value in module.state_dict().items()})
+    return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("is_outside", [False, True])
-@pytest.mark.parametrize("make", [mlp, normed])
-def test_compiled_modules_train_in_processes(start_job, make, is_outside):
+def test_compiled_modules_train_in_processes(start_job):
     """The wrapped module is compiled as one graph, with the sending outside of it."""
+    cases = list(itertools.product((mlp, normed), (False, True)))
 
     def body(backend: ferrodist.Backend, _: Any) -> Any:
         warnings.simplefilter("ignore")  # of what torch has to say about itself
-        results = []
-        for compiles in (False, True):
-            module = make(backend.rank)
-            inside = torch.compile(module, backend="aot_eager") if compiles else module
-            ddp = ferrodist.DDP(module if is_outside else inside, backend, **SMALL)
-            model = torch.compile(ddp, backend="aot_eager") if compiles and is_outside else ddp
-            update = OPTIMIZERS["sgd"](module.parameters())
-            for step in range(3):
-                update.zero_grad()
-                squares(model, backend.rank, step).backward()
-                update.step()
-            assert ddp._gradients.num_rounds == 3
-            results.append({name: value.tolist() for name, value in module.state_dict().items()})
-        return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return [train_compiled(backend, *case) for case in cases]
 
     with start_job(2, body) as job:
-        (plain, compiled, num_graphs), (_, other, _) = job.results()
-    assert compiled == other
-    assert num_graphs == 1
-    for name, value in plain.items():
-        found, expected = torch.tensor(compiled[name]), torch.tensor(value)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        first, second = job.results(60)
+    for case, (plain, compiled, num_graphs), (_, other, _) in zip(
+        cases, first, second, strict=True
+    ):
+        assert compiled == other, case
+        assert num_graphs == 1, case
+        for name, value in plain.items():
+            found, expected = torch.tensor(compiled[name]), torch.tensor(value)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

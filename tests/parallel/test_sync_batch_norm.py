@@ -326,8 +326,8 @@ def test_buckets_and_layers_may_come_in_different_orders_on_different_ranks():
 
 
 @pytest.mark.slow
-def test_a_compiled_network_has_the_same_gradients():
-    def body(backend: ferrodist.Backend) -> bool:
+def test_a_compiled_network_has_the_same_gradients(start_job):
+    def body(backend: ferrodist.Backend, _: Any) -> bool:
         found = []
         for compiled in (True, False):
             layers = [nn.Linear(CHANNELS, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]
@@ -337,7 +337,8 @@ def test_a_compiled_network_has_the_same_gradients():
             found.append([p.grad.clone() for p in net.parameters()])
         return all(map(torch.allclose, *found))
 
-    assert ferrodist.run(body, 2, timeout=100) == [True, True]
+    with start_job(2, body) as job:
+        assert job.results(60) == [True, True]
 
 
 def test_a_rank_that_raises_between_layers_is_named_to_those_who_wait(start):
