@@ -957,10 +957,13 @@ def has_module(kind: str) -> bool:
 
 
 @pytest.mark.slow
-def test_step_with_ddp_can_be_measured() -> None:
+@pytest.mark.parametrize(
+    "models", [["small"], pytest.param(DDP_MODELS, marks=pytest.mark.long)], ids=["small", "all"]
+)
+def test_step_with_ddp_can_be_measured(models: Sequence[str]) -> None:
     pytest.importorskip("torch", reason="DDP is for torch's modules")
-    blocks = [make_ddp_block(2, model) for model in DDP_MODELS]
+    blocks = [make_ddp_block(2, model) for model in models]
     part = Part([DDP_ENGINES["ferrodist"]], {2: blocks})
     outcome = run_parts([part], LITTLE, lambda title: None)
     assert outcome.failures == []
-    assert [one.call for one in outcome.results] == [*DDP_STEPS] * len(DDP_MODELS)
+    assert [one.call for one in outcome.results] == [*DDP_STEPS] * len(models)

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from jobs import QUICK
 pytestmark = pytest.mark.timeout(60)
 
 DEFAULT = DefaultTimeout(0.4)  # as the 60 s that nobody chose
-LONG_AFTER = 4  # lines of the log: at 0.2 s, 0.4 s, and then every 0.4 s
+LONG_AFTER = 3  # lines of the log: at 0.2 s, 0.4 s, and then every 0.4 s
 EARLY_LOG = {"FERRODIST_LOG_WAIT_AFTER": "0.2"} | QUICK
 
 
@@ -63,24 +64,31 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_computes_is_waited_for_beyond_the_default(start, name):
-    call = CALLS[name]
+def test_a_rank_that_computes_is_waited_for_beyond_the_default(start):
+    """In jobs that wait at the same time, one for each call."""
 
-    def body(backend, pipe):
-        backend.barrier()
-        backend.timeout = DEFAULT
-        tell_of_waits(pipe)
-        if backend.rank == 2:
-            pipe.recv()
-        return float(call(backend, np.full(3, backend.rank + 1.0))[-1])
+    def body_of(call):
+        def body(backend, pipe):
+            backend.barrier()
+            backend.timeout = DEFAULT
+            tell_of_waits(pipe)
+            if backend.rank == 2:
+                pipe.recv()
+            return float(call(backend, np.full(3, backend.rank + 1.0))[-1])
 
-    with start(3, body, **EARLY_LOG) as job:
-        lines = hear_of_long_wait(job[0], "still waiting for rank 2 in ")
-        assert "rank 2 last call was barrier #1" in lines[-1]
-        job[2].tell()
-        expected = 3.0 if name == "broadcast" else 6.0
-        assert [last_of(rank) for rank in job] == [expected] * 3
+        return body
+
+    with ExitStack() as stack:
+        jobs = {
+            name: stack.enter_context(start(3, body_of(call), **EARLY_LOG))
+            for name, call in CALLS.items()
+        }
+        for name, job in jobs.items():
+            lines = hear_of_long_wait(job[0], "still waiting for rank 2 in ")
+            assert "rank 2 last call was barrier #1" in lines[-1], name
+            job[2].tell()
+            expected = 3.0 if name == "broadcast" else 6.0
+            assert [last_of(rank) for rank in job] == [expected] * 3, name
 
 
 def last_of(rank: Any) -> Any:

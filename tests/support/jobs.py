@@ -49,7 +49,7 @@ SMALL_PIECES = {"FERRODIST_MESSAGE_NBYTES": "4096", "FERRODIST_CHUNK_NBYTES": "1
 
 BACKENDS = {"shared_memory": SharedMemoryBackend, "tcp": TcpBackend, "hybrid": HybridBackend}
 HEAVY = ("torch", "torch._dynamo", "jax")  # take seconds to import; optimizers need the second
-NEED_HEAVY = {"torch", "jax", "optax", "run_contract"}  # words of a function that uses them
+USE_HEAVY = {"torch", "jax", "optax"}  # names in a file, or words in a function, that uses them
 
 
 _QUIET = ("-W", "ignore:os.fork() was called:RuntimeWarning")  # JAX; ranks use it on their own
@@ -87,10 +87,14 @@ class Nursery:
 
 
 def needs_heavy(fn: bytes) -> bool:
-    """Guess whether a pickled function imports what takes seconds, itself or with its file."""
+    """Guess whether a function imports what takes seconds: itself, what it calls, or its file."""
     words = {word.decode() for word in re.findall(rb"\w+", fn)}
-    modules = [vars(sys.modules[word]) for word in words & sys.modules.keys()]
-    return bool(words & NEED_HEAVY) or any(NEED_HEAVY & names.keys() for names in modules)
+    files = [vars(sys.modules[word]) for word in words & sys.modules.keys()]
+    for names in files:
+        for called in words & names.keys():
+            words |= {*getattr(getattr(names[called], "__code__", None), "co_names", ())}
+    uses = {*USE_HEAVY, "run_contract"}
+    return bool(words & uses) or any(names.keys() & USE_HEAVY for names in files)
 
 
 class Template:
