@@ -214,18 +214,27 @@ def _integers(keys: Array, dtype: str, values: str) -> Array:
 
 def _floats(keys: Array, dtype: str, values: str) -> Array:
     bits = MANTISSA_BITS[dtype]
-    fraction = (keys * _SPREAD % np.uint64(1 << bits)).astype(np.float64)
+    numbers = (keys * _SPREAD & np.uint64((1 << bits) - 1)).astype(np.float64)
     mixed = _scramble(keys)
-    sign = np.where(mixed % np.uint64(2) == 0, 1.0, -1.0)
     if values == "tiny":
-        return (sign * fraction * _smallest(dtype)).astype(numpy_dtype(dtype))
-    # Products over eight ranks must stay finite in float16.
-    span, lowest = (2, -1) if dtype in HALVES else (8, -4)
-    exponent = (mixed >> np.uint64(8)) % np.uint64(span)
-    numbers = np.ldexp(sign * (1 + fraction / (1 << bits)), exponent.astype(np.int64) + lowest)
+        numbers *= np.where(mixed & np.uint64(1), -1.0, 1.0) * _smallest(dtype)
+        return numbers.astype(numpy_dtype(dtype))
+    scales = _scales(dtype)
+    which = mixed & np.uint64(1) | mixed >> np.uint64(7) & np.uint64(scales.size - 2)
+    numbers *= 2.0**-bits  # in place, and scales from a table: large arrays are made often
+    numbers += 1
+    numbers *= scales.take(which.view(np.int64))
     if values == "special":
         _put_special(numbers, mixed)
     return numbers.astype(numpy_dtype(dtype))
+
+
+@functools.cache
+def _scales(dtype: str) -> Array:
+    """Return some powers of two, each followed by itself below zero."""
+    # Products over eight ranks must stay finite in float16.
+    span, lowest = (2, -1) if dtype in HALVES else (8, -4)
+    return np.outer(np.ldexp(1.0, np.arange(lowest, lowest + span)), [1.0, -1.0]).ravel()
 
 
 def _smallest(dtype: str) -> float:
