@@ -262,11 +262,15 @@ def check_counts(counts: Counter[str]) -> None:
         assert counts[f"{name} accepted"] < counts[name], name
 
 
-def test_verifier_agrees_with_execution_on_a_sample_of_mutants() -> None:
-    check_counts(judge_all([2, 3, 5], most=4))
+@pytest.mark.parametrize(
+    "worlds", [[2, 3, 5], pytest.param([4, 6, 7], marks=pytest.mark.slow)], ids=str
+)
+def test_verifier_agrees_with_execution_on_a_sample_of_mutants(worlds: list[int]) -> None:
+    check_counts(judge_all(worlds, most=4))
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_verifier_agrees_with_execution_on_many_mutants() -> None:
     counts = judge_all([2, 3, 4, 5, 6, 7], most=40)
