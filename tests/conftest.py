@@ -80,6 +80,16 @@ pytest_runtest_setup = pytest_runtest_call  # for fixtures
 # -- jobs ------------------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of jobs, make test-fast has those on shared memory alone."""
+    for item in items:
+        fixtures = {*getattr(item, "fixturenames", ())}
+        backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend_name")
+        if fixtures & {"start_tcp_job", "start_hybrid_job"} or backend in ("tcp", "hybrid"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Give the processes that fork the ranks of jobs."""

@@ -667,6 +667,7 @@ def test_blocks_over_tcp_have_both_libraries_and_no_variants_of_ours() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_tcp_and_ddp_run_on_the_fewest_ranks_and_with_our_own_library_over_tcp() -> None:
     pytest.importorskip("torch", reason="DDP is for torch's modules")
     wish = Wish(["tcp", "ddp"], ["ferrodist", "mpich"], [4, 2], ["broadcast"], [8])
@@ -695,6 +696,7 @@ def test_busy_part_has_a_hog_per_core_and_twice_as_many_for_one_large_broadcast(
     assert [part.hogs for part in quick] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_hogs_run_while_a_part_is_measured_and_are_gone_at_its_end(
@@ -761,6 +763,7 @@ def test_each_engine_of_ours_asks_for_its_backend(monkeypatch: pytest.MonkeyPatc
     assert asked == ["shared_memory", "tcp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_call_is_measured_and_checked(tmp_path: Path, ranks: int) -> None:
     outcome = run_fakes([fake_engine(tmp_path, "ferrodist")], ranks, COLLECTIVES, [8, 16 * MB])
@@ -864,6 +867,7 @@ def use_fakes(
     return fakes
 
 
+@pytest.mark.slow
 def test_command_measures_all_parts_unless_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -900,6 +904,7 @@ def test_command_measures_all_parts_unless_told_otherwise(
     assert {one["variant"] for one in json.loads(saved.read_text())["results"]} == {"tcp"}
 
 
+@pytest.mark.slow
 def test_command_measures_writes_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

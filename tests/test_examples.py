@@ -87,6 +87,7 @@ def is_call(node: ast.AST) -> bool:
     return isinstance(node, ast.Call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SHOWN if name != OPTAX])
 def test_example_shows_what_it_promises(name: str) -> None:
     output_of_example(name)
@@ -355,6 +356,7 @@ def test_page_has_no_definition_lists_which_are_not_rendered(path) -> None:
     assert re.findall(r"^: .*", text, re.MULTILINE) == []
 
 
+@pytest.mark.slow
 def test_the_short_program_of_the_readme_prints_what_it_says() -> None:
     (program,) = re.findall(r"```python\n(import .*?)```", README.read_text(), re.DOTALL)
     done = subprocess.run(

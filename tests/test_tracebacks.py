@@ -203,6 +203,7 @@ def test_a_test_that_fails_in_two_worlds_says_so_in_less_than_sixty_lines(tmp_pa
     assert not ours_in(text)
 
 
+@pytest.mark.slow
 def test_pytest_hides_our_frames_unless_all_are_asked_for(tmp_path):
     body = """
         import ferrodist

@@ -87,6 +87,7 @@ def reductions(backend: Any, nbytes: int) -> dict[Any, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_every_dtype_and_operation_has_the_bits_of_the_simulated_backend(start_job, nbytes):
     with start_job(3, lambda backend, pipe: reductions(backend, nbytes)) as job:

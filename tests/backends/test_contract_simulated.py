@@ -34,8 +34,7 @@ from ferrodist.testing.contract.values import DTYPES, legal_ops
 SEED = 0
 slow = pytest.mark.slow
 WORLDS = [
-    2,
-    *(pytest.param(world, marks=slow) for world in (1, 3)),
+    *(pytest.param(world, marks=slow) for world in (1, 2, 3)),
     *(pytest.param(world, marks=[slow, pytest.mark.long]) for world in (4, 5, 8)),
 ]
 
@@ -53,6 +52,7 @@ def test_simulated_backend_keeps_the_contract(world: int) -> None:
     assert all(report.is_clean for report in reports), "\n".join(map(str, reports))
 
 
+@pytest.mark.slow
 def test_arrays_that_are_cut_into_pieces_and_segments_come_out_the_same() -> None:
     small = Config(message_nbytes=4096, chunk_nbytes=8192, fuse_nbytes=4096)
     cases = [c for c in cases_of(3) if c.library == "numpy" and max(c.shape, default=0) > 4000]

@@ -113,6 +113,7 @@ def on_threads(number: int, work: Any) -> list[Any]:
 # -- differences -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "number", "environment"),
     [
@@ -369,6 +370,7 @@ def test_groups_of_several_threads_work_at_once(start):
 # -- messages --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "nbytes"),
     [

@@ -148,6 +148,7 @@ os.write(1, f"{backend.rank} {facts} {total}\\n".encode())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_init_makes_what_suits_the_hosts_that_ranks_turn_out_to_be_on(tmp_path, is_apart):
     """Two launchers on this machine, which say that they are on two; ranks find out."""

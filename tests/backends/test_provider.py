@@ -110,6 +110,7 @@ def test_the_example_is_among_the_names_of_backends(installed: Path) -> None:
     assert "'sockets'" in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_on_the_others(installed: Path) -> None:
     done = run_program(
         installed,
@@ -279,6 +280,7 @@ def run(world: int, fn: Callable[[Any], Any], kind: type[ThreadsProvider] = Thre
         return list(threads.map(one, backends, timeout=100))
 
 
+@pytest.mark.slow
 def test_a_provider_of_threads_keeps_the_contract() -> None:
     def body(backend: ProviderBackend) -> Any:
         return run_contract(backend, contract_cases(2, libraries=["numpy"])[::4])

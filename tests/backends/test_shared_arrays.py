@@ -68,6 +68,7 @@ def test_numpy_arrays_of_every_dtype_can_be_made(backend, dtype):
             assert all(holds(backend, one) for one in (x, zeros, same))
 
 
+@pytest.mark.slow
 def test_torch_tensors_of_every_dtype_can_be_made(backend):
     torch = pytest.importorskip("torch", reason="makes torch tensors")
     for dtype in DTYPES:
@@ -290,6 +291,7 @@ def test_shared_arrays_work_in_place(start_job):
         assert job.results() == [[]] * 3
 
 
+@pytest.mark.slow
 def test_torch_tensors_in_shared_memory_need_no_stage(start_job):
     pytest.importorskip("torch", reason="makes torch tensors")
 

@@ -22,7 +22,7 @@ from ferrodist import DistributedError, ReduceOp
 from ferrodist.testing import distinct_values
 from ferrodist.testing.contract.values import DTYPES, can_hold, legal_ops, numpy_dtype, to_library
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 CALLS = (*REDUCTIONS, "broadcast", "all_gather", "gather", "all_to_all")
@@ -125,10 +125,6 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[str, tuple[int, ...]], bo
     "dlpack": (Exporter, lambda dtype, shape: dtype != "bfloat16"),
 }
 RARE = ("bytes", "bytearray", "array", "memoryview")  # hold few dtypes, or few shapes
-MOSTLY_SLOW = [
-    kind if kind in ("numpy", "torch") else pytest.param(kind, marks=pytest.mark.slow)
-    for kind in KINDS
-]
 
 
 def combinations(kind: str, *others: Sequence[str], every: bool) -> Iterator[tuple[Any, ...]]:
@@ -196,7 +192,7 @@ def compare_paths(backend: Any, kind: str, every: bool) -> tuple[int, list[Any]]
     return number, wrong
 
 
-@pytest.mark.parametrize("kind", MOSTLY_SLOW)
+@pytest.mark.parametrize("kind", KINDS)
 def test_both_paths_give_the_same_results(start, kind):
     with start(3, lambda backend, pipe: compare_paths(backend, kind, every=False)) as job:
         for number, wrong in job.results():
@@ -537,7 +533,7 @@ def compare_messages(backend: Any, kind: str, every: bool) -> tuple[int, list[An
     return number, wrong
 
 
-@pytest.mark.parametrize("kind", MOSTLY_SLOW)
+@pytest.mark.parametrize("kind", KINDS)
 def test_both_paths_give_the_same_messages(start, kind):
     with start(2, lambda backend, pipe: compare_messages(backend, kind, every=False)) as job:
         for number, wrong in job.results():

@@ -12,6 +12,7 @@ from ferrodist import BackendClosed, RankLost, SimulatedBackend
 from ferrodist.testing import run_ranks
 
 
+@pytest.mark.slow
 def test_a_finalizer_may_close_a_backend_at_any_moment():
     class Owner:
         def __init__(self, backend):

@@ -378,6 +378,7 @@ def test_a_forked_child_leaves_requests_in_flight_alone(start):
         assert job.results() == [(8, LARGE)] * 2
 
 
+@pytest.mark.slow
 def test_a_program_may_end_with_requests_in_flight(tmp_path):
     import subprocess
     import sys

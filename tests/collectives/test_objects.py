@@ -109,6 +109,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(PLAIN)
 @settings(max_examples=200, deadline=None)
 def test_any_nesting_of_plain_objects_comes_through(value):

@@ -154,6 +154,7 @@ def test_other_algorithms_stay_within_the_bound_of_reordering_and_agree_on_all_r
     assert (error <= limit)[is_finite].all()
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 5),
     st.lists(
@@ -263,6 +264,7 @@ def make_call(call, backend):
     return getattr(ferrodist, kind)(x, backend, **{name: call[name] for name in names})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_thousand_differences_are_all_caught_by_all_ranks(world, seed):

@@ -63,6 +63,7 @@ def test_many_small_collectives_leave_nothing_behind(start, number):
         assert_no_growth([rank.hear(500).result for rank in job])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [{}, pytest.param({"FERRODIST_EXECUTOR": "python", **SMALL_PIECES}, marks=slow)],

@@ -90,6 +90,7 @@ def last_calls(x: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [24, MEGABYTE])
 def test_leaving_right_after_the_last_call_of_a_group_harms_nobody(start, nbytes):
     """Whoever is first out of the last call of a group leaves it at once."""

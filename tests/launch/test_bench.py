@@ -108,6 +108,7 @@ def test_every_rank_gets_the_times_of_the_slowest(
             assert one["bytes_per_second"] == pytest.approx(one["nbytes"] / statistics.median(slow))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", ["shared_memory", "tcp", "hybrid", "simulated"])
 def test_backend_is_measured(backend: str, tmp_path: Path) -> None:
@@ -161,6 +162,7 @@ def test_nothing_measured_is_a_failure() -> None:
     assert "no backend could be measured" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_reason_of_a_backend_that_does_not_run_is_that_of_its_ranks() -> None:
     with pytest.raises(ferrodist.RendezvousError, match="no backend named 'nosuch'"):

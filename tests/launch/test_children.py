@@ -15,7 +15,7 @@ import pytest
 import ferrodist
 from commands import are_gone, children_of, pids_of, run, start
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 # Three children of each rank: a plain one, one in a session of its own, one that was forked twice.
 CHILDREN = """

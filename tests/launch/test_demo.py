@@ -53,6 +53,7 @@ def run_cli(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_json_is_one_object_and_nothing_else(tmp_path: Path, ranks: int) -> None:
     done = run_cli(tmp_path, "demo", "--json", "--steps", "40", "--ranks", str(ranks))
@@ -68,6 +69,7 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path, ranks: int) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_text_has_table_curve_check_and_chart(tmp_path: Path) -> None:
     # FORCE_COLOR is common in CI and must not fill a log with frames of a progress bar.
     done = run_cli(tmp_path, "demo", "--steps", "50", "-n", "2", FORCE_COLOR="1")
@@ -83,6 +85,7 @@ def test_text_has_table_curve_check_and_chart(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "ferrodist-demo.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.slow
 def test_text_without_unicode_does_without_the_curve(tmp_path: Path) -> None:
     done = run_cli(tmp_path, "demo", "--steps", "5", "-n", "1", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
@@ -90,12 +93,14 @@ def test_text_without_unicode_does_without_the_curve(tmp_path: Path) -> None:
     assert "bit for bit: yes" in done.stdout
 
 
+@pytest.mark.slow
 def test_json_draws_a_chart_only_where_asked(tmp_path: Path) -> None:
     done = run_cli(tmp_path, "demo", "--steps", "5", "--json", "--chart", "x.svg")
     assert done.returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["x.svg"]
 
 
+@pytest.mark.slow
 def test_chart_that_cannot_be_written_is_named_after_the_results(tmp_path: Path) -> None:
     done = run_cli(tmp_path, "demo", "--steps", "5", "-n", "1", "--chart", "missing/x.svg")
     assert done.returncode == 1
@@ -202,6 +207,7 @@ def test_gradients_are_the_slopes_of_the_loss() -> None:
         )
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_live_demo_and_gives_the_cursor_back(tmp_path: Path) -> None:
     shown, code = interrupt_in_terminal(tmp_path, after=b"loss 1.")
     assert code == 130
@@ -316,6 +322,7 @@ def test_wrong_options_are_usage_errors(arguments: list[str]) -> None:
     assert arguments[0] in done.output
 
 
+@pytest.mark.slow
 def test_the_program_of_the_demo_runs_under_any_launcher(tmp_path: Path) -> None:
     options = ["-m", "ferrodist.launch.demo", "--steps", "20", "--json"]
     done = run_cli(tmp_path, "run", "-n", "3", *options)

@@ -539,6 +539,7 @@ def test_two_ranks_that_do_not_add_up_are_an_error():
     assert engines._judge_ranks("tcp", engines.Outcome({}, "it hangs")).level == "error"
 
 
+@pytest.mark.slow
 def test_shared_memory_is_tried_for_real():
     outcome = engines._start(CheckContext(), "ranks", 30.0, backend="shared_memory").result()
     assert outcome == engines.Outcome({"is_right": True, "totals": [3.0, 3.0]})
@@ -1225,6 +1226,7 @@ def start(*arguments: str, **environ: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_the_command_looks_at_everything():
     with start("--json", "-n", "2") as process:
         stdout, stderr = process.communicate(timeout=50)

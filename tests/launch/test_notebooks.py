@@ -21,7 +21,7 @@ from jupyter_client import KernelManager
 from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 LIMIT = 60.0  # seconds for a cell or an answer

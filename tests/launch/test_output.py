@@ -797,6 +797,7 @@ for number in range(25_000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffering", [1, -1], ids=["stderr by line", "stderr by buffer"])
 def test_under_load_nothing_is_torn_lost_or_moved(buffering):
     reader = Reader()

@@ -31,7 +31,7 @@ from ferrodist.launch import machine as cores
 from ferrodist.launch import node_spec
 from ferrodist.launch.spawn import RemoteTraceback
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
 @pytest.fixture(autouse=True)

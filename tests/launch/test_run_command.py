@@ -18,7 +18,7 @@ import pytest
 
 from commands import RUN, are_gone, children_of, lines_of, pids_of, run, start
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from ferrodist.launch.output.logs import parse_choice
 from ferrodist.launch.ssh import RankFailed, ReportReader, Started, to_bytes
 from test_run_command import RUN, are_gone, lines_of, pids_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 LIMIT = 50.0
 HOSTS = "127.0.0.1,localhost"

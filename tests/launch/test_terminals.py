@@ -22,7 +22,7 @@ from ferrodist.launch.output.console import console_of_files
 from ferrodist.launch.output.logs import LogFiles
 from small_launcher import launch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 LAUNCHER = Path(small_launcher.__file__)
 

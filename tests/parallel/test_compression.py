@@ -444,6 +444,7 @@ def train_exactly(world: Any) -> list[tuple[list[float], list[Any]]]:
     return results
 
 
+@pytest.mark.slow
 @every_hook
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "explicit"])
 def test_training_is_not_much_worse(world, name, overlap):

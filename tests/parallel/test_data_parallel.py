@@ -529,6 +529,7 @@ def trained_with_optax(average_of_shards: Any, num_steps: int = 5) -> Any:
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_with_optax_has_the_bits_of_one_process(world):
     jax = pytest.importorskip("jax")

@@ -70,6 +70,7 @@ class Checkpointed(nn.Module):
         return self.layers[number](x).tanh()
 
 
+@pytest.mark.slow
 @SIZES
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def dynamo() -> Any:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("name", ["eager", "aot_eager"])
 def test_a_compiled_module_trains(name):

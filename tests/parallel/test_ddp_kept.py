@@ -48,6 +48,7 @@ def test_kept_gradients_stay_what_they_are(way, options):
     assert run_ranks(2, body, timeout=60) == [[True] * 4] * 2
 
 
+@pytest.mark.slow
 def test_kept_gradients_stay_what_they_are_in_processes(start):
     def body(backend: ferrodist.Backend, _: Any) -> list[bool]:
         return tasks(ferrodist.DDP(mlp(), backend), WAYS["itself"], 4)

@@ -17,7 +17,7 @@ from test_ddp_join import COUNTS, loss_of, uneven_alone
 from test_ddp_unused import branches, differently
 from training import MODELS, OPTIMIZERS, alone, batch, mlp, normed, same_bits, squares, train
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def in_bfloat16(module: nn.Module, rank: int, step: int) -> torch.Tensor:

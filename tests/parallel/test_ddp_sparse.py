@@ -75,6 +75,7 @@ def test_sparse_tables_train_as_in_one_process(options):
             torch.testing.assert_close(state[name], value)
 
 
+@pytest.mark.slow
 def test_sparse_tables_train_in_processes(start):
     def body(backend: ferrodist.Backend, _: Any) -> dict[str, Any]:
         warnings.simplefilter("ignore")

@@ -289,6 +289,7 @@ def test_a_network_in_ddp_is_trained_as_by_one_process(counts):
     assert_trained_alike(found, counts)
 
 
+@pytest.mark.slow
 def test_a_network_is_trained_so_by_processes(start):
     def body(backend, _):
         state = train_ddp(backend, (2, 0, 3))

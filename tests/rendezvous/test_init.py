@@ -24,7 +24,7 @@ from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.find_job import run_variables
 from ferrodist.rendezvous.watch import StatusBoard
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 LAUNCHERS = (
     *("FERRODIST_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_"),

@@ -18,7 +18,7 @@ import pytest
 
 from commands import free_port
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "every_launcher.py"

@@ -11,7 +11,7 @@ import pytest
 
 from commands import RUN, free_port, lines_of
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 METHODS = ["spawn", "forkserver"]
 

@@ -170,6 +170,7 @@ def test_the_first_middle_or_last_rank_is_the_busiest_of_every_schedule(world: i
         assert _one_rank(schedule, world, 1 << 20, TCP) >= max(costs) * 0.9
 
 
+@pytest.mark.slow
 def test_large_worlds_are_costed_without_walking_every_rank() -> None:
     for schedule in BUILT_IN:
         fixed, per_byte = line(schedule, 1024, TCP)
