@@ -1226,6 +1226,14 @@ def start(*arguments: str, **environ: str) -> subprocess.Popen:
     )
 
 
+@pytest.fixture
+def no_frameworks(tmp_path: Path) -> dict[str, str]:
+    """Give variables with which programs lack torch and JAX, which a doctor tries for long."""
+    for name in ("torch", "jax"):
+        (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError(name=__name__)")
+    return {"PYTHONPATH": str(tmp_path)}
+
+
 @pytest.mark.slow
 def test_the_command_looks_at_everything():
     with start("--json", "-n", "2") as process:
@@ -1249,12 +1257,12 @@ def test_the_command_looks_at_everything():
 
 
 @pytest.mark.slow
-def test_two_commands_on_one_host_check_both_ways():
-    with start("--listen", "0", "--wait", "40", "--json") as listener:
+def test_two_commands_on_one_host_check_both_ways(no_frameworks):
+    with start("--listen", "0", "--wait", "40", "--json", **no_frameworks) as listener:
         invitation = "".join(iter(listener.stderr.readline, "\n"))
         shown = listener.stderr.readline()
         port, code = re.search(r"--peer \S+:(\d+) --code (\S+)", shown).groups()
-        with start("--peer", f"127.0.0.1:{port}", "--code", code) as peer:
+        with start("--peer", f"127.0.0.1:{port}", "--code", code, **no_frameworks) as peer:
             said, _ = peer.communicate(timeout=50)
         heard = json.loads(listener.communicate(timeout=50)[0])
     assert f":{port}" in invitation
@@ -1267,9 +1275,10 @@ def test_two_commands_on_one_host_check_both_ways():
 
 @pytest.mark.slow
 @needs_hosts
-def test_doctors_of_three_hosts_check_the_ways_to_one_of_them():
+def test_doctors_of_three_hosts_check_the_ways_to_one_of_them(no_frameworks):
     command = [sys.executable, "-m", "ferrodist", "doctor", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["env"] = {**os.environ, **no_frameworks}
     with Hosts(3) as hosts:
         here = [*command, "--listen", f"{hosts[0].address}:0", "--peers", "2"]
         listener = hosts[0].popen(here, **pipes)

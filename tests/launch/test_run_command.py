@@ -645,8 +645,9 @@ def test_what_a_rank_has_started_ends_with_it_though_the_rank_ends_well(script):
         assert are_gone(pids, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 5))]
+)
 def test_no_rank_outlives_a_command_that_is_killed(script, part):
     """Fifty times in all, at any moment from the very start on."""
     path = script("""
