@@ -24,16 +24,19 @@ demo: $(STAMPS)/package
 # Where Python may not write bytecode files every process of a test would compile the package again.
 test test-fast test-long: export PYTHONDONTWRITEBYTECODE =
 
-# Two processes share the tests: the machine this must be quick on has two cores.
-test: $(STAMPS)/test peers
-	$(BIN)/pytest -n 2 --dist worksteal -m "not long"
+# Three processes share the tests: the machine this must be quick on has two cores, and a test that
+# waits for a timeout leaves one to the others.
+PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 
-# More worlds, more repeats, more seeds: some twenty minutes more.
+test: $(STAMPS)/test peers
+	$(PYTEST) -m "not long"
+
+# More worlds, more repeats, more seeds, more combinations: some thirty minutes more.
 test-long: $(STAMPS)/test peers
-	$(BIN)/pytest -n 2 --dist worksteal -m long
+	$(PYTEST) -m long
 
 test-fast: $(STAMPS)/test peers
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # What needs no torch, on every Python of this machine.
 test-pythons: $(addprefix test-python-,$(PYTHONS))
