@@ -36,7 +36,7 @@ test-long: $(STAMPS)/test peers
 	$(PYTEST) -m long
 
 test-fast: $(STAMPS)/test peers
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
 
 # What needs no torch, on every Python of this machine.
 test-pythons: $(addprefix test-python-,$(PYTHONS))

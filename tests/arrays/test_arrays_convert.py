@@ -103,6 +103,7 @@ assert not loaded, loaded
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [NO_FRAMEWORKS, NO_OTHER_FRAMEWORK], ids=["none", "torch"])
 def test_frameworks_are_imported_only_for_their_own_arrays(program: str) -> None:
     if program is NO_OTHER_FRAMEWORK:

@@ -508,6 +508,7 @@ def check_refused(results):
     assert "a list of 3 objects" in first["scatter_object"][1]
 
 
+@pytest.mark.slow
 def test_what_one_rank_refuses_reaches_those_who_wait(start):
     with start(3, refuse_all) as job:
         check_refused(job.results())

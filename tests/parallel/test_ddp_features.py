@@ -152,6 +152,7 @@ def test_a_compiled_module_trains(name):
         torch.testing.assert_close(state[key], value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("dynamo")
 def test_a_wrapped_module_that_is_compiled_trains():
     def body(backend: ferrodist.Backend) -> dict[str, Any]:

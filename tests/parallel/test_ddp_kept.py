@@ -117,6 +117,7 @@ def arrays_made(backend: ferrodist.Backend) -> list[int]:
 # In processes: of ranks that are threads one may still look at another's array.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_who_keeps_nothing_pays_for_nothing(start_job, set_to_none):
     def body(backend: ferrodist.Backend, _: Any) -> int:

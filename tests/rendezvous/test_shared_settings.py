@@ -9,7 +9,7 @@ import pytest
 
 from ferrodist import Config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 PROGRAM = """
 import os
