@@ -62,6 +62,7 @@ def stderr_of(code: str, tmp_path: Path, **environment: str) -> str:
 # -- programs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [

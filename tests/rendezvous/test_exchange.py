@@ -161,6 +161,7 @@ def test_without_torch_it_is_said_what_to_install(agent, monkeypatch):
 # -- MPI -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mpiexec", "options"),
     [(MPICH, []), (OPEN_MPI, ["--oversubscribe", "--bind-to", "none"])],
