@@ -239,12 +239,13 @@ def test_ranks_that_turn_out_to_be_on_one_host_share_memory_alone(network):
 
 
 def test_the_contract_is_kept_on_two_hosts(network):
-    """Every third case: all of them run on pretended hosts."""
+    """Every third case, without one that imports all libraries: those run on pretended hosts."""
     processes = network.run("""
         from ferrodist.testing import contract_cases, run_contract
         backend = ferrodist.init()
         cases = contract_cases(4, seed=7, in_order=False, libraries=["numpy"])
-        report = run_contract(backend, cases[::3])
+        cases = [case for case in cases[::3] if case.detail != "libraries"]
+        report = run_contract(backend, cases)
         say(is_clean=report.is_clean, text=str(report), number=report.num_cases)
     """)
     for facts in network.said.hear(4, 90):
