@@ -44,10 +44,10 @@ def keep_contract(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_tcp_backend_keeps_the_contract(start_tcp_job, world):
     """Arrays of other libraries come through a door that all backends share: in the slow part."""
-    keep_contract(start_tcp_job, world, ["numpy"], {}, every=2 if world == 2 else 1)
+    keep_contract(start_tcp_job, world, ["numpy"], {})
 
 
 @pytest.mark.slow
