@@ -80,12 +80,15 @@ std::vector<std::tuple<bool, int, std::uint64_t, std::uint64_t>> stop_trace(Mesh
 // -- collectives -----------------------------------------------------------------------------------
 
 std::shared_ptr<Plan> new_plan(nb::handle table, nb::handle ranges, nb::handle scratch, std::size_t dtype,
-                               std::size_t op, std::uint64_t divisor, bool is_float32, bool divides_at_end,
+                               std::size_t op, std::uint64_t divisor, bool is_float32, std::optional<std::size_t> last_op,
                                const std::vector<int>& peers) {
-    require(dtype < num_dtypes && op < num_ops && can_reduce(static_cast<DType>(dtype), static_cast<Op>(op)),
-            "this op makes no sense for this dtype");
+    for (const std::size_t one : {op, last_op.value_or(op)}) {
+        require(dtype < num_dtypes && one < num_ops && can_reduce(static_cast<DType>(dtype), static_cast<Op>(one)),
+                "this op makes no sense for this dtype");
+    }
     const View ints = readable(table), spans = readable(ranges), sizes = readable(scratch);
-    const net::Reduction reduction{static_cast<DType>(dtype), static_cast<Op>(op), divisor, is_float32, divides_at_end};
+    const net::Reduction reduction{static_cast<DType>(dtype), static_cast<Op>(op), divisor, is_float32,
+                                   last_op ? std::optional(static_cast<Op>(*last_op)) : std::nullopt};
     return std::make_shared<Plan>(
         std::span(static_cast<const std::int32_t*>(ints.data()), ints.nbytes() / 4),
         std::span(static_cast<const std::uint64_t*>(spans.data()), spans.nbytes() / 8),
@@ -274,7 +277,7 @@ void add_mesh(nb::module_& module) {
 void add_group(nb::module_& module) {
     nb::class_<Plan>(module, "Plan", "The steps of one rank, where its cells lie, and how to reduce.")
         .def(nb::new_(&new_plan), "table"_a, "ranges"_a, "scratch_nbytes"_a, "dtype"_a, "op"_a, "divisor"_a,
-             "is_float32"_a, "divides_at_end"_a, "peers"_a);
+             "is_float32"_a, "last_op"_a.none(), "peers"_a);
     nb::class_<TcpGroup> group(module, "TcpGroup", "Ranks that do collectives over TCP.");
     add_messages(group);
     add_settings(group);

@@ -141,6 +141,47 @@ void narrow_buffer(std::size_t dtype_code, nb::handle into, nb::handle source) {
     run(floats.nbytes(), [&] { narrow(dtype, halves.data(), floats.data(), count); });
 }
 
+DType parse_ordered(std::size_t code) {
+    const DType dtype = parse_dtype(code);
+    if (dtype > DType::float64) {
+        throw nb::type_error("only real numbers have an order");
+    }
+    return dtype;
+}
+
+// Calls `use` with the dtypes and the memory of pairs, of values and of indices, and the number of pairs.
+template <class Use>
+void with_pairs(std::size_t dtype, std::size_t index_dtype, const View& pairs, const View& values, const View& indices,
+                const Use& use) {
+    const DType kinds[] = {parse_ordered(dtype), parse_ordered(index_dtype)};
+    const std::size_t count = count_items(pairs.nbytes(), item_size(DType::pair));
+    if (count != count_items(values.nbytes(), item_size(kinds[0])) ||
+        count != count_items(indices.nbytes(), item_size(kinds[1]))) {
+        refuse("values and indices must be as many as pairs, " + std::to_string(count));
+    }
+    run(pairs.nbytes(), [&] { use(kinds, count); });
+}
+
+void pack_pairs(std::size_t dtype, std::size_t index_dtype, bool is_reversed, nb::handle into, nb::handle first,
+                nb::handle second) {
+    const View pairs = writable(into), values = readable(first), indices = readable(second);
+    with_pairs(dtype, index_dtype, pairs, values, indices, [&](const DType* kinds, std::size_t count) {
+        auto* const keys = static_cast<std::uint64_t*>(pairs.data());
+        pack_keys(kinds[0], is_reversed, keys, values.data(), count);
+        pack_keys(kinds[1], false, keys + 1, indices.data(), count);
+    });
+}
+
+void unpack_pairs(std::size_t dtype, std::size_t index_dtype, bool is_reversed, nb::handle source, nb::handle first,
+                  nb::handle second) {
+    const View pairs = readable(source), values = writable(first), indices = writable(second);
+    with_pairs(dtype, index_dtype, pairs, values, indices, [&](const DType* kinds, std::size_t count) {
+        const auto* const keys = static_cast<const std::uint64_t*>(pairs.data());
+        unpack_keys(kinds[0], is_reversed, values.data(), keys, count);
+        unpack_keys(kinds[1], false, indices.data(), keys + 1, count);
+    });
+}
+
 void use_cpu_level(std::string_view name) {
     if (try_use_cpu_level(name)) {
         return;
@@ -162,6 +203,10 @@ void add_reduce(nb::module_& module) {
                "Convert 16-bit floats to float32.");
     module.def("narrow", &narrow_buffer, "dtype"_a, "into"_a, "source"_a,
                "Round float32 to 16-bit floats, to nearest even.");
+    module.def("pack_pairs", &pack_pairs, "dtype"_a, "index_dtype"_a, "is_reversed"_a, "into"_a, "values"_a,
+               "indices"_a, "Write values and indices as pairs, of which minloc finds the least, or the largest.");
+    module.def("unpack_pairs", &unpack_pairs, "dtype"_a, "index_dtype"_a, "is_reversed"_a, "source"_a, "values"_a,
+               "indices"_a, "Read values and indices back.");
     module.def("cpu_levels", &cpu_levels,
                "Name the variants of the kernels this machine can run, best first.");
     module.def("cpu_level", &cpu_level, "Name the variant of the kernels in use.");

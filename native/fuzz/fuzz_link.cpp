@@ -112,7 +112,8 @@ void make_plan(Script& script) {
     }
     std::iota(scratch.begin(), scratch.end(), script.number());
     const std::vector<int> peers(script.below(4), static_cast<int>(script.below(4)));
-    const net::Reduction reduction{DType::float32, Op::sum, 1, script.one_in(2), script.one_in(2)};
+    const net::Reduction reduction{DType::float32, Op::sum, 1, script.one_in(2),
+                                   script.one_in(2) ? std::optional(Op::mean) : std::nullopt};
     try {
         const net::Plan plan(table, ranges, scratch, reduction, peers);
         for (const net::Instruction& instruction : plan.instructions()) {

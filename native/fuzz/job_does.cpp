@@ -138,7 +138,7 @@ void Job::execute() {
     const std::int32_t table[] = {1, size, 0, 0, 0, 0, 3, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0,
                                   1, with, 1, 0, with, 1, 2, 1, 1, 2, 0, 2, 1, 0};
     const std::uint64_t ranges[] = {0, nbytes, 0, nbytes, 0, nbytes}, scratch[] = {nbytes};
-    const net::Plan plan(table, ranges, scratch, {DType::float32, Op::sum, 1, false, false}, {});
+    const net::Plan plan(table, ranges, scratch, {DType::float32, Op::sum, 1, false, {}}, {});
     const Wait wait(*mesh_);
     const Buffer source(nbytes);
     Buffer target(nbytes);

@@ -234,10 +234,10 @@ Status execute(Group& group, const Plan& plan, const Task& task, const WaitOptio
         segment.narrow_results();
     }
     const Reduction& reduction = plan.reduction();
-    if (reduction.divides_at_end && task.target != nullptr) {
+    if (reduction.last_op && task.target != nullptr) {
         const void* operand = task.target;
-        local_reduce(reduction.dtype, Op::mean, task.target, &operand, 1, plan.target_nbytes() / item_size(reduction.dtype),
-             reduction.divisor);
+        local_reduce(reduction.dtype, *reduction.last_op, task.target, &operand, 1,
+                     plan.target_nbytes() / item_size(reduction.dtype), reduction.divisor);
     }
     return {};
 }

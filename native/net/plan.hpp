@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -47,7 +48,9 @@ struct Reduction {
     Op op;
     std::uint64_t divisor;
     bool is_float32;         // 16-bit floats are held as float32 until the end
-    bool divides_at_end;  // the mean of a result whose unfinished sums have travelled
+    // What is done to the result at last, if anything: the mean of unfinished sums that have travelled, or a logical
+    // op, where the result may be an input as it is.
+    std::optional<Op> last_op;
 };
 
 class Plan {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "reduce/vectors.hpp"
 
@@ -30,6 +31,42 @@ struct Boolean {
         return stored < one ? stored : one;
     }
     FERRODIST_INLINE static Stored narrow(Accumulated accumulated) { return accumulated; }
+};
+
+// Any number as true or false: a mask of its bits. `magnitude` has the bits that are zero in zeros, `one` is the number
+// that true becomes.
+template <class Machine, class Bits, Bits magnitude, Bits one>
+struct Truth {
+    using Stored = Vector<Bits, Machine::vector_bytes>;
+    using Accumulated = Stored;
+    FERRODIST_INLINE static Accumulated widen(Stored stored) {
+        return reinterpret_cast<Accumulated>((stored & magnitude) != Stored{});
+    }
+    FERRODIST_INLINE static Stored narrow(Accumulated accumulated) { return accumulated & one; }
+};
+
+// A complex number is true if one of its parts is, and becomes a real part.
+template <class Real>
+struct ComplexTruth {
+    using Stored = typename Real::Stored;
+    using Accumulated = Stored;
+    FERRODIST_INLINE static Accumulated widen(Stored stored) {
+        return join(Real::widen(stored), std::make_index_sequence<num_lanes<Stored>>());
+    }
+    FERRODIST_INLINE static Stored narrow(Accumulated accumulated) {
+        return keep_real(Real::narrow(accumulated), std::make_index_sequence<num_lanes<Stored>>());
+    }
+
+private:
+    template <std::size_t... lane>
+    FERRODIST_INLINE static Stored join(Stored parts, std::index_sequence<lane...>) {
+        return parts | __builtin_shufflevector(parts, parts, (lane ^ 1)...);
+    }
+    // Odd lanes are of the second vector, which is zero.
+    template <std::size_t... lane>
+    FERRODIST_INLINE static Stored keep_real(Stored parts, std::index_sequence<lane...>) {
+        return __builtin_shufflevector(parts, Stored{}, (lane + (lane & 1) * sizeof...(lane))...);
+    }
 };
 
 template <class Machine>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <type_traits>
 
 #include "reduce/elements.hpp"
@@ -56,6 +57,36 @@ consteval void set_complex(Level& level, DType dtype) {
     level.at(dtype, Op::prod) = &reduce_kernel<Part, ComplexProduct>;
 }
 
+template <class Element>
+consteval void set_logical(Level& level, DType dtype) {
+    level.at(dtype, Op::land) = &reduce_kernel<Element, And>;
+    level.at(dtype, Op::lor) = &reduce_kernel<Element, Or>;
+    level.at(dtype, Op::lxor) = &reduce_kernel<Element, ExclusiveOr>;
+}
+
+template <class Machine, class Bits>
+consteval void set_logical_integers(Level& level, std::initializer_list<DType> dtypes) {
+    for (DType dtype : dtypes) {
+        set_logical<Truth<Machine, Bits, static_cast<Bits>(~Bits{0}), Bits{1}>>(level, dtype);
+    }
+}
+
+template <class Machine>
+consteval void set_logical_ops(Level& level) {
+    set_logical_integers<Machine, std::uint8_t>(level, {DType::boolean, DType::int8, DType::uint8});
+    set_logical_integers<Machine, std::uint16_t>(level, {DType::int16, DType::uint16});
+    set_logical_integers<Machine, std::uint32_t>(level, {DType::int32, DType::uint32});
+    set_logical_integers<Machine, std::uint64_t>(level, {DType::int64, DType::uint64});
+    set_logical<Truth<Machine, std::uint16_t, 0x7FFF, 0x3C00>>(level, DType::float16);
+    set_logical<Truth<Machine, std::uint16_t, 0x7FFF, 0x3F80>>(level, DType::bfloat16);
+    using Float = Truth<Machine, std::uint32_t, 0x7FFFFFFF, 0x3F800000>;
+    using Double = Truth<Machine, std::uint64_t, 0x7FFFFFFFFFFFFFFF, 0x3FF0000000000000>;
+    set_logical<Float>(level, DType::float32);
+    set_logical<Double>(level, DType::float64);
+    set_logical<ComplexTruth<Float>>(level, DType::complex64);
+    set_logical<ComplexTruth<Double>>(level, DType::complex128);
+}
+
 template <class Machine>
 consteval void set_integers(Level& level) {
     set_integer<Machine, std::int8_t>(level, DType::int8);
@@ -80,6 +111,8 @@ consteval Level make_level(std::string_view name) {
     set_float<Plain<Machine, double>>(level, DType::float64);
     set_complex<Plain<Machine, float>>(level, DType::complex64);
     set_complex<Plain<Machine, double>>(level, DType::complex128);
+    set_logical_ops<Machine>(level);
+    level.at(DType::pair, Op::minloc) = &reduce_kernel<Plain<Machine, std::uint64_t>, LesserPair>;
     level.widen_float16 = &widen_kernel<Float16<Machine>>;
     level.widen_bfloat16 = &widen_kernel<Bfloat16<Machine>>;
     level.narrow_float16 = &narrow_kernel<Float16<Machine>>;

@@ -74,6 +74,24 @@ private:
     }
 };
 
+// Vectors of pairs of keys in turn: the less of two pairs, by the first key, then by the second.
+struct LesserPair {
+    template <class V>
+    FERRODIST_INLINE static V apply(V left, V right) {
+        return choose(left, right, std::make_index_sequence<num_lanes<V>>());
+    }
+
+private:
+    template <class V, std::size_t... lane>
+    FERRODIST_INLINE static V choose(V left, V right, std::index_sequence<lane...>) {
+        const auto is_less = right < left, is_equal = right == left;
+        const auto first_is_less = __builtin_shufflevector(is_less, is_less, (lane & ~1)...);
+        const auto first_is_equal = __builtin_shufflevector(is_equal, is_equal, (lane & ~1)...);
+        const auto second_is_less = __builtin_shufflevector(is_less, is_less, (lane | 1)...);
+        return (first_is_less | (first_is_equal & second_is_less)) ? right : left;
+    }
+};
+
 struct Keep {
     template <class V>
     FERRODIST_INLINE static V apply(V accumulated, std::uint64_t) { return accumulated; }

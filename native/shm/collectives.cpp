@@ -257,7 +257,7 @@ private:
             case Kind::all_gather:
             case Kind::gather: return block(rank);
             case Kind::scatter: return rank == root_ ? block_start(world_) : 0;
-            case Kind::reduce_scatter: return task_.nbytes * world_;
+            case Kind::reduce_scatter: return block_start(world_);
             case Kind::all_to_all: return start_in_source(rank, world_);
             default: return task_.nbytes;
         }
@@ -266,7 +266,8 @@ private:
         switch (task_.kind) {
             case Kind::all_gather:
             case Kind::gather: return block_start(world_);
-            case Kind::scatter: return block(rank);
+            case Kind::scatter:
+            case Kind::reduce_scatter: return block(rank);
             case Kind::all_to_all: return start_in_target(world_, rank);
             default: return task_.nbytes;
         }
@@ -507,22 +508,21 @@ private:
     }
 
     Status reduce_scatter() {
-        piece_ = piece_for(world_ - 1, task_.nbytes);
+        piece_ = piece_for(world_ - 1, largest_block());
         shows_source_ = true;
         return rounds(
             [&](Bytes k) {
-                const Part part = cut(task_.nbytes, piece_, k);
-                for (Bytes owner = 0; is_staged_ && owner < world_; ++owner) {
-                    if (owner != me_ && part.nbytes > 0) {
-                        show(room() + place_for(owner, me_) * piece_,
-                             task_.source + owner * task_.nbytes + part.start, part.nbytes);
+                Bytes start = 0;
+                for (Bytes owner = 0; is_staged_ && owner < world_; start += block(owner++)) {
+                    if (const Part part = cut(block(owner), piece_, k); owner != me_ && part.nbytes > 0) {
+                        show(room() + place_for(owner, me_) * piece_, task_.source + start + part.start, part.nbytes);
                     }
                 }
             },
-            [&] { return count_pieces(task_.nbytes, all_sources_shared()); },
+            [&] { return count_pieces(largest_block(), all_sources_shared()); },
             [&](Bytes k) {
-                if (const Part part = cut(task_.nbytes, piece_, k); part.nbytes > 0) {
-                    reduce_from_all(task_.target + part.start, me_ * task_.nbytes + part.start, true, part.nbytes);
+                if (const Part part = cut(block(me_), piece_, k); part.nbytes > 0) {
+                    reduce_from_all(task_.target + part.start, block_start(me_) + part.start, true, part.nbytes);
                 }
             });
     }

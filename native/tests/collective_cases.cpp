@@ -116,8 +116,8 @@ public:
         switch (one_.kind) {
             case Kind::all_gather:
             case Kind::gather: return block(rank);
-            case Kind::scatter: return start(world_);
-            case Kind::reduce_scatter: return one_.count * world_;
+            case Kind::scatter:
+            case Kind::reduce_scatter: return start(world_);
             case Kind::all_to_all: return start_in_source(rank, world_);
             default: return one_.count;
         }
@@ -127,8 +127,8 @@ public:
         switch (one_.kind) {
             case Kind::all_gather:
             case Kind::gather:
-            case Kind::scatter: return start(rank);
-            case Kind::reduce_scatter: return rank * one_.count;
+            case Kind::scatter:
+            case Kind::reduce_scatter: return start(rank);
             default: return 0;
         }
     }
@@ -165,9 +165,9 @@ public:
                 }
                 break;
             default:
-                for (std::size_t i = 0; i < one_.count; ++i) {
-                    const std::size_t first = one_.kind == Kind::reduce_scatter ? rank * one_.count : 0;
-                    all.push_back(accumulated<T>(first + i, num_reduced(rank)));
+                const bool is_cut = one_.kind == Kind::reduce_scatter;
+                for (std::size_t i = 0; i < (is_cut ? block(rank) : one_.count); ++i) {
+                    all.push_back(accumulated<T>((is_cut ? start(rank) : 0) + i, num_reduced(rank)));
                 }
         }
         return all;
@@ -325,14 +325,14 @@ bool is_cut_by_rank(Kind kind) {
 }
 
 bool can_be_uneven(Kind kind) {
-    return kind == Kind::gather || kind == Kind::all_gather || kind == Kind::scatter || kind == Kind::all_to_all;
+    return kind == Kind::gather || kind == Kind::all_gather || is_cut_by_rank(kind);
 }
 
 }  // namespace
 
 std::string Case::text() const {
     constexpr const char* names[] = {"allreduce", "broadcast",      "reduce",     "all_gather", "gather",
-                                     "scatter",   "reduce_scatter", "all_to_all", "barrier"};
+                                     "scatter",   "reduce_scatter", "all_to_all", "barrier", "scan", "exscan"};
     std::ostringstream text;
     text << names[static_cast<int>(kind)] << " of " << count << " x " << item_size(dtype) << " bytes";
     for (const std::uint64_t one : counts) {

@@ -96,7 +96,7 @@ std::shared_ptr<const net::Plan> step(int world, int rank, int to, int from) {
     ints.insert(ints.end(), {0, 0, 0});  // no work
     const std::array<std::uint64_t, 4> ranges{0, 8, 0, 8};
     const std::array<std::uint64_t, 1> scratch{0};
-    return std::make_shared<net::Plan>(ints, ranges, scratch, net::Reduction{DType::int64, Op::sum, 1, false, false},
+    return std::make_shared<net::Plan>(ints, ranges, scratch, net::Reduction{DType::int64, Op::sum, 1, false, {}},
                                        std::span<const int>{});
 }
 

@@ -37,6 +37,26 @@ def widen(dtype: int, into: WriteableBuffer, source: ReadableBuffer) -> None:
 def narrow(dtype: int, into: WriteableBuffer, source: ReadableBuffer) -> None:
     """Round float32 to 16-bit floats, to nearest even."""
 
+def pack_pairs(
+    dtype: int,
+    index_dtype: int,
+    is_reversed: bool,
+    into: WriteableBuffer,
+    values: ReadableBuffer,
+    indices: ReadableBuffer,
+) -> None:
+    """Write values and indices as pairs, of which minloc finds the least, or the largest."""
+
+def unpack_pairs(
+    dtype: int,
+    index_dtype: int,
+    is_reversed: bool,
+    source: ReadableBuffer,
+    values: WriteableBuffer,
+    indices: WriteableBuffer,
+) -> None:
+    """Read values and indices back."""
+
 def cpu_levels() -> list[str]:
     """Name the variants of the kernels this machine can run, best first."""
 
@@ -505,7 +525,7 @@ class Plan:
         op: int,
         divisor: int,
         is_float32: bool,
-        divides_at_end: bool,
+        last_op: int | None,
         peers: Sequence[int],
     ) -> None: ...
 

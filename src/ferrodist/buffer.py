@@ -31,6 +31,7 @@ class DType(enum.IntEnum):
     FLOAT64 = 12
     COMPLEX64 = 13
     COMPLEX128 = 14
+    PAIR = 15  # of no array: what MINLOC and MAXLOC reduce, a key of a value and one of its index
 
     @property
     def label(self) -> str:
@@ -80,12 +81,15 @@ class ArrayKind(enum.IntEnum):
     JAX = 10
 
 
-_ITEMSIZE = (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16)
+_ITEMSIZE = (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16, 16)
 
 MAX_AXES = 64
 """How many axes an array may have, as in NumPy."""
 
-DTYPES_BY_LABEL = {dtype.label: dtype for dtype in DType}
+ARRAY_DTYPES = tuple(dtype for dtype in DType if dtype is not DType.PAIR)
+"""What the elements of an array may be."""
+
+DTYPES_BY_LABEL = {dtype.label: dtype for dtype in ARRAY_DTYPES}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ferrodist import _native
 from ferrodist.buffer import DType
-from ferrodist.reduce_op import ReduceOp
+from ferrodist.reduce_op import CustomOp, ReduceOp
 
 _SHOWN_LEAVES = 3
 
@@ -39,6 +39,9 @@ class Kind(enum.IntEnum):
     ALL_GATHER_OBJECT = 14
     GATHER_OBJECT = 15
     SCATTER_OBJECT = 16
+    GATHER_UNEVEN = 17
+    SCATTER_UNEVEN = 18
+    REDUCE_SCATTER_UNEVEN = 19
 
     @property
     def label(self) -> str:
@@ -68,7 +71,14 @@ class Kind(enum.IntEnum):
 
 _LABELS = tuple(kind.name.lower() for kind in Kind)
 
-_REDUCTIONS = (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.SCAN, Kind.EXSCAN)
+_REDUCTIONS = (
+    Kind.ALLREDUCE,
+    Kind.REDUCE,
+    Kind.REDUCE_SCATTER,
+    Kind.SCAN,
+    Kind.EXSCAN,
+    Kind.REDUCE_SCATTER_UNEVEN,
+)
 _ROOTED = (
     Kind.BROADCAST,
     Kind.REDUCE,
@@ -77,6 +87,8 @@ _ROOTED = (
     Kind.BROADCAST_OBJECT,
     Kind.GATHER_OBJECT,
     Kind.SCATTER_OBJECT,
+    Kind.GATHER_UNEVEN,
+    Kind.SCATTER_UNEVEN,
 )
 
 
@@ -126,19 +138,20 @@ class Call(NamedTuple):
 
     kind: Kind
     leaves: tuple[Leaf, ...] = ()
-    op: ReduceOp | None = None
+    op: ReduceOp | CustomOp | None = None
     root: int | None = None
     algorithm: str | None = None
     reproducible: bool = False
     site: Site | str | None = None
     compared: tuple[Leaf, ...] | None = None
     pickle: bool = False
+    counts: tuple[int, ...] | None = None  # rows of each rank, where all pass them
 
     def fingerprint(self, *, checks_site: bool = False) -> int:
         """Hash what ranks must agree on to 64 bits; where it was called is a part if asked for."""
         numbers = [
             self.kind,
-            -1 if self.op is None else self.op,
+            -1 if self.op is None else self.op.code,
             -1 if self.root is None else self.root,
             0 if self.algorithm is None else _native.hash_text(self.algorithm),
             self.reproducible,
@@ -146,6 +159,7 @@ class Call(NamedTuple):
         ]
         for path, dtype, shape in self.leaves if self.compared is None else self.compared:
             numbers += (_native.hash_text(path), dtype, len(shape), *shape)
+        numbers += self.counts or ()
         if checks_site:
             numbers.append(_native.hash_text(str(self.site)))
         return _native.fingerprint(numbers)
@@ -153,7 +167,9 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         words = [self._arrays()] if self.leaves else []
         if self.op is not None:
-            words.append(self.op.name.lower())
+            words.append(self.op.label)
+        if self.counts is not None:
+            words.append(f"counts={list(self.counts)}")
         if self.root is not None:
             words.append(f"root={self.root}")
         if self.algorithm is not None:

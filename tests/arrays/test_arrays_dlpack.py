@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ferrodist.arrays import Overlap, OverlapKind, as_input, as_output, new_result, overlap
-from ferrodist.buffer import DType
+from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.errors import InvalidArgument, UnsupportedArray
 
-DTYPES = [dtype for dtype in DType if dtype is not DType.BFLOAT16]
+DTYPES = [dtype for dtype in ARRAY_DTYPES if dtype is not DType.BFLOAT16]
 
 
 class Foreign:

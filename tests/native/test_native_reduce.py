@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ferrodist import _native
-from ferrodist.buffer import DType
+from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.reduce_op import ReduceOp
 
 Array = np.ndarray[Any, Any]
@@ -30,22 +30,27 @@ BITS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.BOR: np.bitwise_or,
     ReduceOp.BXOR: np.bitwise_xor,
 }
+LOGIC: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.LAND: np.logical_and,
+    ReduceOp.LOR: np.logical_or,
+    ReduceOp.LXOR: np.logical_xor,
+}
 
 
 def ufuncs(dtype: DType) -> dict[ReduceOp, np.ufunc]:
     """Return what each op of a dtype does to two arrays; MEAN adds, then divides."""
     if dtype.is_complex:
-        return ARITHMETIC | {ReduceOp.MEAN: np.add}
+        return ARITHMETIC | LOGIC | {ReduceOp.MEAN: np.add}
     if dtype.is_float:
-        return ARITHMETIC | ORDER | {ReduceOp.MEAN: np.add}
-    return ARITHMETIC | ORDER | BITS
+        return ARITHMETIC | ORDER | LOGIC | {ReduceOp.MEAN: np.add}
+    return ARITHMETIC | ORDER | BITS | LOGIC
 
 
-CASES = [(dtype, op) for dtype in DType for op in sorted(ufuncs(dtype))]
+CASES = [(dtype, op) for dtype in ARRAY_DTYPES for op in sorted(ufuncs(dtype))]
 every_case = pytest.mark.parametrize(
     ("dtype", "op"), CASES, ids=[f"{dtype.label}-{op.name}" for dtype, op in CASES]
 )
-every_dtype = pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
+every_dtype = pytest.mark.parametrize("dtype", ARRAY_DTYPES, ids=lambda dtype: dtype.label)
 every_half = pytest.mark.parametrize("half", HALVES, ids=lambda dtype: dtype.label)
 every_level = pytest.mark.parametrize("level", _native.cpu_levels(), indirect=True)
 
@@ -86,7 +91,9 @@ def random_values(dtype: DType, length: int, *, seed: int) -> Array:
     if dtype is DType.BOOL:
         return random.integers(0, 2, length).astype(bool)
     if dtype.is_integer:
-        return random.integers(0, 256, length * dtype.itemsize, np.uint8).view(dtype.label)
+        integers = random.integers(0, 256, length * dtype.itemsize, np.uint8).view(dtype.label)
+        integers[random.random(length) < 0.3] = 0
+        return integers
     parts = 2 if dtype.is_complex else 1
     values = random.normal(size=length * parts) * 10.0 ** random.integers(-3, 4, length * parts)
     places = random.random(length * parts) < 0.1
@@ -114,6 +121,7 @@ def expected_fold(dtype: DType, op: ReduceOp, operands: list[Array], divisor: in
         combine = multiply_complex
     with np.errstate(all="ignore"):
         wide = [operand.astype(accumulator(dtype)) for operand in operands]
+        wide = [operand != 0 for operand in wide] if op in LOGIC else wide
         reduced = functools.reduce(combine, wide)
         if op is ReduceOp.MEAN:
             real = real_part(dtype)
@@ -259,6 +267,58 @@ def test_nan_wins_in_any_position(op: ReduceOp, level: str) -> None:
         assert np.isnan(local_reduce(DType.FLOAT32, op, operands)).all()
 
 
+def pairs_of(dtype: DType, values: Array, indices: Array, is_reversed: bool) -> Array:
+    pairs = np.empty((len(values), 2), np.uint64)
+    form = (dtype, DType[indices.dtype.name.upper()], is_reversed)
+    _native.pack_pairs(*form, raw(pairs.reshape(-1)), raw(values), raw(indices))
+    return pairs
+
+
+def expected_place(columns: Array, indices: Array, op: ReduceOp) -> tuple[Any, Any]:
+    """Find value and index in one column: NaN wins, of equal values the lowest index does."""
+    wide = columns.astype(np.float64) if columns.dtype.kind not in "iu" else columns
+    best = wide[(np.argmin if op is ReduceOp.MINLOC else np.argmax)(wide)]
+    return best, min(indices[(wide == best) | ((wide != wide) & (best != best))])
+
+
+@every_level
+@pytest.mark.parametrize("op", [ReduceOp.MINLOC, ReduceOp.MAXLOC])
+@pytest.mark.parametrize(
+    "dtype", [d for d in ARRAY_DTYPES if not d.is_complex], ids=lambda d: d.label
+)
+def test_pairs_give_the_least_and_the_largest_with_their_indices(
+    dtype: DType, op: ReduceOp, level: str
+) -> None:
+    for number, length in ((1, 1), (2, 7), (5, 300)):
+        values = random_operands(dtype, length, number)
+        kind = ["int8", "uint16", "int32", "int64", "uint64"][number % 5]
+        indices = [random_values(DType[kind.upper()], length, seed=9 + i) for i in range(number)]
+        pairs = [
+            pairs_of(dtype, *one, op is ReduceOp.MAXLOC)
+            for one in zip(values, indices, strict=True)
+        ]
+        into = np.empty_like(pairs[0])
+        fold_into(into.reshape(-1), DType.PAIR, ReduceOp.MINLOC, [p.reshape(-1) for p in pairs])
+        found, places = np.empty_like(values[0]), np.empty_like(indices[0])
+        form = (dtype, DType[kind.upper()], op is ReduceOp.MAXLOC)
+        _native.unpack_pairs(*form, raw(into.reshape(-1)), raw(found), raw(places))
+        for at in range(length):
+            column = np.array([one[at] for one in values])
+            value, place = expected_place(column, np.array([one[at] for one in indices]), op)
+            assert found[at] == value or (found[at] != found[at] and value != value)
+            assert places[at] == place
+
+
+def test_pairs_refuse_what_has_no_order_and_lengths_that_differ() -> None:
+    pairs, values = bytearray(32), bytes(16)
+    with pytest.raises(TypeError, match="order"):
+        _native.pack_pairs(DType.COMPLEX64, DType.INT64, False, pairs, values, values)
+    with pytest.raises(ValueError, match="as many as pairs, 2"):
+        _native.pack_pairs(DType.INT64, DType.INT64, False, pairs, values, bytes(8))
+    with pytest.raises(TypeError, match="no sense"):
+        _native.local_reduce(DType.PAIR, ReduceOp.SUM, pairs, [pairs])
+
+
 @every_level
 def test_mean_is_a_true_division(level: str) -> None:
     values = np.arange(1, 4097, dtype=np.float32)
@@ -341,7 +401,8 @@ def test_unknown_level_is_refused_with_the_known_ones() -> None:
 @every_dtype
 def test_op_that_makes_no_sense_is_refused(dtype: DType) -> None:
     buffer = bytearray(dtype.itemsize)
-    for op in set(ReduceOp) - set(ufuncs(dtype)):
+    # MAXLOC is MINLOC of other keys, and no native operation.
+    for op in set(ReduceOp) - set(ufuncs(dtype)) - {ReduceOp.MAXLOC}:
         with pytest.raises(TypeError):
             _native.local_reduce(dtype, op, buffer, [buffer])
 

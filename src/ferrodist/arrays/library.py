@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ferrodist.buffer import DTYPES_BY_LABEL, ArrayKind, Buffer, DType
+from ferrodist.buffer import ARRAY_DTYPES, DTYPES_BY_LABEL, ArrayKind, Buffer, DType
 from ferrodist.errors import DistributedError, InvalidArgument, UnsupportedArray
 
 HOST = "host"
@@ -121,11 +121,11 @@ def type_name(x: Any) -> str:
 #
 # NumPy views of host memory: the one road from any library's array to a Buffer and back.
 
-SUPPORTED = ", ".join(dtype.label for dtype in DType)
+SUPPORTED = ", ".join(DTYPES_BY_LABEL)
 
 # bfloat16 is the one NumPy does not have by itself.
 _NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
-    dtype: np.dtype(dtype.label) for dtype in DType if dtype != DType.BFLOAT16
+    dtype: np.dtype(dtype.label) for dtype in ARRAY_DTYPES if dtype != DType.BFLOAT16
 }
 _DTYPES: dict[np.dtype[Any], DType] = {found: dtype for dtype, found in _NUMPY_DTYPES.items()}
 

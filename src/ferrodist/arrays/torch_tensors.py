@@ -31,9 +31,9 @@ from ferrodist.arrays.library import (
     refuse_out,
     type_name,
 )
-from ferrodist.buffer import ArrayKind, DType
+from ferrodist.buffer import ARRAY_DTYPES, ArrayKind, DType
 
-_DTYPES: dict[Any, DType] = {getattr(torch, dtype.label): dtype for dtype in DType}
+_DTYPES: dict[Any, DType] = {getattr(torch, dtype.label): dtype for dtype in ARRAY_DTYPES}
 
 
 class TorchTensors:

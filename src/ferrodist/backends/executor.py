@@ -38,7 +38,13 @@ from ferrodist.schedules import (
     traits,
 )
 
-_SCHEDULED_AS = {Kind.ALL_GATHER_UNEVEN: Kind.ALL_GATHER, Kind.ALL_TO_ALL_UNEVEN: Kind.ALL_TO_ALL}
+_SCHEDULED_AS = {
+    Kind.ALL_GATHER_UNEVEN: Kind.ALL_GATHER,
+    Kind.ALL_TO_ALL_UNEVEN: Kind.ALL_TO_ALL,
+    Kind.GATHER_UNEVEN: Kind.GATHER,
+    Kind.SCATTER_UNEVEN: Kind.SCATTER,
+    Kind.REDUCE_SCATTER_UNEVEN: Kind.REDUCE_SCATTER,
+}
 MOST_PLANS = 256
 
 
@@ -152,10 +158,8 @@ def execute_plan(
     )
     for layout in plan.layouts:
         execute(task, layout, exchange)
-    if plan.divides_at_end and output is not None:
-        _native.local_reduce(
-            plan.dtype, ReduceOp.MEAN, output.memory, [output.memory], plan.divisor
-        )
+    if plan.last_op is not None and output is not None:
+        _native.local_reduce(plan.dtype, plan.last_op, output.memory, [output.memory], plan.divisor)
 
 
 @lru_cache(maxsize=256)
@@ -173,7 +177,9 @@ def _signed_name(schedule: Schedule, world: int, root: int) -> str:
 class ExecutionPlan:
     """The steps of one rank, where its cells lie, and how to reduce.
 
-    ``peers`` are the ranks of the group behind those of the table, unless they are the same.
+    ``last_op`` is done to the result at last: the mean of unfinished sums that have travelled, or a
+    logical operation, where the result may be an input as it is. ``peers`` are the ranks of the
+    group behind those of the table, unless they are the same.
     """
 
     table: Table
@@ -182,7 +188,7 @@ class ExecutionPlan:
     op: ReduceOp
     divisor: int
     is_float32: bool
-    divides_at_end: bool
+    last_op: ReduceOp | None
     alias_safe: bool
     peers: Sequence[int]
 
@@ -201,7 +207,7 @@ class ExecutionPlan:
             self.op,
             self.divisor,
             self.is_float32,
-            self.divides_at_end,
+            self.last_op,
             list(self.peers),
         )
 
@@ -216,7 +222,11 @@ def make_plan(
     peers: Sequence[int] = (),
 ) -> ExecutionPlan:
     """Decide how a table is executed over arrays of these lengths."""
-    is_mean, is_float32 = op is ReduceOp.MEAN, dtype.is_half and traits.partials
+    is_mean, is_logical = op is ReduceOp.MEAN, op is not None and op.is_logical
+    is_float32 = dtype.is_half and traits.partials and not is_logical
+    last_op = ReduceOp.MEAN if is_mean and traits.partials and not is_float32 else None
+    if is_logical and (table.world == 1 or table.kind.is_prefix):
+        last_op = op
     itemsize = 4 if is_float32 else dtype.itemsize
     return ExecutionPlan(
         table=table,
@@ -226,7 +236,7 @@ def make_plan(
         op=ReduceOp.SUM if op is None or (is_mean and traits.partials) else op,
         divisor=table.world if is_mean else 1,
         is_float32=is_float32,
-        divides_at_end=is_mean and traits.partials and not is_float32,
+        last_op=last_op,
         alias_safe=traits.alias_safe,
         peers=peers,
     )

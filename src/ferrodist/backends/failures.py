@@ -25,7 +25,7 @@ from ferrodist.errors import (
     RankLost,
     SizeMismatch,
 )
-from ferrodist.reduce_op import ReduceOp
+from ferrodist.reduce_op import CustomOp, ReduceOp
 
 
 class StatusCode(enum.IntEnum):
@@ -360,12 +360,13 @@ def pack_descriptor(descriptor: CallDescriptor) -> bytes:
     facts = {
         "kind": call.kind,
         "leaves": [[x.path, x.dtype, x.shape] for x in call.leaves],
-        "op": call.op,
+        "op": call.op.name if isinstance(call.op, CustomOp) else call.op,
         "root": call.root,
         "algorithm": call.algorithm,
         "reproducible": call.reproducible,
         "site": None if call.site is None else str(call.site),
         "pickle": call.pickle,
+        "counts": call.counts,
         "objection": None if report is None else [report[0].__name__, report[1]],
     }
     return json.dumps(facts).encode()
@@ -382,15 +383,22 @@ def _descriptor_of(facts: dict[str, Any]) -> CallDescriptor:
     call = Call(
         Kind(facts["kind"]),
         leaves,
-        op=None if facts["op"] is None else ReduceOp(facts["op"]),
+        op=_read_op(facts["op"]),
         root=facts["root"],
         algorithm=facts["algorithm"],
         reproducible=facts["reproducible"],
         site=facts["site"],
         pickle=facts["pickle"],
+        counts=None if facts["counts"] is None else tuple(facts["counts"]),
     )
     report = facts["objection"]
     return CallDescriptor(call, None if report is None else (_mismatch(report[0]), report[1]))
+
+
+def _read_op(op: int | str | None) -> ReduceOp | CustomOp | None:
+    if op is None:
+        return None
+    return CustomOp(op) if isinstance(op, str) else ReduceOp(op)
 
 
 def _mismatch(name: str) -> type[errors.CollectiveMismatch]:

@@ -175,7 +175,7 @@ class Builder:
         sized = target if is_cut else source or target
         self.program.add_intra_node(
             kind,
-            DType.UINT8 if sized is None else sized.dtype,
+            sized.dtype if sized is not None and kind.is_reduction else DType.UINT8,
             op,
             root,
             _NO_SPAN if source is None else source.span,
