@@ -58,13 +58,21 @@ def test_method_has_signature_and_docstring_of_the_function(backend, name):
 def test_type_checkers_see_the_same_parameters():
     tree = ast.parse(Path(call_methods.__file__).read_text())
     seen = {
-        node.name: [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+        node.name: {a.arg for a in (*node.args.args, *node.args.kwonlyargs)} | options_of(node)
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
     }
     assert seen == {
-        name: list(inspect.signature(getattr(ferrodist.Backend, name)).parameters) for name in CALLS
+        name: set(inspect.signature(getattr(ferrodist.Backend, name)).parameters) for name in CALLS
     }
+
+
+def options_of(node):
+    """Name what ``**options: Unpack[...]`` stands for."""
+    if node.args.kwarg is None:
+        return set()
+    options = getattr(call_methods, ast.unparse(node.args.kwarg.annotation)[len("Unpack[") : -1])
+    return options.__optional_keys__
 
 
 def test_methods_do_what_the_functions_do():

@@ -15,6 +15,8 @@ from ferrodist.arrays.convert import (
     numpy_result,
     parse_form,
     received_array,
+    split_blocks,
+    split_rows,
 )
 from ferrodist.arrays.library import (
     InputArray,
@@ -34,6 +36,8 @@ __all__ = [
     "new_result",
     "numpy_result",
     "as_output",
+    "split_blocks",
+    "split_rows",
     "overlap",
     "find_crossing",
     "check_number",

@@ -130,6 +130,30 @@ def _advise(x: Any, where: str) -> str:
     return f"pass an array or a number, or {advise_objects(where)}"
 
 
+# -- parts of results ------------------------------------------------------------------------------
+
+
+def split_rows(joined: Any, counts: Iterable[int]) -> list[Any]:
+    """Cut an array along axis 0, into views where its library has them."""
+    parts, end = [], 0
+    rows = np.asarray(joined) if isinstance(joined, memoryview) else joined
+    for count in counts:
+        part = rows[end : end + count]
+        parts.append(part.data if isinstance(joined, memoryview) else part)
+        end += count
+    return parts
+
+
+def split_blocks(joined: Any, x: Any, num_parts: int) -> list[Any]:
+    """Cut what was joined of as many arrays of the kind and shape of ``x``, numbers too."""
+    if isinstance(x, np.generic):  # before numbers: numpy.float64 is a float
+        return list(joined)
+    if isinstance(x, NUMBER_TYPES):
+        return list(joined.tolist())
+    parts = split_rows(joined, [len(joined) // num_parts] * num_parts)
+    return [part.reshape(()) for part in parts] if getattr(x, "shape", None) == () else parts
+
+
 # -- new arrays ------------------------------------------------------------------------------------
 #
 # New arrays over memory that a backend gives: what ``backend.empty`` returns.

@@ -10,11 +10,33 @@ this package knows nothing of it. ``backend.allreduce(x)`` is ``ferrodist.allred
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ferrodist.backends.running_call import Algorithm
 from ferrodist.config import Timeout
-from ferrodist.reduce_op import ReduceOp
+from ferrodist.reduce_op import CustomOp, ReduceOp
+
+Op = ReduceOp | CustomOp | str
+
+
+class InPlaceOptions(TypedDict, total=False):
+    """The keyword arguments of collectives that write into ``x``, for their typed signatures."""
+
+    timeout: Timeout
+    algorithm: Algorithm
+    reproducible: bool | None
+
+
+class Options(InPlaceOptions, total=False):
+    """The keyword arguments that most collectives share, for their typed signatures."""
+
+    out: Any
+
+
+class AllOptions(Options, total=False):
+    """The same, where nothing hangs on ``async_op``."""
+
+    async_op: bool
 
 
 class CallMethods:
@@ -22,157 +44,73 @@ class CallMethods:
 
     if TYPE_CHECKING:
 
-        def allreduce(
-            self,
-            x: Any,
-            op: ReduceOp | str = ...,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
-        ) -> Any: ...
+        def allreduce(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
 
         def allreduce_(
-            self,
-            x: Any,
-            op: ReduceOp | str = ...,
-            *,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+            self, x: Any, op: Op = ..., *, async_op: bool = ..., **options: Unpack[InPlaceOptions]
         ) -> Any: ...
 
-        def broadcast(
-            self,
-            x: Any,
-            root: int = ...,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
-        ) -> Any: ...
+        def broadcast(self, x: Any, root: int = ..., **options: Unpack[AllOptions]) -> Any: ...
 
         def broadcast_(
             self,
             x: Any,
             root: int = ...,
             *,
-            timeout: Timeout = ...,
             async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+            **options: Unpack[InPlaceOptions],
         ) -> Any: ...
 
         def reduce(
-            self,
-            x: Any,
-            root: int = ...,
-            op: ReduceOp | str = ...,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+            self, x: Any, root: int = ..., op: Op = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
 
         def all_gather(
-            self,
-            x: Any,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+            self, x: Any, *, as_list: bool = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
 
         def all_gather_uneven(
             self,
             x: Any,
             *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+            as_list: bool = ...,
+            with_counts: bool = ...,
+            **options: Unpack[AllOptions],
         ) -> Any: ...
 
-        def gather(
+        def gather(self, x: Any, root: int = ..., **options: Unpack[AllOptions]) -> Any: ...
+
+        def gather_uneven(
             self,
             x: Any,
             root: int = ...,
             *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+            as_list: bool = ...,
+            with_counts: bool = ...,
+            **options: Unpack[AllOptions],
         ) -> Any: ...
 
-        def scatter(
+        def scatter(self, x: Any, root: int = ..., **options: Unpack[AllOptions]) -> Any: ...
+
+        def scatter_uneven(
             self,
             x: Any,
+            counts: Sequence[int] | None,
             root: int = ...,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+            **options: Unpack[AllOptions],
         ) -> Any: ...
 
-        def reduce_scatter(
-            self,
-            x: Any,
-            op: ReduceOp | str = ...,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+        def reduce_scatter(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
+
+        def reduce_scatter_uneven(
+            self, x: Any, counts: Sequence[int], op: Op = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
 
-        def scan(
-            self,
-            x: Any,
-            op: ReduceOp | str = ...,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
-        ) -> Any: ...
+        def scan(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
 
-        def exscan(
-            self,
-            x: Any,
-            op: ReduceOp | str = ...,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
-        ) -> Any: ...
+        def exscan(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
 
-        def all_to_all(
-            self,
-            x: Any,
-            *,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
-        ) -> Any: ...
+        def all_to_all(self, x: Any, **options: Unpack[AllOptions]) -> Any: ...
 
         def all_to_all_uneven(
             self,
@@ -180,11 +118,8 @@ class CallMethods:
             send_counts: Sequence[int],
             *,
             recv_counts: Sequence[int] | None = ...,
-            out: Any = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-            algorithm: Algorithm = ...,
-            reproducible: bool | None = ...,
+            as_list: bool = ...,
+            **options: Unpack[AllOptions],
         ) -> Any: ...
 
         def barrier(self, *, timeout: Timeout = ...) -> None: ...

@@ -77,8 +77,11 @@ class Provider(Protocol):
 
         All ranks give the same answer, by what is the same on all of them: ``kind``, ``args``, the
         dtype. They come here one collective at a time, in the same order, after the base has seen
-        that their calls agree. ``kind`` is one of the first nine of ``Kind``. A buffer is None
-        where a rank has none; ``CollectiveArgs`` says what the options mean. Raises
+        that their calls agree. ``kind`` is one up to EXSCAN of ``Kind``. A buffer is None
+        where a rank has none; ``CollectiveArgs`` says what the options mean: a provider that does
+        not know an operation, or ``counts``, returns NotImplemented. The operation of a user's own
+        never comes here; MINLOC does, of ``DType.PAIR``: pairs of unsigned 64-bit numbers, of which
+        the least wins, by the first and then by the second. Raises
         ``TimeoutError(rank)`` after the deadline, without the rank if it is not known who is late;
         ``ConnectionError(rank)`` if one is gone; either of them after ``abort``.
         """

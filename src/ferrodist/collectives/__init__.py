@@ -27,7 +27,13 @@ from ferrodist.collectives.objects import (
     gather_object,
     scatter_object,
 )
-from ferrodist.collectives.uneven import all_gather_uneven, all_to_all_uneven, scatter
+from ferrodist.collectives.scatter import scatter, scatter_uneven
+from ferrodist.collectives.uneven import (
+    all_gather_uneven,
+    all_to_all_uneven,
+    gather_uneven,
+    reduce_scatter_uneven,
+)
 
 __all__ = [
     "allreduce",
@@ -38,8 +44,11 @@ __all__ = [
     "all_gather",
     "all_gather_uneven",
     "gather",
+    "gather_uneven",
     "scatter",
+    "scatter_uneven",
     "reduce_scatter",
+    "reduce_scatter_uneven",
     "scan",
     "exscan",
     "all_to_all",

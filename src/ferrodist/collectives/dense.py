@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, Unpack, overload
 
+from ferrodist.arrays import split_blocks
+from ferrodist.backends.call_methods import InPlaceOptions, Op, Options
 from ferrodist.backends.running_call import Algorithm
 from ferrodist.call import Kind
 from ferrodist.collectives.fast_path import (
@@ -24,14 +26,12 @@ from ferrodist.collectives.fast_path import (
 from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import (
     Group,
-    InPlaceOptions,
     No,
-    Op,
-    Options,
     Request,
     Yes,
     execute,
     execute_barrier,
+    open_backend,
 )
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.reduce_op import ReduceOp
@@ -299,17 +299,23 @@ def reduce(
 
 @overload
 def all_gather(
-    x: Any, backend: Group = None, *, async_op: Yes, **rest: Unpack[Options]
+    x: Any, backend: Group = None, *, as_list: bool = ..., async_op: Yes, **rest: Unpack[Options]
 ) -> Work[Any]: ...
 @overload
 def all_gather(
-    x: Any, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
+    x: Any,
+    backend: Group = None,
+    *,
+    as_list: bool = ...,
+    async_op: No = ...,
+    **rest: Unpack[Options],
 ) -> Any: ...
 @hide_mistaken
 def all_gather(
     x: Any,
     backend: Group = None,
     *,
+    as_list: bool = False,
     out: Any = None,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
@@ -320,20 +326,30 @@ def all_gather(
     """Join the arrays of all ranks along axis 0, in rank order, on every rank.
 
     ``(d0, d1, ...)`` becomes ``(W * d0, d1, ...)``; numbers and 0-d arrays become ``(W,)``. ``x``
-    may be part r of ``out``.
+    may be part r of ``out``. ``as_list`` gives a list instead, with what each rank has passed:
+    views of the joined array.
 
     Example:
         >>> import numpy as np, ferrodist
         >>> from ferrodist.testing import run_ranks
         >>> run_ranks(3, lambda b: ferrodist.all_gather(np.array([b.rank]), b))[0]
         array([0, 1, 2])
+        >>> run_ranks(3, lambda b: ferrodist.all_gather(np.array([b.rank]), b, as_list=True))[0]
+        [array([0]), array([1]), array([2])]
     """
     if mistaken:
         raise refuse_keyword("all_gather", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if (
+        timeout is DEFAULT
+        and algorithm is None
+        and reproducible is None
+        and not (as_list and async_op)
+    ):
         done = (fast_start if async_op else fast_path)(ALL_GATHER, backend, x, out, None, -1)
         if done is not NotImplemented:
-            return done
+            if not as_list:
+                return done
+            return split_blocks(done, x, open_backend(backend, "all_gather").world_size)
     request = Request(
         Kind.ALL_GATHER,
         backend,
@@ -342,7 +358,7 @@ def all_gather(
         algorithm=algorithm,
         reproducible=reproducible,
     )
-    return execute(request, x, out)
+    return execute(request, x, out, as_list=as_list)
 
 
 @overload

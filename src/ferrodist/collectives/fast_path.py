@@ -68,7 +68,7 @@ def _on_error(
     with contextlib.ExitStack() as stack:
         stack.push(running)  # its ticket has come up already: only its end is left
         if part is not None:
-            from ferrodist.collectives.uneven import refuse_part  # which is above this file
+            from ferrodist.collectives.scatter import refuse_part  # which is above this file
 
             refused = refuse_part(running, root, part, x, out)
         if refused is None:

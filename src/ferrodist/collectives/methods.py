@@ -12,6 +12,7 @@ from functools import update_wrapper
 from typing import Any, TypeVar
 
 from ferrodist.backends.base import Backend
+from ferrodist.config import DEFAULT
 
 _ABSENT: Any = object()
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,6 +32,27 @@ _BACKEND = dict.fromkeys(("group", "process_group", "comm", "process_set"), "bac
 _ROOT = dict.fromkeys(("src", "dst", "root_rank", "rank"), "root")
 _PEERS = {"dest": "dst", "source": "src"}
 _ARRAYS = {"tensor": "x", "obj": "value", "object_list": "value"}
+
+
+ALL_OPTIONS: dict[str, Any] = {
+    "out": None,
+    "timeout": DEFAULT,
+    "async_op": False,
+    "algorithm": None,
+    "reproducible": None,
+}
+
+
+def show_options(function: F) -> F:
+    """Show the common keyword arguments, which the function takes as one, one by one."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shown = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in ALL_OPTIONS.items()
+    ]
+    function.__dict__["__signature__"] = signature.replace(parameters=[*own, *shown])
+    return function
 
 
 def refuse_keyword(name: str, mistaken: dict[str, Any]) -> TypeError:

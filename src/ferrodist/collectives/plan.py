@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from itertools import repeat
+from typing import Any, Literal, NamedTuple
 
 from ferrodist.arrays import (
     InputArray,
@@ -22,12 +23,24 @@ from ferrodist.arrays import (
     is_tree,
     new_result,
     overlap,
+    split_blocks,
 )
 from ferrodist.backends.base import Backend
+from ferrodist.backends.call_methods import AllOptions, Op
 from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Part, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind, Leaf, caller_site
+from ferrodist.collectives.methods import ALL_OPTIONS, refuse_keyword
+from ferrodist.collectives.reductions import (
+    CustomReduction,
+    Pairs,
+    applying,
+    open_pair,
+    problem_of_dtype,
+    problem_of_kind,
+    problem_of_pair,
+)
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -38,7 +51,7 @@ from ferrodist.errors import (
     UnsupportedArray,
     UnsupportedOp,
 )
-from ferrodist.reduce_op import ReduceOp
+from ferrodist.reduce_op import CustomOp, ReduceOp
 
 # -- requests --------------------------------------------------------------------------------------
 #
@@ -49,23 +62,8 @@ from ferrodist.reduce_op import ReduceOp
 
 # Short names for the typed signatures of the public functions.
 Group = Backend | None
-Op = ReduceOp | str
 Yes = Literal[True]
 No = Literal[False]
-
-
-class InPlaceOptions(TypedDict, total=False):
-    """The keyword arguments of collectives that write into ``x``, for their typed signatures."""
-
-    timeout: Timeout
-    algorithm: Algorithm
-    reproducible: bool | None
-
-
-class Options(InPlaceOptions, total=False):
-    """The keyword arguments that most collectives share, for their typed signatures."""
-
-    out: Any
 
 
 class Request:
@@ -77,7 +75,7 @@ class Request:
         backend: Backend | None,
         *,
         root: int | None = None,
-        op: ReduceOp | str | None = None,
+        op: Op | None = None,
         timeout: Timeout = DEFAULT,
         is_async: bool = False,
         algorithm: Algorithm = None,
@@ -95,17 +93,38 @@ class Request:
         )
         # What its collectives are told, where they are not told otherwise.
         self.args = CollectiveArgs(
-            self.op, self.root or 0, algorithm=algorithm, in_order=self.reproducible
+            self.op if isinstance(self.op, ReduceOp) else None,
+            self.root or 0,
+            algorithm=algorithm,
+            in_order=self.reproducible,
         )
         self.algorithm_name = self.backend._check_algorithm(
             kind, algorithm, self.root or 0, self.reproducible
         )
         self.is_async = is_async
+        self.counts: list[int] | None = None  # rows of each rank, where all pass them
+        self._check_kind(is_algorithm_named=algorithm is not None)
+
+    def _check_kind(self, *, is_algorithm_named: bool) -> None:
+        if self.op is None:
+            return
+        problem = problem_of_kind(self.kind, self.op, is_algorithm_named)
+        if problem is not None:
+            raise UnsupportedOp(
+                f"{self.kind.label}: {self.op.label} {problem}",
+                op=self.kind.label,
+                this_rank=self.backend.rank,
+            )
 
     @property
     def is_root(self) -> bool:
         """True on the rank a rooted call is about."""
         return self.root == self.backend.rank
+
+    @property
+    def takes_pairs(self) -> bool:
+        """True where values are reduced together with their indices."""
+        return self.op is not None and self.op.takes_pairs
 
     def call(
         self,
@@ -125,6 +144,7 @@ class Request:
             site=caller_site(),
             compared=compared,
             pickle=pickle,
+            counts=None if self.counts is None else tuple(self.counts),
         )
 
     def execute(self, prepared: Prepared[Any]) -> Any:
@@ -136,16 +156,41 @@ class Request:
         if self.op is None:
             return
         dtype = taken.buffer.dtype
-        problem = _problem(self.kind, self.op, dtype, taken.is_number)
+        problem = problem_of_dtype(self.kind, self.op, dtype, taken.is_number)
         if problem is not None:
             raise UnsupportedOp(
-                f"{self.kind.label}: {self.op.name.lower()} of {dtype.label} ({where}) {problem}",
+                f"{self.kind.label}: {self.op.label} of {dtype.label} ({where}) {problem}",
                 op=self.kind.label,
                 got=dtype.label,
                 this_rank=self.backend.rank,
             )
-        if taken.is_number:
+        if taken.is_number and isinstance(self.op, ReduceOp):
             check_number(taken, self.op, self.backend.world_size, f"{self.kind.label}: {where}")
+
+
+def open_request(
+    kind: Kind,
+    backend: Backend | None,
+    options: AllOptions,
+    *,
+    root: int | None = None,
+    op: Op | None = None,
+) -> tuple[Request, Any]:
+    """Check the options of a call whose function has them as one; return its ``out``, too."""
+    mistaken = {name: value for name, value in options.items() if name not in ALL_OPTIONS}
+    if mistaken:
+        raise refuse_keyword(kind.label, mistaken)
+    request = Request(
+        kind,
+        backend,
+        root=root,
+        op=op,
+        timeout=options.get("timeout", DEFAULT),
+        is_async=options.get("async_op", False),
+        algorithm=options.get("algorithm"),
+        reproducible=options.get("reproducible"),
+    )
+    return request, options.get("out")
 
 
 def open_backend(backend: Backend | None, what: str) -> Backend:
@@ -160,6 +205,8 @@ def open_backend(backend: Backend | None, what: str) -> Backend:
             f"{_meant_instead(backend, what)}",
             got=backend,
         )
+    if applying.backend is backend:
+        raise InvalidArgument(f"{what}: called by a custom op, which must not communicate")
     backend._check_usable()
     return backend
 
@@ -168,7 +215,7 @@ def _meant_instead(backend: Any, what: str) -> str:
     """Guess what was meant by an argument that stands where the backend belongs."""
     kind = next((kind for kind in Kind if kind.label == what), None)
     if kind is not None and kind.is_reduction and isinstance(backend, (str, ReduceOp)):
-        op = backend.name.lower() if isinstance(backend, ReduceOp) else backend
+        op = backend.label if isinstance(backend, ReduceOp) else backend
         return f"; the operation comes after it, or as {what}(x, op={op!r})"
     if kind is not None and kind.is_rooted and hasattr(backend, "__index__"):
         return f"; the root comes after it, or as {what}(x, root={backend})"
@@ -180,23 +227,6 @@ def _meant_instead(backend: Any, what: str) -> str:
 def open_deadline(backend: Backend, timeout: Timeout) -> Deadline:
     """Start the clock of a call."""
     return backend._deadline(timeout)
-
-
-_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-
-
-def _problem(kind: Kind, op: ReduceOp, dtype: DType, is_number: bool) -> str | None:
-    """Say why an operation cannot be done; None if it can."""
-    if op is ReduceOp.MEAN and kind.is_prefix:
-        return "has no meaning here: every rank would divide by another number; use sum"
-    if op is ReduceOp.MEAN and not (dtype.is_float or dtype.is_complex):
-        advice = "pass float(x)" if is_number else "convert to a float type first, or use sum"
-        return f"would not be of that type; {advice}"
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
-        return "is not defined: complex numbers have no order"
-    if op in _BITWISE and (dtype.is_float or dtype.is_complex):
-        return "is not defined: bit operations need integers or bool"
-    return None
 
 
 def leaf_of(taken: InputArray, path: str = "") -> Leaf:
@@ -241,7 +271,7 @@ class Packed(NamedTuple):
 
 def fuse(
     items: Sequence[Item], kind: Kind, args: CollectiveArgs, world: int, fuse_nbytes: int
-) -> tuple[list[Part], list[Packed]]:
+) -> tuple[list[Part], list[Packed | Pairs]]:
     """Make the collectives of a call and say what to unpack when they are done.
 
     Which leaves travel together depends only on what all ranks agree on.
@@ -249,7 +279,8 @@ def fuse(
     if len(items) == 1:
         return [items[0].alone(kind, args)], []
     small: dict[DType, list[Item]] = {}
-    parts, packed = [], []
+    parts: list[Part] = []
+    packed: list[Packed | Pairs] = []
     for item in items:
         if item.taken.buffer.memory.nbytes <= fuse_nbytes:
             small.setdefault(item.taken.buffer.dtype, []).append(item)
@@ -294,19 +325,15 @@ def _copy(leaves: Sequence[Buffer], packed: Buffer, parts: int, *, is_packing: b
 _TAKES_TREES = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 
-def execute(request: Request, x: Any, out: Any) -> Any:
-    """Take the arrays in, check them, make room for the results, hand the call to the backend."""
-    if x is None:
-        raise _refuse_none(request)
-    if is_tree(x) and request.kind not in _TAKES_TREES:
-        raise UnsupportedArray(
-            f"{request.kind.label}: x is a {type(x).__name__}, but this call takes a single array; "
-            f"join its parts, or {advise_objects(request.kind.label + ':')}",
-            got=type(x).__name__,
-        )
-    named, rebuild = flatten(x)
+def execute(request: Request, x: Any, out: Any, *, as_list: bool = False) -> Any:
+    """Take the arrays in, check them, make room for the results, hand the call to the backend.
+
+    ``as_list`` cuts joined results into those of each rank.
+    """
+    named, rebuild = _take_apart(request, x)
     paths = [path for path, _ in named]
     inputs = [_take(request, path, leaf) for path, leaf in named]
+    _check_pair(request, inputs)
     shapes = [result_shape(request, taken, path) for path, taken in zip(paths, inputs, strict=True)]
     results = _make_room(request, inputs, shapes, paths, _outs(request, out, paths))
     items = [
@@ -315,43 +342,98 @@ def execute(request: Request, x: Any, out: Any) -> Any:
     ]
     if out is not None:
         _refuse_crossing(request, paths, inputs, results)
+    leaves = [leaf_of(taken, path) for path, taken in zip(paths, inputs, strict=True)]
+    dense = DenseCall(request.call(tuple(leaves)), request.deadline)
+    if isinstance(request.op, CustomOp):
+        args = (request.op, request.kind, request.root or 0, inputs, results)
+        dense.custom = CustomReduction(*args)
+    else:
+        dense.parts, dense.packed = _make_parts(request, items)
+    if _has_result(request):
+        dense.results, dense.rebuild, dense.out = results, rebuild, out
+    if as_list:
+        dense.listed, dense.num_parts = [leaf for _, leaf in named], request.backend.world_size
+    return request.execute(dense)
+
+
+Rebuild = Callable[[list[Any]], Any]
+
+
+def _take_apart(request: Request, x: Any) -> tuple[list[tuple[str, Any]], Rebuild]:
+    if request.takes_pairs:
+        return open_pair(x, f"{request.kind.label}: x")
+    if x is None:
+        raise _refuse_none(request)
+    if is_tree(x) and request.kind not in _TAKES_TREES:
+        raise UnsupportedArray(
+            f"{request.kind.label}: x is a {type(x).__name__}, but this call takes a single array; "
+            f"join its parts, or {advise_objects(request.kind.label + ':')}",
+            got=type(x).__name__,
+        )
+    return flatten(x)
+
+
+def _check_pair(request: Request, inputs: list[InputArray]) -> None:
+    error = problem_of_pair(*inputs) if request.takes_pairs else None
+    if error is not None:
+        facts = {"op": request.kind.label, "this_rank": request.backend.rank}
+        facts |= {"got": error.got, "expected": error.expected}
+        raise type(error)(f"{request.kind.label}: {error}", **facts)
+
+
+def _make_parts(request: Request, items: list[Item]) -> tuple[list[Part], list[Packed | Pairs]]:
+    """List the collectives of a call, and what to unpack when they are done."""
+    if request.takes_pairs:
+        assert isinstance(request.op, ReduceOp)
+        inputs, results, _ = zip(*items, strict=True)
+        pairs = Pairs.pack(request.op, inputs, results)
+        return [pairs.part(request.kind, request.args)], [pairs]
     world, fuse_nbytes = request.backend.world_size, request.backend.config.fuse_nbytes
     parts, packed = fuse(items, request.kind, request.args, world, fuse_nbytes)
-    leaves = [leaf_of(taken, path) for path, taken in zip(paths, inputs, strict=True)]
-    call = request.call(tuple(leaves))
-    parts = parts or [Part(Kind.BARRIER, args=request.args)]  # an empty tree synchronises too
-    dense = _DenseCall(call, request.deadline, parts)
-    if _has_result(request):
-        dense.packed, dense.results, dense.rebuild, dense.out = packed, results, rebuild, out
-    return request.execute(dense)
+    return parts or [Part(Kind.BARRIER, args=request.args)], packed  # an empty tree synchronises
 
 
 def execute_barrier(request: Request) -> None:
     """Hand the call that has no arrays to the backend."""
     part = Part(Kind.BARRIER, args=request.args)
-    request.execute(_DenseCall(request.call(), request.deadline, [part]))
+    request.execute(DenseCall(request.call(), request.deadline, parts=[part]))
 
 
 @dataclass(slots=True, eq=False)
-class _DenseCall(Prepared[Any]):
-    """A call whose collectives are known before it runs."""
+class DenseCall(Prepared[Any]):
+    """A call whose arrays are known before it runs."""
 
-    parts: list[Part]
-    packed: list[Packed] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    packed: Sequence[Packed | Pairs] = ()
+    custom: CustomReduction | None = None  # instead of parts, by a user's function
     results: list[OutputArray | None] = field(default_factory=list)
-    rebuild: Callable[[list[Any]], Any] | None = None  # None where this rank has no result
+    rebuild: Rebuild | None = None  # None where this rank has no result
     out: Any = None
+    listed: Sequence[Any] = ()  # the inputs whose joined results are cut into ``num_parts``
+    num_parts: int = 0
 
     def run(self, running: RunningCall) -> None:
+        """Do the collectives of the call."""
+        if self.custom is not None:
+            self.custom.run(running)
         for part in self.parts:
             running.collective(*part)
 
     def finish(self) -> Any:
+        """Unpack the results and put them together."""
+        if self.custom is not None and self.custom.refused is not None:
+            raise self.custom.refused
         if self.rebuild is None:
             return None
         for one in self.packed:
             one.unpack()
-        finished = self.rebuild([one.finish() for one in self.results if one is not None])
+        leaves = [one.finish() for one in self.results if one is not None]
+        if self.num_parts:
+            blocks = map(split_blocks, leaves, self.listed, repeat(self.num_parts))
+            return [self.rebuild(list(part)) for part in zip(*blocks, strict=True)] or (
+                [self.rebuild([]) for _ in range(self.num_parts)]
+            )
+        finished = self.rebuild(leaves)
         return finished if self.out is None else self.out
 
 
@@ -400,14 +482,15 @@ def _make_room(
     if not _has_result(request):
         return [None] * len(inputs)
     return [
-        new_result(taken, shape) if out is None else _take_out(request, out, path, taken, shape)
+        new_result(taken, shape) if out is None else take_out(request, out, path, taken, shape)
         for taken, shape, path, out in zip(inputs, shapes, paths, outs, strict=True)
     ]
 
 
-def _take_out(
+def take_out(
     request: Request, out: Any, path: str, taken: InputArray, shape: tuple[int, ...]
 ) -> OutputArray:
+    """Make ``out`` the place of a result, or say what is wrong with it."""
     try:
         return as_output(out, taken.buffer.dtype, shape)
     except InvalidArgument as error:
@@ -488,6 +571,12 @@ def _is_allowed(request: Request, taken: InputArray, result: OutputArray, found:
         return True
     if request.kind is Kind.ALL_GATHER:
         return found.offset == request.backend.rank * taken.buffer.nbytes
-    if request.kind is Kind.REDUCE_SCATTER and found.offset is not None:
+    if found.offset is None:
+        return False
+    if request.kind is Kind.REDUCE_SCATTER_UNEVEN:
+        assert request.counts is not None
+        row_nbytes = taken.buffer.nbytes // max(1, taken.buffer.shape[0])
+        return -found.offset == sum(request.counts[: request.backend.rank]) * row_nbytes
+    if request.kind is Kind.REDUCE_SCATTER:
         return -found.offset == request.backend.rank * result.buffer.nbytes
     return False

@@ -48,8 +48,9 @@ def _unpack(words: bytearray, running: RunningCall, rank: int) -> DistributedErr
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, DistributedError)):
         kind = UnsupportedArray  # what an object raised that is no error of ours
+    where = f" (on rank {rank})"
     return kind(
-        f"{text} (on rank {rank})",
+        text.removesuffix(where) + where,
         rank=rank,
         this_rank=running.backend.rank,
         op=running.call.kind.label,

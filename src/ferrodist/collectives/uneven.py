@@ -7,284 +7,219 @@ wrong tells all others, so that the call fails on every rank alike.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 import numpy as np
 
-from ferrodist.arrays import InputArray, OutputArray, as_input, as_output, new_result, numpy_result
-from ferrodist.backends.running_call import (
-    Algorithm,
-    CollectiveArgs,
-    Counts,
-    Prepared,
-    RunningCall,
+from ferrodist.arrays import (
+    InputArray,
+    OutputArray,
+    as_input,
+    as_output,
+    new_result,
+    split_rows,
 )
-from ferrodist.buffer import MAX_AXES, Buffer, DType
+from ferrodist.backends.call_methods import AllOptions, Op
+from ferrodist.backends.running_call import Part, Prepared, RunningCall
+from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind, Leaf
-from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
-from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
+from ferrodist.collectives.methods import show_options
 from ferrodist.collectives.plan import (
+    DenseCall,
     Group,
-    No,
-    Options,
     Request,
-    Yes,
     is_in_place,
     leaf_of,
-    result_shape,
+    open_request,
+    take_out,
 )
-from ferrodist.collectives.refusals import share_refusal, size_of_refusal
-from ferrodist.config import DEFAULT, Timeout
-from ferrodist.errors import (
-    CollectiveMismatch,
-    DistributedError,
-    InvalidArgument,
-    SizeMismatch,
-    UnsupportedArray,
-)
-from ferrodist.work import Work
+from ferrodist.errors import CollectiveMismatch, InvalidArgument, InvalidShape, SizeMismatch
+from ferrodist.reduce_op import ReduceOp
 
 _MANY = 1 << 62  # no array has so many rows, and the sum of two such counts fits an int64
+_SHOWN_COUNTS = 16
 
 
-@overload
-def scatter(
-    x: Any, backend: Group = None, root: int = ..., *, async_op: Yes, **rest: Unpack[Options]
-) -> Work[Any]: ...
-@overload
-def scatter(
-    x: Any, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
-) -> Any: ...
-@hide_mistaken
-def scatter(
-    x: Any,
-    backend: Group = None,
-    root: int = 0,
-    *,
-    out: Any = None,
-    timeout: Timeout = DEFAULT,
-    async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
-) -> Any:
-    """Cut the array of ``root`` along axis 0 and give part r to rank r.
-
-    The other ranks pass None, and get NumPy, or an array of the kind, dtype and shape they want.
-
-    Example:
-        >>> import numpy as np, ferrodist
-        >>> from ferrodist.testing import run_ranks
-        >>> inputs = {0: np.arange(4)}  # the root has it, the others pass None
-        >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
-        [array([0, 1]), array([2, 3])]
-    """
-    if mistaken:
-        raise refuse_keyword("scatter", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
-        done = (fast_start if async_op else fast_path)(SCATTER, backend, x, out, None, root)
-        if done is not NotImplemented:
-            return done
-    request = Request(
-        Kind.SCATTER,
-        backend,
-        root=root,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
-    return request.execute(_prepare_scatter(request, x, out))
-
-
-@dataclass(slots=True, eq=False)
-class _SizedCall(Prepared[Any]):
-    """A call that makes room for its result when it knows the size."""
-
-    request: Request
-    taken: InputArray | None
-    out: Any
-    result: OutputArray | None = None
-
-    def finish(self) -> Any:
-        assert self.result is not None
-        return self.result.finish()
-
-
-def _prepare_scatter(request: Request, x: Any, out: Any) -> _Scatter:
-    taken, part, refused = None, None, None
-    try:
-        if x is not None or request.is_root:
-            taken = as_input(x, "scatter: x")
-        if request.is_root:
-            assert taken is not None
-            part = Leaf("", taken.buffer.dtype, result_shape(request, taken))
-            if out is not None:
-                is_in_place(request, taken, as_output(out, part.dtype, part.shape))
-    except DistributedError as error:
-        if not request.is_root:
-            raise
-        refused = error  # the others wait for their parts: they are told
-    call = request.call(() if taken is None else (leaf_of(taken),), compared=())
-    return _Scatter(call, request.deadline, request, taken, out, part=part, refused=refused)
-
-
-@dataclass(slots=True, eq=False)
-class _Scatter(_SizedCall):
-    part: Leaf | None = None  # known to the root
-    refused: BaseException | None = None  # by the root; after the call, what this rank raises
-
-    def run(self, running: RunningCall) -> None:
-        request, taken = self.request, self.taken
-        numbers = self._tell_part(running, request.args.root)
-        if numbers[0] < 0:
-            size = int(numbers[0])
-            self.refused = share_refusal(running, request.args.root, size, self.refused)
-            return
-        found = _read_part(numbers)
-        self.result = _room_for_part(running, request.args.root, found, taken, self.out)
-        source = taken.buffer if request.is_root and taken is not None else None
-        running.collective(Kind.SCATTER, source, self.result.buffer, request.args)
-
-    def _tell_part(self, running: RunningCall, root: int) -> np.ndarray[Any, Any]:
-        """Tell every rank the dtype and shape of its part, or that there is none."""
-        numbers, part = np.zeros(2 + MAX_AXES, np.int64), self.part
-        if self.refused is not None:
-            numbers[0] = size_of_refusal(self.refused)
-        elif part is not None:
-            numbers[: 2 + len(part.shape)] = (part.dtype, len(part.shape), *part.shape)
-        buffer = as_buffer(numbers)
-        args = CollectiveArgs(root=root, in_place=True)
-        running.collective(Kind.BROADCAST, buffer, buffer, args)
-        return numbers
-
-    def finish(self) -> Any:
-        if self.refused is not None:
-            raise self.refused
-        return _SizedCall.finish(self)
-
-
-def _read_part(numbers: np.ndarray[Any, Any]) -> Leaf:
-    dtype, axes = DType(int(numbers[0])), int(numbers[1])
-    return Leaf("", dtype, tuple(int(length) for length in numbers[2 : 2 + axes]))
-
-
-def refuse_part(
-    running: RunningCall, root: int, told: bytes, x: Any, out: Any
-) -> BaseException | None:
-    """Tell all ranks that what this one passed on the fast path does not fit its part.
-
-    If it is the root that refuses, return what to raise after the call.
-    """
-    numbers = np.frombuffer(told, np.int64)
-    if numbers[0] < 0:
-        return share_refusal(running, root, int(numbers[0]), None)
-    found = _read_part(numbers)
-    taken = None if x is None else as_input(x, "scatter: x")
-    _room_for_part(running, root, found, taken, out)
-    return None
-
-
-def _room_for_part(
-    running: RunningCall, root: int, found: Leaf, taken: InputArray | None, out: Any
-) -> OutputArray:
-    rank = running.backend.rank
-    if taken is not None and rank != root and leaf_of(taken) != found:
-        same_dtype = taken.buffer.dtype is found.dtype
-        raise running.mismatch(
-            SizeMismatch if same_dtype else CollectiveMismatch,
-            f"rank {rank} passed {leaf_of(taken)}, its part of the array of rank {root} is {found}",
-        )
-    try:
-        if out is not None:
-            return as_output(out, found.dtype, found.shape)
-        return (
-            numpy_result(found.dtype, found.shape)
-            if taken is None
-            else new_result(taken, found.shape)
-        )
-    except (InvalidArgument, UnsupportedArray) as error:
-        text = f"rank {rank}: {error}"
-        raise running.mismatch(CollectiveMismatch, text) from error
-
-
-@overload
-def all_gather_uneven(
-    x: Any, backend: Group = None, *, async_op: Yes, **rest: Unpack[Options]
-) -> Work[Any]: ...
-@overload
-def all_gather_uneven(
-    x: Any, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
-) -> Any: ...
-@hide_mistaken
+@show_options
 def all_gather_uneven(
     x: Any,
     backend: Group = None,
     *,
-    out: Any = None,
-    timeout: Timeout = DEFAULT,
-    async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    as_list: bool = False,
+    with_counts: bool = False,
+    **options: Unpack[AllOptions],
 ) -> Any:
     """Join the arrays of all ranks along axis 0; that axis may differ in length between ranks.
+
+    ``as_list`` gives a list of the parts instead, one per rank: views of the joined array.
+    ``with_counts`` gives a pair: the result, and how many rows each rank has passed.
 
     Example:
         >>> import numpy as np, ferrodist
         >>> from ferrodist.testing import run_ranks
         >>> run_ranks(3, lambda b: ferrodist.all_gather_uneven(np.full(b.rank, b.rank), b))[0]
         array([1, 2, 2])
+        >>> def gather(backend):
+        ...     return backend.all_gather_uneven(np.full(backend.rank, 7), as_list=True)
+        >>> run_ranks(3, gather)[0]
+        [array([], dtype=int64), array([7]), array([7, 7])]
     """
-    if mistaken:
-        raise refuse_keyword("all_gather_uneven", mistaken)
-    request = Request(
-        Kind.ALL_GATHER_UNEVEN,
-        backend,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
-    taken = as_input(x, "all_gather_uneven: x")
-    compared = (Leaf("", taken.buffer.dtype, _rows(taken)[1]),)
-    call = request.call((leaf_of(taken),), compared=compared)
-    return request.execute(_AllGatherUneven(call, request.deadline, request, taken, out))
+    request, out = open_request(Kind.ALL_GATHER_UNEVEN, backend, options)
+    return _gather(request, x, out, as_list, with_counts)
+
+
+@show_options
+def gather_uneven(
+    x: Any,
+    backend: Group = None,
+    root: int = 0,
+    *,
+    as_list: bool = False,
+    with_counts: bool = False,
+    **options: Unpack[AllOptions],
+) -> Any:
+    """Do as ``all_gather_uneven`` does on ``root``; the other ranks get None.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def gather(backend):
+        ...     return ferrodist.gather_uneven(np.full(backend.rank, 7), backend, with_counts=True)
+        >>> run_ranks(3, gather)
+        [(array([7, 7, 7]), [0, 1, 2]), None, None]
+    """
+    request, out = open_request(Kind.GATHER_UNEVEN, backend, options, root=root)
+    return _gather(request, x, out, as_list, with_counts)
+
+
+def _gather(request: Request, x: Any, out: Any, as_list: bool, with_counts: bool) -> Any:
+    taken = as_input(x, f"{request.kind.label}: x")
+    call = request.call((leaf_of(taken),), compared=(_row_of(taken),))
+    gather = _GatherUneven(call, request.deadline, request, taken, out, as_list=as_list)
+    gather.with_counts = with_counts
+    return request.execute(gather)
 
 
 @dataclass(slots=True, eq=False)
-class _AllGatherUneven(_SizedCall):
+class SizedCall(Prepared[Any]):
+    """A call that makes room for its result when it knows the size."""
+
+    request: Request
+    taken: InputArray | None
+    out: Any
+    result: OutputArray | None = None  # None where this rank has none
+    in_place: bool = False
+    as_list: bool = False
+    with_counts: bool = False
+    counts: list[int] = field(default_factory=list)  # rows of the result, by the rank they are from
+
+    def collective(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        counts: Sequence[Any] | None,
+        row: tuple[int, ...],
+    ) -> None:
+        """Move the data, of which ``counts`` are the rows."""
+        args, output = self.request.args, None if self.result is None else self.result.buffer
+        if counts is not None:
+            args = args._replace(counts=(np.array(counts) * math.prod(row)).tolist())
+        running.collective(kind, input, output, args._replace(in_place=self.in_place))
+
+    def make_room(self, running: RunningCall, row: tuple[int, ...]) -> None:
+        """Make room for all rows; a wrong ``out`` shows only now, so all are told."""
+        assert self.taken is not None
+        shape = (sum(self.counts), *row)
+        if self.out is None:
+            self.result = new_result(self.taken, shape)
+            return
+        try:
+            self.result = as_output(self.out, self.taken.buffer.dtype, shape)
+            self.in_place = is_in_place(self.request, self.taken, self.result)
+        except InvalidArgument as error:
+            text = f"rank {self.request.backend.rank}: {error}"
+            raise running.mismatch(CollectiveMismatch, text) from error
+
+    def finish(self) -> Any:
+        """Return the result, or its parts, with the counts if asked for."""
+        if self.result is None:
+            return None
+        found = self.result.finish()
+        found = split_rows(found, self.counts) if self.as_list else found
+        return (found, self.counts) if self.with_counts else found
+
+
+@dataclass(slots=True, eq=False)
+class _GatherUneven(SizedCall):
     taken: InputArray
 
     def run(self, running: RunningCall) -> None:
         rows, row = _rows(self.taken)
-        counts = tell_numbers(running, [rows])[:, 0].tolist()
-        sizes = [count * _count(row) for count in counts]
-        self.result, args = _room(running, self, (sum(counts), *row), sizes)
-        running.collective(Kind.ALL_GATHER, self.taken.buffer, self.result.buffer, args)
+        self.counts = tell_numbers(running, [rows])[:, 0].tolist()
+        is_rooted = self.request.kind is Kind.GATHER_UNEVEN
+        if not is_rooted or self.request.is_root:
+            self.make_room(running, row)
+        kind = Kind.GATHER if is_rooted else Kind.ALL_GATHER
+        self.collective(running, kind, self.taken.buffer, self.counts, row)
 
 
-@hide_mistaken
+@show_options
+def reduce_scatter_uneven(
+    x: Any,
+    counts: Sequence[int],
+    backend: Group = None,
+    op: Op = ReduceOp.SUM,
+    **options: Unpack[AllOptions],
+) -> Any:
+    """Combine the arrays of all ranks; rank i gets ``counts[i]`` rows of the result.
+
+    All ranks pass the same counts, which add up to the rows of ``x``. ``out`` may be this rank's
+    part of ``x``.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> run_ranks(2, lambda b: ferrodist.reduce_scatter_uneven(np.arange(3), [1, 2], b))
+        [array([0]), array([2, 4])]
+    """
+    request, out = open_request(Kind.REDUCE_SCATTER_UNEVEN, backend, options, op=op)
+    taken = as_input(x, "reduce_scatter_uneven: x")
+    request.check_op(taken, "x")
+    rows, row = split_shape(request, taken)
+    request.counts = check_sum(request, check_counts(request, counts, "counts"), rows)
+    shape = (request.counts[request.backend.rank], *row)
+    result = new_result(taken, shape) if out is None else take_out(request, out, "", taken, shape)
+    args = request.args._replace(
+        counts=[count * math.prod(row) for count in request.counts],
+        in_place=is_in_place(request, taken, result),
+    )
+    part = Part(Kind.REDUCE_SCATTER, taken.buffer, result.buffer, args)
+    call = request.call((leaf_of(taken),))
+    dense = DenseCall(call, request.deadline, parts=[part], results=[result])
+    dense.rebuild = operator.itemgetter(0)
+    return request.execute(dense)
+
+
+@show_options
 def all_to_all_uneven(
     x: Any,
     send_counts: Sequence[int],
     backend: Group = None,
     *,
     recv_counts: Sequence[int] | None = None,
-    out: Any = None,
-    timeout: Timeout = DEFAULT,
-    async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    as_list: bool = False,
+    **options: Unpack[AllOptions],
 ) -> Any:
     """Send ``send_counts[i]`` rows of ``x`` to rank i; return what came, and the rows from each.
 
     The counts of all ranks are exchanged and checked before data moves; ``recv_counts``, if given,
-    must be what the others send. With ``async_op`` the pair is the result of the Work.
+    must be what the others send. ``as_list`` gives what came as a list of parts, one per rank. With
+    ``async_op`` the pair is the result of the Work.
 
     Example:
         >>> import numpy as np, ferrodist
@@ -295,58 +230,33 @@ def all_to_all_uneven(
         >>> run_ranks(2, swap)
         [(array([0]), [0, 1]), (array([0, 1]), [2, 0])]
     """
-    if mistaken:
-        raise refuse_keyword("all_to_all_uneven", mistaken)
-    request = Request(
-        Kind.ALL_TO_ALL_UNEVEN,
-        backend,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request, out = open_request(Kind.ALL_TO_ALL_UNEVEN, backend, options)
     taken = as_input(x, "all_to_all_uneven: x")
-    rows, row = _rows(taken)
-    sends = _check_counts(request, send_counts, "send_counts")
-    if sum(sends) != rows:
-        raise InvalidArgument(
-            f"all_to_all_uneven: send_counts add up to {sum(sends)}, but x has {rows} rows",
-            expected=rows,
-            got=sum(sends),
-            this_rank=request.backend.rank,
-        )
-    expects = (
-        [-1] * len(sends)
-        if recv_counts is None
-        else _check_counts(request, recv_counts, "recv_counts")
-    )
-
-    compared = (Leaf("", taken.buffer.dtype, row),)
-    call = request.call((leaf_of(taken),), compared=compared)
-    return request.execute(
-        _AllToAllUneven(call, request.deadline, request, taken, out, sends=sends, expects=expects)
-    )
+    sends = check_counts(request, send_counts, "send_counts")
+    check_sum(request, sends, _rows(taken)[0], "send_counts")
+    call = request.call((leaf_of(taken),), compared=(_row_of(taken),))
+    exchange = _AllToAllUneven(call, request.deadline, request, taken, out, as_list=as_list)
+    exchange.sends, exchange.with_counts = sends, True
+    if recv_counts is not None:
+        exchange.expects = check_counts(request, recv_counts, "recv_counts")
+    return request.execute(exchange)
 
 
 @dataclass(slots=True, eq=False)
-class _AllToAllUneven(_SizedCall):
+class _AllToAllUneven(SizedCall):
     taken: InputArray
     sends: list[int] = field(default_factory=list)
-    expects: list[int] = field(default_factory=list)  # -1 where anything is welcome
-    received: list[int] = field(default_factory=list)
+    expects: list[int] | None = None
 
     def run(self, running: RunningCall) -> None:
         row, world = _rows(self.taken)[1], len(self.sends)
-        table = tell_numbers(running, [*self.sends, *self.expects])
+        expects = self.expects or [-1] * world  # where anything is welcome
+        table = tell_numbers(running, [*self.sends, *expects])
         counts, expected = table[:, :world], table[:, world:]
         _check_expected(running, counts, expected)
-        self.received = counts[:, self.request.backend.rank].tolist()
-        sizes = (counts * _count(row)).tolist()
-        self.result, args = _room(running, self, (sum(self.received), *row), sizes)
-        running.collective(Kind.ALL_TO_ALL, self.taken.buffer, self.result.buffer, args)
-
-    def finish(self) -> tuple[Any, list[int]]:
-        return _SizedCall.finish(self), self.received
+        self.counts = counts[:, self.request.backend.rank].tolist()
+        self.make_room(running, row)
+        self.collective(running, Kind.ALL_TO_ALL, self.taken.buffer, counts, row)
 
 
 def _rows(taken: InputArray) -> tuple[int, tuple[int, ...]]:
@@ -355,26 +265,52 @@ def _rows(taken: InputArray) -> tuple[int, tuple[int, ...]]:
     return (shape[0], shape[1:]) if shape else (1, ())
 
 
-def _count(row: tuple[int, ...]) -> int:
-    return int(np.prod(row, dtype=np.int64))
+def _row_of(taken: InputArray) -> Leaf:
+    """Describe what must be alike on all ranks."""
+    return Leaf("", taken.buffer.dtype, _rows(taken)[1])
 
 
-def _check_counts(request: Request, counts: Sequence[int], name: str) -> list[int]:
-    world = request.backend.world_size
+def split_shape(request: Request, taken: InputArray) -> tuple[int, tuple[int, ...]]:
+    """Split the shape of an array that is to be cut; a number has nothing to cut."""
+    if not taken.buffer.shape:
+        raise InvalidShape(
+            f"{request.kind.label}: x is a number or has no axes, and cannot be cut into rows",
+            op=request.kind.label,
+            this_rank=request.backend.rank,
+        )
+    return _rows(taken)
+
+
+def check_counts(request: Request, counts: Sequence[int], name: str) -> list[int]:
+    """Read the rows of each rank."""
+    world, label = request.backend.world_size, request.kind.label
     try:
         numbers = [operator.index(count) for count in counts]
     except TypeError as error:
-        raise InvalidArgument(
-            f"all_to_all_uneven: {name} must be integers, got {counts!r}"
-        ) from error
+        raise InvalidArgument(f"{label}: {name} must be integers, got {counts!r}") from error
     if len(numbers) != world or not all(0 <= number < _MANY for number in numbers):
         raise InvalidArgument(
-            f"all_to_all_uneven: {name} must be {world} numbers >= 0, one per rank, got {numbers}",
+            f"{label}: {name} must be {world} numbers >= 0, one per rank, got {numbers}",
             expected=world,
             got=len(numbers),
             this_rank=request.backend.rank,
         )
     return numbers
+
+
+def check_sum(request: Request, counts: list[int], rows: int, name: str = "counts") -> list[int]:
+    """Refuse counts that do not add up to the rows of ``x``, with that of each rank."""
+    if sum(counts) != rows:
+        shown = [f"rank {rank}: {count}" for rank, count in enumerate(counts[:_SHOWN_COUNTS])]
+        shown += ["..."] if len(counts) > _SHOWN_COUNTS else []
+        raise InvalidArgument(
+            f"{request.kind.label}: {name} add up to {sum(counts)} ({', '.join(shown)}), but x has "
+            f"{rows} rows",
+            expected=rows,
+            got=sum(counts),
+            this_rank=request.backend.rank,
+        )
+    return counts
 
 
 def _check_expected(running: RunningCall, counts: Any, expected: Any) -> None:
@@ -394,25 +330,6 @@ def tell_numbers(running: RunningCall, numbers: Sequence[int]) -> Any:
     table = np.empty((running.backend.world_size, len(numbers)), np.int64)
     running.collective(Kind.ALL_GATHER, as_buffer(np.array(numbers, np.int64)), as_buffer(table))
     return table
-
-
-def _room(
-    running: RunningCall,
-    call: _AllGatherUneven | _AllToAllUneven,
-    shape: tuple[int, ...],
-    counts: Counts,
-) -> tuple[OutputArray, CollectiveArgs]:
-    """Make room once the sizes are known; a wrong ``out`` shows only now, so all are told."""
-    request, taken = call.request, call.taken
-    args = request.args._replace(counts=counts)
-    if call.out is None:
-        return new_result(taken, shape), args
-    try:
-        result = as_output(call.out, taken.buffer.dtype, shape)
-        return result, args._replace(in_place=is_in_place(request, taken, result))
-    except InvalidArgument as error:
-        text = f"rank {request.backend.rank}: {error}"
-        raise running.mismatch(CollectiveMismatch, text) from error
 
 
 def as_buffer(numbers: Any) -> Buffer:

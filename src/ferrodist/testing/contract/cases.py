@@ -15,11 +15,12 @@ from ferrodist.schedules import known
 from ferrodist.testing.contract.case import Case
 from ferrodist.testing.contract.groups import NEEDS_TWO
 from ferrodist.testing.contract.groups import SCENARIOS as GROUPS
-from ferrodist.testing.contract.inputs import CUT, JOINED, PREFIXES, REDUCTIONS, ROOTED
+from ferrodist.testing.contract.inputs import COUNTED, CUT, JOINED, PREFIXES, REDUCTIONS, ROOTED
 from ferrodist.testing.contract.messages import RINGS
 from ferrodist.testing.contract.messages import SCENARIOS as MESSAGES
 from ferrodist.testing.contract.mismatches import MISMATCHES
 from ferrodist.testing.contract.objects import OBJECT_FUNCTIONS, OBJECTS
+from ferrodist.testing.contract.reductions import custom_cases, pair_cases
 from ferrodist.testing.contract.refusals import REFUSALS
 from ferrodist.testing.contract.synchronised import HAS_ROOT, SYNCHRONISING
 from ferrodist.testing.contract.trees import TREE_FUNCTIONS
@@ -28,6 +29,7 @@ from ferrodist.testing.contract.values import (
     COMPLEX,
     FLOATS,
     INTEGERS,
+    LOGIC,
     NUMBERS,
     OPS,
     available_dtypes,
@@ -169,6 +171,9 @@ DENSE = (
     "exscan",
     "all_gather_uneven",
     "all_to_all_uneven",
+    "gather_uneven",
+    "scatter_uneven",
+    "reduce_scatter_uneven",
 )
 SHAPES = ((), (0,), (0, 3), (1,), (7,), (4097,), (12, 3))
 _TRANSPOSED: Form = ((12, 3), "transposed")
@@ -181,21 +186,23 @@ _ODD_LAYOUTS: tuple[Form, ...] = (
     ((7,), "unaligned"),
 )
 _LARGE = 140_001  # elements: in float16, the smallest used, more than 256 KB
-_SCHEDULED_AS = {"all_gather_uneven": "all_gather", "all_to_all_uneven": "all_to_all"}
 
 _STYLES = {
     "allreduce": ("in_place", "twice"),
     "broadcast": ("in_place",),
     "reduce": ("in_place", "twice"),
-    "all_gather": ("part",),
+    "all_gather": ("part", "list"),
     "gather": (),
     "scatter": ("template",),
     "reduce_scatter": ("part", "twice"),
     "all_to_all": ("in_place",),
     "scan": ("in_place", "twice"),
     "exscan": ("in_place", "twice"),
-    "all_gather_uneven": (),
-    "all_to_all_uneven": ("counts",),
+    "all_gather_uneven": ("list", "with_counts"),
+    "all_to_all_uneven": ("counts", "list"),
+    "gather_uneven": ("list", "with_counts"),
+    "scatter_uneven": ("template", "counts"),
+    "reduce_scatter_uneven": ("part", "twice"),
 }
 _COMMON_STYLES = ("plain", "out", "async", "async_out", "reproducible")
 _TREE_STYLES = ("tree", "tree_out", "tree_async")
@@ -215,6 +222,8 @@ def full_allreduce(in_order: bool) -> Iterator[Case]:
     for shape, layout in (*plain, _TRANSPOSED):
         for dtype in available_dtypes():
             for op in legal_ops(dtype):
+                if op in LOGIC and shape not in ((), (7,), (4097,)):
+                    continue  # as the bit operations, which are done in every shape
                 yield Case(
                     "allreduce", shape=shape, layout=layout, dtype=dtype, op=op, in_order=in_order
                 )
@@ -248,7 +257,7 @@ def large_cases(world: int, algorithms: bool, in_order: bool) -> Iterator[Case]:
 
 def _algorithms(function: str) -> dict[str, bool]:
     """Name the algorithms of a function, and tell which reduce in rank order."""
-    kind = Kind[_SCHEDULED_AS.get(function, function).upper()]
+    kind = Kind[function.removesuffix("_uneven").upper()]
     return {schedule.name: bool(schedule.in_order) for schedule in known(kind)}
 
 
@@ -267,8 +276,8 @@ def _parameters(
     parameters: dict[str, Sequence[Any]] = {
         "library": _libraries(libraries),
         "form": _forms(function, world),
-        "dtype": available_dtypes(),
-        "op": OPS if function in REDUCTIONS else ("",),  # the empty name is no op
+        "dtype": _dtypes(function),
+        "op": _ops(function) if function in REDUCTIONS else ("",),  # the empty name is no op
         "values": ("distinct", "special", "tiny", "wrapping"),
         "style": _styles(function, world),
         "algorithm": ("", *algorithms),
@@ -276,6 +285,20 @@ def _parameters(
     if function in ROOTED:
         parameters["root"] = range(world)
     return parameters
+
+
+_LIKE_THE_EVEN = ("gather_uneven", "scatter_uneven", "reduce_scatter_uneven")
+
+
+def _dtypes(function: str) -> tuple[str, ...]:
+    """Name the dtypes; those that go the way of an even call need not be all."""
+    few = ("bool", "int8", "int64", "float16", "bfloat16", "float32", "complex128")
+    some = few if function in _LIKE_THE_EVEN else available_dtypes()
+    return tuple(dtype for dtype in some if dtype in available_dtypes())
+
+
+def _ops(function: str) -> tuple[str, ...]:
+    return ("SUM", "MEAN", "MAX", "LXOR") if function in _LIKE_THE_EVEN else OPS
 
 
 def _libraries(libraries: Sequence[str]) -> list[str]:
@@ -298,7 +321,7 @@ def _forms(function: str, world: int) -> list[Form]:
     forms += _ODD_LAYOUTS
     if function in CUT and world > 1:
         return [(_divisible(shape, world), layout) for shape, layout in forms if shape]
-    if function == "all_to_all_uneven" or (function == "all_gather_uneven" and world == 1):
+    if function in COUNTED or (function == "all_gather_uneven" and world == 1):
         return [form for form in forms if form[0]]
     return forms
 
@@ -352,7 +375,7 @@ def _can_lie(library: str, form: Form) -> bool:
 
 def _can_be_called(library: str, style: str) -> bool:
     if library in NUMBERS:
-        return style in ("plain", "async", "reproducible", "twice")
+        return style in ("plain", "async", "reproducible", "twice", "list", "with_counts")
     return "jax" not in library or style not in ("in_place", "part")
 
 
@@ -390,6 +413,8 @@ def contract_cases(
         *full_allreduce(in_order),
         *dense_cases(world, seed, algorithms, in_order, libraries),
         *large_cases(world, algorithms, in_order),
+        *pair_cases(world, libraries),
+        *custom_cases(world),
         *_empty_trees(world),
         *_synchronised(world),
         *_illegal_ops(),

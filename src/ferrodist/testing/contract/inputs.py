@@ -11,6 +11,7 @@ import numpy as np
 
 from ferrodist.testing.contract.case import Case
 from ferrodist.testing.contract.values import (
+    LOGIC,
     NUMBERS,
     Array,
     distinct_values,
@@ -34,6 +35,9 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "BAND": np.bitwise_and,
     "BOR": np.bitwise_or,
     "BXOR": np.bitwise_xor,
+    "LAND": np.logical_and,
+    "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
 }
 
 
@@ -43,6 +47,7 @@ def local_reduce(inputs: Sequence[Array], op: str) -> Array:
     combine = _multiply_complex if (op, dtype.kind) == ("PROD", "c") else _COMBINE[op]
     with np.errstate(all="ignore"):
         wide = [np.asarray(x, np.float32 if is_half(dtype) else dtype) for x in inputs]
+        wide = [x != 0 for x in wide] if op in LOGIC else wide  # of one rank, too
         reduced = np.asarray(functools.reduce(combine, wide))
         if op == "MEAN":
             reduced = _divide(reduced, len(inputs))
@@ -77,25 +82,15 @@ def part(array: Array, rank: int, world: int) -> Array:
     return array[rank * rows : (rank + 1) * rows]
 
 
-def expect_result(
-    function: str, inputs: Sequence[Array], rank: int, *, op: str = "", root: int = 0
+def expect_moved(
+    function: str, inputs: Sequence[Array], rank: int, *, root: int = 0
 ) -> Array | None:
-    """Return what a rank gets of an even collective; None where it gets None."""
-    world = len(inputs)
-    if function in ("reduce", "gather") and rank != root:
-        return None
-    results: dict[str, Callable[[], Array]] = {
-        "allreduce": lambda: local_reduce(inputs, op),
-        "reduce": lambda: local_reduce(inputs, op),
-        "broadcast": lambda: inputs[root],
-        "all_gather": lambda: join(inputs),
-        "all_gather_uneven": lambda: join(inputs),
-        "gather": lambda: join(inputs),
-        "scatter": lambda: part(inputs[root], rank, world),
-        "reduce_scatter": lambda: part(local_reduce(inputs, op), rank, world),
-        "all_to_all": lambda: _exchange(inputs, rank),
-    }
-    return results[function]()
+    """Return what a rank gets of a collective that only moves data; None where it gets None."""
+    if function == "broadcast":
+        return inputs[root]
+    if function == "all_to_all":
+        return _exchange(inputs, rank)
+    return None if function.startswith("gather") and rank != root else join(inputs)
 
 
 def _exchange(inputs: Sequence[Array], rank: int) -> Array:
@@ -126,7 +121,7 @@ def exchange_uneven(
 def reduce_bound(inputs: Sequence[Array], op: str, reduced: Array) -> Array | None:
     """Return the difference another order may make, per real part; None if it may make none."""
     dtype = inputs[0].dtype
-    if dtype.kind in "biu" or op in ("MIN", "MAX"):
+    if dtype.kind in "biu" or op in ("MIN", "MAX", *LOGIC):
         return None
     epsilon = float(np.finfo(np.float32 if is_half(dtype) else dtype).eps)
     with np.errstate(all="ignore"):
@@ -151,11 +146,13 @@ def _product_bound(inputs: Sequence[Array], relative: float) -> Array:
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ROOTED = ("broadcast", "reduce", "gather", "scatter", "gather_uneven", "scatter_uneven")
 PREFIXES = ("scan", "exscan")
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", *PREFIXES)
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "reduce_scatter_uneven", *PREFIXES)
 CUT = ("scatter", "reduce_scatter", "all_to_all")
-JOINED = ("all_gather", "all_gather_uneven", "gather")
+COUNTED = ("scatter_uneven", "reduce_scatter_uneven", "all_to_all_uneven")  # what takes counts
+JOINED = ("all_gather", "all_gather_uneven", "gather", "gather_uneven")
+SCATTERS = ("scatter", "scatter_uneven")
 SAME_EVERYWHERE = ("allreduce", "broadcast", "all_gather", "all_gather_uneven")
 _MAX_UNEVEN = 5
 
@@ -167,6 +164,9 @@ def values_of(case: Case, rank: int, world: int) -> Array:
     array = distinct_values(rank, shape, case.dtype, seed, case.values)
     if case.library == "python" and case.dtype == "int64":
         return np.asarray(array % 50 + 1)  # their products and sums must stay within int64
+    if case.op in LOGIC:  # which have nothing to do without zeros
+        places = (np.arange(array.size) * (rank + 2)).reshape(array.shape) % 3
+        array = np.where(places == 0, array.dtype.type(0), array)
     if case.layout == "broadcast":
         return np.array(lay_out(array, case.layout))
     return array
@@ -185,9 +185,24 @@ def shape_of(case: Case, rank: int, world: int) -> tuple[int, ...]:
     """Return the shape of a rank's input."""
     if case.function == "all_to_all_uneven":
         return (sum(counts_of(case, world)[rank]), *case.shape[1:])
-    if case.function == "all_gather_uneven" and case.shape:
+    if case.function in ("all_gather_uneven", "gather_uneven") and case.shape:
         return (_uneven(case, rank, case.shape[0]), *case.shape[1:])
+    if case.function in COUNTED:
+        return (sum(rows_of(case, world)), *case.shape[1:])
     return case.shape
+
+
+def rows_of(case: Case, world: int) -> list[int]:
+    """Return how many rows of the whole each rank gets, or of the joined array each has passed."""
+    if case.function in JOINED:
+        shapes = [shape_of(case, rank, world) for rank in range(world)]
+        return [shape[0] if shape else 1 for shape in shapes]
+    return [_uneven(case, rank, -(-case.shape[0] // world)) for rank in range(world)]
+
+
+def rows_before(case: Case, rank: int, world: int) -> int:
+    """Return where the part of a rank begins."""
+    return sum(rows_of(case, world)[:rank])
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,14 +221,14 @@ def _uneven(case: Case, place: int, most: int) -> int:
 
 def make_input(case: Case, rank: int, world: int) -> Any:
     """Make the array a rank passes; None where it passes none."""
-    if case.function == "scatter" and rank != case.root:
+    if case.function in SCATTERS and rank != case.root:
         return _scatter_template(case, rank, world) if case.style == "template" else None
     array = lay_out(values_of(case, rank, world), case.layout)
     return to_library(array, case.library_of(rank))
 
 
 def _scatter_template(case: Case, rank: int, world: int) -> Any:
-    shape = part(np.empty(case.shape), rank, world).shape
+    shape = _part_of(case, np.empty(shape_of(case, rank, world)), rank, world).shape
     return to_library(np.zeros(shape, numpy_dtype(case.dtype)), case.library_of(rank))
 
 
@@ -230,21 +245,28 @@ def reduced_values(case: Case, world: int, num_ranks: int) -> tuple[Array, Array
 
 def expected_result(case: Case, rank: int, world: int) -> tuple[Array | None, Array | None]:
     """Return what a rank must get, None where it gets None, and the bound on the difference."""
+    if case.function in SCATTERS:
+        return _part_of(case, values_of(case, case.root, world), rank, world), None
     if case.function not in REDUCTIONS:
         inputs = all_values(case, rank, world)
-        return expect_result(case.function, inputs, rank, root=case.root), None
+        return expect_moved(case.function, inputs, rank, root=case.root), None
     num_ranks = {"scan": rank + 1, "exscan": rank}.get(case.function, world)
     if num_ranks == 0 or (case.function == "reduce" and rank != case.root):
         return None, None
     reduced, bound = reduced_values(case, world, num_ranks)
-    if case.function != "reduce_scatter":
+    if case.function not in ("reduce_scatter", "reduce_scatter_uneven"):
         return reduced, bound
-    return part(reduced, rank, world), None if bound is None else _part_of_bound(bound, rank, world)
+    if bound is not None and reduced.shape and reduced.size:  # every row has as many real parts
+        bound = _part_of(case, bound.reshape(reduced.shape[0], -1), rank, world)
+    return _part_of(case, reduced, rank, world), bound
 
 
-def _part_of_bound(bound: Array, rank: int, world: int) -> Array:
-    flat = bound.reshape(-1)  # equal parts of an array are equal parts of its elements
-    return flat.reshape(world, -1)[rank] if world > 1 else flat
+def _part_of(case: Case, whole: Array, rank: int, world: int) -> Array:
+    """Take the rows of one rank."""
+    if case.function not in COUNTED:
+        return part(whole, rank, world)
+    begin = rows_before(case, rank, world)
+    return whole[begin : begin + rows_of(case, world)[rank]]
 
 
 def result_library(case: Case, rank: int) -> str:
@@ -252,6 +274,6 @@ def result_library(case: Case, rank: int) -> str:
     library = case.library_of(rank)
     if case.function in JOINED and library in NUMBERS:
         return "numpy"
-    if case.function == "scatter" and rank != case.root and case.style != "template":
+    if case.function in SCATTERS and rank != case.root and case.style != "template":
         return "numpy"
     return library

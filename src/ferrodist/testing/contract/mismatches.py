@@ -11,6 +11,7 @@ import numpy as np
 
 import ferrodist
 from ferrodist import Backend, CollectiveMismatch, SizeMismatch
+from ferrodist.testing.contract.reductions import custom_of
 from ferrodist.testing.contract.trial import Trial, describe_error
 
 Call = Callable[[Backend], object]
@@ -72,6 +73,7 @@ def _sizes_and_dtypes() -> Mismatches:
         "scan",
         "all_to_all",
         "all_gather_uneven",
+        "gather_uneven",
     ):
         usual = _rows(function, 3)
         yield f"{function}: shape", Mismatch(usual, _rows(function, 4), SizeMismatch)
@@ -116,6 +118,9 @@ def _options() -> Mismatches:
     for function in ("broadcast", "reduce", "gather", "broadcast_object", "gather_object"):
         usual, odd = (_rows(function, 3, root=root) for root in (0, 1))
         yield f"{function}: root", Mismatch(usual, odd)
+    first, second = (_of("allreduce", (1.0, 2), op=op) for op in ("minloc", "maxloc"))
+    yield "allreduce: minloc and maxloc", Mismatch(first, second)
+    yield "allreduce: name of a function", Mismatch(custom_of("one"), custom_of("other"))
     plain = _rows("allreduce", 3)
     yield "reproducible", Mismatch(plain, _rows("allreduce", 3, reproducible=True))
     usual, odd = (_rows("allreduce", 3, algorithm=name) for name in ("star", "direct"))
@@ -155,6 +160,8 @@ def _started(length: int) -> Call:
 def _found_on_arrival() -> Mismatches:
     yield "recv_counts", Mismatch(_exchange(1), _exchange(2), SizeMismatch)
     yield "one with recv_counts", Mismatch(_exchange(None), _exchange(0), SizeMismatch)
+    yield "counts of reduce_scatter", Mismatch(_cut_at(0), _cut_at(1), SizeMismatch)
+    yield "counts of scatter", Mismatch(_scatter_at(None), _scatter_at(1), SizeMismatch)
     part, wide = _zeros(2, 3), _zeros(2, 3, dtype="float64")
     yield "shape of a part", Mismatch(_scatter(None), _scatter(_zeros(3, 3)), SizeMismatch)
     yield "dtype of a part", Mismatch(_scatter(part), _scatter(wide))
@@ -167,6 +174,29 @@ def _exchange(recv_count: int | None) -> Call:
         return ferrodist.all_to_all_uneven(
             _zeros(world), [1] * world, backend, recv_counts=expected
         )
+
+    return call
+
+
+def _counts(world: int, last: int) -> list[int]:
+    """Share as many rows as there are ranks; ``last`` of them are the last rank's."""
+    return [world - last, *([0] * (world - 2)), last]
+
+
+def _cut_at(last: int) -> Call:
+    return lambda b: ferrodist.reduce_scatter_uneven(
+        _zeros(b.world_size), _counts(b.world_size, last), b
+    )
+
+
+def _scatter_at(last: int | None) -> Call:
+    """Pass counts that are not those of rank 0, which is never the odd one, or none."""
+
+    def call(backend: Backend) -> object:
+        world, is_root = backend.world_size, backend.rank == 0
+        x = _zeros(world) if is_root else None
+        given = None if last is None else _counts(world, last)
+        return ferrodist.scatter_uneven(x, _counts(world, 0) if is_root else given, backend)
 
     return call
 

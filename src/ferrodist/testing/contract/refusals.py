@@ -20,12 +20,13 @@ from ferrodist import (
     InvalidRank,
     InvalidShape,
     InvalidWorldSize,
+    ReduceOp,
     SelfSend,
     SizeMismatch,
     UnsupportedArray,
     UnsupportedOp,
 )
-from ferrodist.testing.contract.inputs import CUT, ROOTED
+from ferrodist.testing.contract.inputs import COUNTED, CUT, ROOTED
 from ferrodist.testing.contract.trial import Trial
 from ferrodist.testing.contract.values import numpy_dtype
 
@@ -183,7 +184,12 @@ def check_refused(trial: Trial) -> None:
 def illegal_op(function: str, dtype: str, op: str) -> Refusal:
     """Describe a reduction that has no meaning for a dtype."""
     x = np.ones(16, numpy_dtype(dtype))
-    return Refusal(UnsupportedOp, _call(function, lambda backend: x, op=op), dtype)
+
+    def attempt(backend: Backend) -> object:
+        counts = [[16] + [0] * (backend.world_size - 1)] if function in COUNTED else []
+        return getattr(ferrodist, function)(x, *counts, backend, op=op)
+
+    return Refusal(UnsupportedOp, attempt, dtype)
 
 
 def _call(function: str, make: Callable[[Backend], Any], **options: Any) -> Attempt:
@@ -216,7 +222,8 @@ def _next(backend: Backend) -> int:
 
 def _bad_root(function: str, root: Callable[[Backend], Any]) -> Attempt:
     wrong = np.array(["no array"])  # wrong too, but the root comes first
-    return lambda backend: getattr(ferrodist, function)(wrong, backend, root=root(backend))
+    counts = [None] if function in COUNTED else []
+    return lambda backend: getattr(ferrodist, function)(wrong, *counts, backend, root=root(backend))
 
 
 def _ranks() -> Refusals:
@@ -361,10 +368,60 @@ def _counts() -> Refusals:
         ("counts that are no integers", lambda w: [1.0 / w] * w),
     ):
         yield name, Refusal(InvalidArgument, _exchange(counts_of), "counts")
+        reduce = Refusal(InvalidArgument, _cut_by(counts_of), "counts")
+        yield f"reduce_scatter_uneven: {name}", reduce
+        told = Refusal(InvalidArgument, _scatter_by(counts_of), "counts", is_told=True)
+        yield f"scatter_uneven: {name}", told
+    none = Refusal(InvalidArgument, _scatter_by(lambda w: None), "None on the root", is_told=True)
+    yield "scatter_uneven: no counts", none
+    number = Refusal(InvalidShape, lambda b: b.reduce_scatter_uneven(1.0, [1] * b.world_size))
+    yield "reduce_scatter_uneven: a number", number
+    named = Refusal(InvalidArgument, _cut_by(lambda w: [2] * w), "rank 0: 2, rank 1: 2", 2)
+    yield "counts are named by rank", named
+
+
+def _cut_by(counts_of: Callable[[int], Any]) -> Attempt:
+    return lambda b: ferrodist.reduce_scatter_uneven(zeros(1), counts_of(b.world_size), b)
+
+
+def _scatter_by(counts_of: Callable[[int], Any]) -> Attempt:
+    def attempt(backend: Backend) -> object:
+        world, is_root = backend.world_size, _is_last(backend)
+        x, counts = (zeros(1), counts_of(world)) if is_root else (None, None)
+        return ferrodist.scatter_uneven(x, counts, backend, root=world - 1)
+
+    return attempt
+
+
+def _minloc(x: Any) -> Attempt:
+    return _call("allreduce", lambda backend: x, op="minloc")
+
+
+def _pairs() -> Refusals:
+    two, wrong = zeros(2), "must be a pair"
+    for name, x, error, says in (
+        ("an array", two, UnsupportedArray, wrong),
+        ("three arrays", (two, two, two), UnsupportedArray, wrong),
+        ("a tree", ([two], two), UnsupportedArray, wrong),
+        ("none", None, UnsupportedArray, wrong),
+        ("a pair without indices", (two, None), UnsupportedArray, wrong),
+        ("a pair of two shapes", (two, np.zeros(3, int)), InvalidShape, "(3,)"),
+        ("indices that are floats", (two, two), UnsupportedOp, "integers"),
+        ("complex values", (1j, 1), UnsupportedOp, "no order"),
+    ):
+        yield f"minloc of {name}", Refusal(error, _minloc(x), says)
+    pair = _call("exscan", lambda b: (two, np.zeros(2, int)), op="maxloc")
+    yield "maxloc in exscan", Refusal(UnsupportedOp, pair, "allreduce, reduce and scan")
+    custom = ReduceOp.custom(max, name="largest")
+    for options in ({}, {"algorithm": "star"}):
+        function = "allreduce" if options else "reduce_scatter"
+        attempt = _call(function, lambda b: zeros(b.world_size), op=custom, **options)
+        refusal = Refusal(UnsupportedOp, attempt, "largest", needs_algorithms=bool(options))
+        yield f"{function} by a function", refusal
 
 
 def _all() -> Iterator[tuple[str, Refusal]]:
-    for group in (_ranks, _members, _options, _arrays, _leaves, _objects, _shapes, _counts):
+    for group in (_ranks, _members, _options, _arrays, _leaves, _objects, _shapes, _counts, _pairs):
         yield from group()
     yield from refused_outs()
 

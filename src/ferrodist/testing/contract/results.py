@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +15,28 @@ import ferrodist
 from ferrodist import Backend, ReduceOp, Work
 from ferrodist.testing.contract.case import Case
 from ferrodist.testing.contract.inputs import (
+    COUNTED,
     ROOTED,
     SAME_EVERYWHERE,
+    SCATTERS,
     all_values,
     counts_of,
     exchange_uneven,
     expected_result,
     make_input,
     result_library,
+    rows_before,
+    rows_of,
     values_of,
 )
 from ferrodist.testing.contract.trial import Trial, digest
-from ferrodist.testing.contract.values import Array, numpy_dtype, to_library, to_numpy
+from ferrodist.testing.contract.values import (
+    Array,
+    find_wrong_kind,
+    numpy_dtype,
+    to_library,
+    to_numpy,
+)
 
 _ASIDE = 500_000  # added to a case's number for further inputs that must not be its own
 
@@ -46,12 +57,22 @@ def call(case: Case, backend: Backend, x: Any, **options: Any) -> Any:
         options["algorithm"] = case.algorithm
     if case.style == "reproducible":
         options["reproducible"] = True
-    if case.function != "all_to_all_uneven":
+    if case.function not in COUNTED:
         return function(x, backend, **options)
+    if case.function != "all_to_all_uneven":
+        return function(x, _counts_for(case, backend), backend, **options)
     counts = counts_of(case, backend.world_size)
     if case.style == "counts":
         options["recv_counts"] = [row[backend.rank] for row in counts]
     return function(x, counts[backend.rank], backend, **options)
+
+
+def _counts_for(case: Case, backend: Backend) -> list[int] | None:
+    """Return what a rank passes as counts; in scatter_uneven only the root has to."""
+    is_needed = case.function == "reduce_scatter_uneven" or case.style == "counts"
+    if not is_needed and backend.rank != case.root:
+        return None
+    return rows_of(case, backend.world_size)
 
 
 def expect_result_of(trial: Trial, case: Case, got: Any, library: str | None = None) -> None:
@@ -93,7 +114,7 @@ def _plain(trial: Trial) -> None:
 
 def _expect_untouched(trial: Trial, x: Any) -> None:
     case = trial.case
-    if x is None or (case.function == "scatter" and trial.rank != case.root):
+    if x is None or (case.function in SCATTERS and trial.rank != case.root):
         return
     before = values_of(case, trial.rank, trial.world)
     library = case.library_of(trial.rank)
@@ -108,6 +129,45 @@ def _expect_apart(trial: Trial, got: Any, x: Any) -> None:
     mine, given = to_numpy(got, trial.case.dtype), to_numpy(x, trial.case.dtype)
     shares = np.may_share_memory(mine, given)
     trial.expect(not shares, "the result shares memory with the input")
+
+
+def _list(trial: Trial) -> None:
+    """The parts of all ranks, one behind the other in one piece of memory."""
+    case, rank, world = trial.case, trial.rank, trial.world
+    got = call(case, trial.backend, make_input(case, rank, world), as_list=True)
+    parts, *counts = got if isinstance(got, tuple) else (got,)
+    if parts is None:
+        expect_result_of(trial, case, None)
+        return
+    trial.expect_equal(len(parts), world, "the number of parts")
+    library = case.library_of(rank) if case.function == "all_gather" else result_library(case, rank)
+    for part in parts:
+        wrong = find_wrong_kind(part, library, case.dtype)
+        trial.expect(wrong is None, f"a part is {wrong}")
+    if trial.problems:
+        return
+    arrays = [np.atleast_1d(to_numpy(part, case.dtype)) for part in parts]
+    if library in ("numpy", "torch"):
+        _expect_one_buffer(trial, arrays)
+    joined = to_library(np.concatenate(arrays), result_library(case, rank))
+    expect_result_of(trial, case, (joined, *counts) if counts else joined)
+
+
+def _expect_one_buffer(trial: Trial, parts: Sequence[Array]) -> None:
+    filled = [part for part in parts if part.size]
+    for left, right in itertools.pairwise(filled):
+        begins = [part.__array_interface__["data"][0] for part in (left, right)]
+        trial.expect_equal(begins[1] - begins[0], left.nbytes, "from one part to the next, bytes")
+
+
+def _with_counts(trial: Trial) -> None:
+    case = trial.case
+    x = make_input(case, trial.rank, trial.world)
+    got = call(case, trial.backend, x, with_counts=True)
+    if got is not None:
+        got, counts = got
+        trial.expect_equal(counts, rows_of(case, trial.world), "the counts")
+    expect_result_of(trial, case, got)
 
 
 def _twice(trial: Trial) -> None:
@@ -186,7 +246,11 @@ def _part(trial: Trial) -> None:
         x[...] = values
     else:
         x = values.copy()
-        out = _block(x, rank, _result_shape(trial) or ())
+        shape = _result_shape(trial) or ()
+        if case.function in COUNTED:
+            out = x[rows_before(case, rank, world) :][: shape[0]]
+        else:
+            out = _block(x, rank, shape)
     x, out = (to_library(array, case.library_of(rank)) for array in (x, out))
     got = call(case, trial.backend, x, out=out)
     trial.expect(got is out, "out was not returned")
@@ -236,6 +300,8 @@ _STYLES: dict[str, Check] = {
     "reproducible": _plain,
     "template": _plain,
     "counts": _plain,
+    "list": _list,
+    "with_counts": _with_counts,
     "twice": _twice,
     "out": _out,
     "in_place": _in_place,

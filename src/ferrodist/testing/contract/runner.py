@@ -22,6 +22,7 @@ from ferrodist.testing.contract.groups import check_group
 from ferrodist.testing.contract.messages import check_message
 from ferrodist.testing.contract.mismatches import check_mismatch
 from ferrodist.testing.contract.objects import check_object
+from ferrodist.testing.contract.reductions import check_custom, check_pair
 from ferrodist.testing.contract.refusals import check_refused
 from ferrodist.testing.contract.results import Check, check_result
 from ferrodist.testing.contract.synchronised import check_synchronised
@@ -81,6 +82,8 @@ _MAX_MEETINGS = 20
 
 _CHECKS: dict[str, Check] = {
     "result": check_result,
+    "pair": check_pair,
+    "custom": check_custom,
     "synchronised": check_synchronised,
     "refused": check_refused,
     "mismatch": check_mismatch,

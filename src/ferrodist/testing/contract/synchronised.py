@@ -10,7 +10,7 @@ import numpy as np
 
 import ferrodist
 from ferrodist import Backend
-from ferrodist.testing.contract.inputs import ROOTED
+from ferrodist.testing.contract.inputs import COUNTED, ROOTED, SCATTERS
 from ferrodist.testing.contract.objects import OBJECT_FUNCTIONS
 from ferrodist.testing.contract.trial import Trial
 
@@ -29,6 +29,9 @@ SYNCHRONISING = (
     "exscan",
     "all_to_all",
     "all_to_all_uneven",
+    "gather_uneven",
+    "scatter_uneven",
+    "reduce_scatter_uneven",
     "barrier",
     *OBJECT_FUNCTIONS,
 )
@@ -58,12 +61,14 @@ def _call(function: str, root: int, rows: int) -> Callable[[Backend], object]:
     x = np.zeros((rows, 3))
     if function == "barrier":
         return lambda backend: found(backend)
-    if function == "all_to_all_uneven":
-        return lambda backend: found(x, [rows // backend.world_size] * backend.world_size, backend)
-    if function == "scatter_object":
-        return lambda backend: found([x] * backend.world_size, backend, root)
-    if function == "scatter":
-        return lambda backend: found(x if backend.rank == root else None, backend, root)
-    if function in HAS_ROOT:
-        return lambda backend: found(x, backend, root=root)
-    return lambda backend: found(x, backend)
+    options = {"root": root} if function in HAS_ROOT else {}
+
+    def call(backend: Backend) -> object:
+        world = backend.world_size
+        if function == "scatter_object":
+            return found([x] * world, backend, root)
+        counts = [[rows // world] * world] if function in COUNTED else []
+        is_without = function in SCATTERS and backend.rank != root
+        return found(None if is_without else x, *counts, backend, **options)
+
+    return call

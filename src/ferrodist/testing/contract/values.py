@@ -28,9 +28,11 @@ FLOATS = (*HALVES, "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
 
-OPS = ("SUM", "MEAN", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _ORDER = ("MIN", "MAX")
 BITS = ("BAND", "BOR", "BXOR")
+LOGIC = ("LAND", "LOR", "LXOR")
+OPS = ("SUM", "MEAN", "PROD", *_ORDER, *BITS, *LOGIC)
+PAIR_OPS = ("MINLOC", "MAXLOC")
 
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
@@ -38,10 +40,10 @@ MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 def legal_ops(dtype: str) -> tuple[str, ...]:
     """Name the operations that are defined for a dtype."""
     if dtype in COMPLEX:
-        return ("SUM", "MEAN", "PROD")
+        return ("SUM", "MEAN", "PROD", *LOGIC)
     if dtype in FLOATS:
-        return ("SUM", "MEAN", "PROD", *_ORDER)
-    return ("SUM", "PROD", *_ORDER, *BITS)
+        return ("SUM", "MEAN", "PROD", *_ORDER, *LOGIC)
+    return ("SUM", "PROD", *_ORDER, *BITS, *LOGIC)
 
 
 @functools.cache

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""scatter and scatter_uneven: only the root knows what there is, and tells it before data moves.
+
+What the root refuses is told as well: the others wait for their parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Unpack, overload
+
+import numpy as np
+
+from ferrodist.arrays import InputArray, OutputArray, as_input, as_output, new_result, numpy_result
+from ferrodist.backends.call_methods import AllOptions, Options
+from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
+from ferrodist.buffer import MAX_AXES, DType
+from ferrodist.call import Kind, Leaf
+from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
+from ferrodist.collectives.methods import hide_mistaken, refuse_keyword, show_options
+from ferrodist.collectives.plan import (
+    Group,
+    No,
+    Request,
+    Yes,
+    is_in_place,
+    leaf_of,
+    open_request,
+    result_shape,
+)
+from ferrodist.collectives.refusals import share_refusal, size_of_refusal
+from ferrodist.collectives.uneven import SizedCall, as_buffer, check_counts, check_sum, split_shape
+from ferrodist.config import DEFAULT, Timeout
+from ferrodist.errors import (
+    CollectiveMismatch,
+    DistributedError,
+    InvalidArgument,
+    SizeMismatch,
+    UnsupportedArray,
+)
+from ferrodist.work import Work
+
+
+@overload
+def scatter(
+    x: Any, backend: Group = None, root: int = ..., *, async_op: Yes, **rest: Unpack[Options]
+) -> Work[Any]: ...
+@overload
+def scatter(
+    x: Any, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
+) -> Any: ...
+@hide_mistaken
+def scatter(
+    x: Any,
+    backend: Group = None,
+    root: int = 0,
+    *,
+    out: Any = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    algorithm: Algorithm = None,
+    reproducible: bool | None = None,
+    **mistaken: Any,
+) -> Any:
+    """Cut the array of ``root`` along axis 0 and give part r to rank r.
+
+    The other ranks pass None, and get NumPy, or an array of the kind, dtype and shape they want.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> inputs = {0: np.arange(4)}  # the root has it, the others pass None
+        >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
+        [array([0, 1]), array([2, 3])]
+    """
+    if mistaken:
+        raise refuse_keyword("scatter", mistaken)
+    if timeout is DEFAULT and algorithm is None and reproducible is None:
+        done = (fast_start if async_op else fast_path)(SCATTER, backend, x, out, None, root)
+        if done is not NotImplemented:
+            return done
+    request = Request(
+        Kind.SCATTER,
+        backend,
+        root=root,
+        timeout=timeout,
+        is_async=async_op,
+        algorithm=algorithm,
+        reproducible=reproducible,
+    )
+    return request.execute(_prepare(request, x, out))
+
+
+@show_options
+def scatter_uneven(
+    x: Any,
+    counts: Sequence[int] | None,
+    backend: Group = None,
+    root: int = 0,
+    **options: Unpack[AllOptions],
+) -> Any:
+    """Cut the array of ``root`` along axis 0: rank i gets ``counts[i]`` rows.
+
+    The other ranks pass None, or an array as in ``scatter``; and as counts None, or those of the
+    root.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> inputs = {0: (np.arange(3), [1, 2])}  # the root has them, the others pass None
+        >>> run_ranks(2, lambda b: ferrodist.scatter_uneven(*inputs.get(b.rank, (None, None)), b))
+        [array([0]), array([1, 2])]
+    """
+    request, out = open_request(Kind.SCATTER_UNEVEN, backend, options, root=root)
+    given = None
+    if not request.is_root and counts is not None:
+        given = check_counts(request, counts, "counts")
+    call = _prepare(request, x, out, counts)
+    call.given = given
+    return request.execute(call)
+
+
+def _prepare(request: Request, x: Any, out: Any, counts: Sequence[int] | None = None) -> _Scatter:
+    taken, told, refused = None, None, None
+    try:
+        if x is not None or request.is_root:
+            taken = as_input(x, f"{request.kind.label}: x")
+        if request.is_root:
+            assert taken is not None
+            told = _what_to_tell(request, taken, counts)
+            if out is not None:
+                part = told.part_of(request.backend.rank)
+                is_in_place(request, taken, as_output(out, part.dtype, part.shape))
+    except DistributedError as error:
+        if not request.is_root:
+            raise
+        refused = error  # the others wait for their parts: they are told
+    call = request.call(() if taken is None else (leaf_of(taken),), compared=())
+    return _Scatter(call, request.deadline, request, taken, out, told=told, refused=refused)
+
+
+class _Told(NamedTuple):
+    """What the root tells: dtype and shape of a part, or of a row if ``counts`` are the rows."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    counts: list[int] | None = None
+
+    def part_of(self, rank: int) -> Leaf:
+        """Describe what a rank gets."""
+        rows = () if self.counts is None else (self.counts[rank],)
+        return Leaf("", self.dtype, (*rows, *self.shape))
+
+    def to_numbers(self, world: int) -> np.ndarray[Any, Any]:
+        """Write it down; as native code does, which has no counts."""
+        numbers = _no_numbers(world if self.counts is not None else 0)
+        numbers[: 2 + len(self.shape)] = (self.dtype, len(self.shape), *self.shape)
+        numbers[2 + MAX_AXES :] = self.counts or ()
+        return numbers
+
+    @classmethod
+    def from_numbers(cls, numbers: np.ndarray[Any, Any]) -> _Told:
+        """Read what the root has written."""
+        dtype, axes, *rest = numbers.tolist()
+        counts = rest[MAX_AXES:]
+        return cls(DType(dtype), tuple(rest[:axes]), counts or None)
+
+
+def _no_numbers(num_counts: int) -> np.ndarray[Any, Any]:
+    return np.zeros(2 + MAX_AXES + num_counts, np.int64)
+
+
+def _what_to_tell(request: Request, taken: InputArray, counts: Sequence[int] | None) -> _Told:
+    dtype = taken.buffer.dtype
+    if request.kind is Kind.SCATTER:
+        return _Told(dtype, result_shape(request, taken))
+    if counts is None:
+        raise InvalidArgument(
+            "scatter_uneven: counts are None on the root; pass the rows of each rank",
+            this_rank=request.backend.rank,
+        )
+    rows, row = split_shape(request, taken)
+    return _Told(dtype, row, check_sum(request, check_counts(request, counts, "counts"), rows))
+
+
+@dataclass(slots=True, eq=False)
+class _Scatter(SizedCall):
+    told: _Told | None = None  # by the root
+    refused: BaseException | None = None  # by the root; after the call, what this rank raises
+    given: list[int] | None = None  # counts passed by another rank
+
+    def run(self, running: RunningCall) -> None:
+        request, taken = self.request, self.taken
+        root, rank = request.args.root, request.backend.rank
+        numbers = self._tell(running)
+        if numbers[0] < 0:
+            self.refused = share_refusal(running, root, int(numbers[0]), self.refused)
+            return
+        told = _Told.from_numbers(numbers)
+        self._compare_counts(running, told)
+        self.result = _room_for_part(running, root, told.part_of(rank), taken, self.out)
+        source = taken.buffer if request.is_root and taken is not None else None
+        self.collective(running, Kind.SCATTER, source, told.counts, told.shape)
+
+    def _tell(self, running: RunningCall) -> np.ndarray[Any, Any]:
+        """Tell every rank dtype and shape of the parts, or that there are none."""
+        world = running.backend.world_size
+        numbers = _no_numbers(world if self.request.kind is Kind.SCATTER_UNEVEN else 0)
+        if self.refused is not None:
+            numbers[0] = size_of_refusal(self.refused)
+        elif self.told is not None:
+            numbers = self.told.to_numbers(world)
+        buffer = as_buffer(numbers)
+        args = CollectiveArgs(root=self.request.args.root, in_place=True)
+        running.collective(Kind.BROADCAST, buffer, buffer, args)
+        return numbers
+
+    def _compare_counts(self, running: RunningCall, told: _Told) -> None:
+        if self.given is not None and self.given != told.counts:
+            raise running.mismatch(
+                SizeMismatch,
+                f"rank {running.backend.rank} passed counts {self.given}, those of root "
+                f"{self.request.args.root} are {told.counts}",
+            )
+
+    def finish(self) -> Any:
+        if self.refused is not None:
+            raise self.refused
+        return SizedCall.finish(self)
+
+
+def refuse_part(
+    running: RunningCall, root: int, told: bytes, x: Any, out: Any
+) -> BaseException | None:
+    """Tell all ranks that what this one passed on the fast path does not fit its part.
+
+    If it is the root that refuses, return what to raise after the call.
+    """
+    numbers = np.frombuffer(told, np.int64)
+    if numbers[0] < 0:
+        return share_refusal(running, root, int(numbers[0]), None)
+    found = _Told.from_numbers(numbers).part_of(running.backend.rank)
+    taken = None if x is None else as_input(x, "scatter: x")
+    _room_for_part(running, root, found, taken, out)
+    return None
+
+
+def _room_for_part(
+    running: RunningCall, root: int, found: Leaf, taken: InputArray | None, out: Any
+) -> OutputArray:
+    rank = running.backend.rank
+    if taken is not None and rank != root and leaf_of(taken) != found:
+        same_dtype = taken.buffer.dtype is found.dtype
+        raise running.mismatch(
+            SizeMismatch if same_dtype else CollectiveMismatch,
+            f"rank {rank} passed {leaf_of(taken)}, its part of the array of rank {root} is {found}",
+        )
+    try:
+        if out is not None:
+            return as_output(out, found.dtype, found.shape)
+        return (
+            numpy_result(found.dtype, found.shape)
+            if taken is None
+            else new_result(taken, found.shape)
+        )
+    except (InvalidArgument, UnsupportedArray) as error:
+        text = f"rank {rank}: {error}"
+        raise running.mismatch(CollectiveMismatch, text) from error
