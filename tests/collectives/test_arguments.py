@@ -289,7 +289,7 @@ def test_reproducible_refuses_an_algorithm_that_folds_in_another_order():
 @pytest.mark.parametrize(
     ("send", "recv", "words"),
     [
-        ([1, 1], None, "add up to 2, but x has 3 rows"),
+        ([1, 1], None, r"add up to 2 \(rank 0: 1, rank 1: 1\), but x has 3 rows"),
         ([3], None, "must be 2 numbers >= 0"),
         ([4, -1], None, "must be 2 numbers >= 0"),
         ([1.5, 1.5], None, "must be integers"),
