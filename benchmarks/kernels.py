@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ferrodist import _native
-from ferrodist.buffer import DType
+from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.reduce_op import ReduceOp
 
 Array = np.ndarray[Any, Any]
@@ -127,7 +127,7 @@ def race_binary_folds(dtype: DType, op: ReduceOp, nbytes: int, samples: int) -> 
 
 def run_all(nbytes: int, samples: int) -> list[Result]:
     results = []
-    for dtype in DType:
+    for dtype in ARRAY_DTYPES:
         ops = set(ufuncs(dtype)) | ({ReduceOp.MEAN} if dtype >= DType.FLOAT16 else set())
         results += [race_numpy(dtype, op, nbytes, samples) for op in sorted(ops)]
     for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.INT32):

@@ -109,7 +109,7 @@ nb::object bfloat16_descr() {
 
 // The descriptor of a dtype; invalid for bfloat16 where ml_dtypes is missing.
 nb::object descr_of(DType dtype) {
-    constexpr int numbers[num_dtypes] = {NPY_BOOL,   NPY_INT8,   NPY_INT16,  NPY_INT32, NPY_INT64,
+    constexpr int numbers[num_array_dtypes] = {NPY_BOOL,   NPY_INT8,   NPY_INT16,  NPY_INT32, NPY_INT64,
                                          NPY_UINT8,  NPY_UINT16, NPY_UINT32, NPY_UINT64, NPY_HALF,
                                          NPY_NOTYPE, NPY_FLOAT,  NPY_DOUBLE, NPY_CFLOAT, NPY_CDOUBLE};
     const int number = numbers[static_cast<std::size_t>(dtype)];

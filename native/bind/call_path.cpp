@@ -188,7 +188,7 @@ struct Part {
     }
 
     bool is_possible() const {
-        return numbers[0] >= 0 && numbers[0] < static_cast<std::int64_t>(num_dtypes) && numbers[1] >= 0 &&
+        return numbers[0] >= 0 && numbers[0] < static_cast<std::int64_t>(num_array_dtypes) && numbers[1] >= 0 &&
                numbers[1] <= max_axes;
     }
     DType dtype() const { return static_cast<DType>(numbers[0]); }

@@ -40,7 +40,7 @@ bool read_header(core::Bytes header, ArrayView& form, ArrayKind& kind) {
     const auto dtype = std::to_integer<std::size_t>(header[0]);
     form.num_axes = std::to_integer<int>(header[1]);
     const auto lengths = header.subspan(2, header.size() - 3);
-    if (dtype >= num_dtypes || form.num_axes > max_axes || lengths.size() != 8 * static_cast<std::size_t>(form.num_axes) ||
+    if (dtype >= num_array_dtypes || form.num_axes > max_axes || lengths.size() != 8 * static_cast<std::size_t>(form.num_axes) ||
         header.back() > static_cast<std::byte>(last_kind)) {
         return false;
     }

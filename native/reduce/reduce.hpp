@@ -16,6 +16,7 @@ enum class DType : std::uint8_t {
     pair,  // two keys, of a value and of its index; see pack_keys
 };
 constexpr std::size_t num_dtypes = 16;
+constexpr std::size_t num_array_dtypes = 15;  // those of arrays: pairs are only reduced
 
 // The codes of ferrodist.reduce_op.ReduceOp.
 enum class Op : std::uint8_t { sum, mean, prod, min, max, band, bor, bxor, land, lor, lxor, minloc };

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ferrodist.arrays import as_input, as_output, numpy_result
-from ferrodist.buffer import DType
+from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.errors import InvalidArgument, UnsupportedArray
 
 
@@ -54,7 +54,7 @@ def test_error_names_the_place_and_keeps_the_fact() -> None:
     assert pickle.loads(pickle.dumps(caught.value)).got == "a str"
 
 
-@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("dtype", ARRAY_DTYPES, ids=lambda dtype: dtype.label)
 def test_numpy_result_has_dtype_and_shape(dtype: DType) -> None:
     result = numpy_result(dtype, (2, 3))
     assert result.buffer.nbytes == 6 * dtype.itemsize

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ferrodist.arrays import as_input, as_output, new_result
-from ferrodist.buffer import DType
+from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.errors import InvalidArgument, UnsupportedArray
 
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (12, 3), (2, 3, 4)]
@@ -54,7 +54,7 @@ def assert_same(found: Any, expected: np.ndarray[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("dtype", ARRAY_DTYPES, ids=lambda dtype: dtype.label)
 def test_array_comes_back_as_it_was(dtype: DType, shape: tuple[int, ...]) -> None:
     x = values(dtype, shape)
     taken = as_input(x)
@@ -66,7 +66,7 @@ def test_array_comes_back_as_it_was(dtype: DType, shape: tuple[int, ...]) -> Non
     assert_same(round_trip(x), x)
 
 
-@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("dtype", ARRAY_DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize(
     "cut",
     [np.s_[::2], np.s_[::-1], np.s_[:, 1], np.s_[3:9:3, ::-2], np.s_[5:5:2, ::2]],
@@ -239,7 +239,7 @@ def test_masked_array_is_refused() -> None:
         as_output(x, DType.FLOAT64, (2,))
 
 
-@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("dtype", ARRAY_DTYPES, ids=lambda dtype: dtype.label)
 def test_scalar_comes_back_as_scalar(dtype: DType) -> None:
     x = numpy_dtype(dtype).type(1)
     taken = as_input(x)
@@ -260,7 +260,7 @@ def test_scalar_of_another_dtype_is_refused() -> None:
         as_input(np.datetime64(0, "s"))
 
 
-@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("dtype", ARRAY_DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_out_receives_the_bytes_and_is_returned(dtype: DType, shape: tuple[int, ...]) -> None:
     expected = values(dtype, shape)

@@ -18,7 +18,7 @@ from ferrodist.backends.framing import (
     unpack_message,
     unpack_shape,
 )
-from ferrodist.buffer import MAX_AXES, ArrayKind, DType
+from ferrodist.buffer import ARRAY_DTYPES, MAX_AXES, ArrayKind, DType
 
 BITS_32, BITS_64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 FRAMES = st.builds(Frame, BITS_64, BITS_64, BITS_64, st.binary(max_size=100), BITS_32)
@@ -200,7 +200,7 @@ SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 KINDS = st.sampled_from([kind for kind in ArrayKind if kind is not ArrayKind.NUMBER])
 
 
-@given(st.sampled_from(DType), SHAPES, KINDS)
+@given(st.sampled_from(ARRAY_DTYPES), SHAPES, KINDS)
 def test_an_array_header_reads_back(dtype, shape, kind):
     content = bytes(math.prod(shape) * dtype.itemsize)
     found = unpack_message(memoryview(pack_array_header(dtype, shape, kind) + content))
@@ -217,7 +217,7 @@ def test_an_array_header_out_of_bounds_is_refused(data):
     assert math.prod(shape) * dtype.itemsize == len(content)
 
 
-@given(st.sampled_from(DType), SHAPES, st.data())
+@given(st.sampled_from(ARRAY_DTYPES), SHAPES, st.data())
 def test_an_array_header_with_a_flipped_bit_fits_its_content_or_is_refused(dtype, shape, data):
     header = pack_array_header(dtype, shape, ArrayKind.NUMPY)
     place = data.draw(st.integers(0, 8 * len(header) - 1))
@@ -229,7 +229,7 @@ def test_an_array_header_with_a_flipped_bit_fits_its_content_or_is_refused(dtype
     assert math.prod(found[1]) * found[0].itemsize == len(found[3])
 
 
-@given(st.sampled_from(DType), SHAPES, st.data())
+@given(st.sampled_from(ARRAY_DTYPES), SHAPES, st.data())
 def test_an_array_header_cut_short_is_refused(dtype, shape, data):
     header = pack_array_form(dtype, shape)
     cut = header[: data.draw(st.integers(0, len(header) - 1))]
@@ -237,7 +237,7 @@ def test_an_array_header_cut_short_is_refused(dtype, shape, data):
         unpack_shape(cut)
 
 
-@given(st.sampled_from(DType), st.lists(BITS_64, max_size=MAX_AXES).map(tuple))
+@given(st.sampled_from(ARRAY_DTYPES), st.lists(BITS_64, max_size=MAX_AXES).map(tuple))
 def test_a_shape_of_any_numbers_reads_back_without_its_content(dtype, shape):
     assert unpack_shape(pack_array_form(dtype, shape)) == (dtype, shape)
     if math.prod(shape) > 0:
@@ -245,7 +245,7 @@ def test_a_shape_of_any_numbers_reads_back_without_its_content(dtype, shape):
             unpack_message(memoryview(pack_array_header(dtype, shape, ArrayKind.NUMPY)))
 
 
-@given(st.integers(len(DType), 255))
+@given(st.integers(len(ARRAY_DTYPES), 255))
 def test_an_unknown_dtype_is_refused(code):
     with pytest.raises(FrameError, match="out of bounds"):
         unpack_shape(bytes((code, 0)))

@@ -13,7 +13,7 @@ import struct
 from typing import NamedTuple
 
 from ferrodist import _native
-from ferrodist.buffer import MAX_AXES, ArrayKind, DType
+from ferrodist.buffer import ARRAY_DTYPES, MAX_AXES, ArrayKind, DType
 
 POINT_TO_POINT = 0  # the sequence number of messages that belong to no collective
 
@@ -78,7 +78,7 @@ def unpack_shape(header: bytes | memoryview) -> tuple[DType, tuple[int, ...]]:
         raise FrameError("the message has no array header")
     code, axes = _ARRAY.unpack_from(payload)
     end = _ARRAY.size + 8 * axes
-    if code >= len(DType) or axes > MAX_AXES or len(payload) < end:
+    if code >= len(ARRAY_DTYPES) or axes > MAX_AXES or len(payload) < end:
         raise FrameError("the array header is out of bounds")
     return DType(code), struct.unpack_from(f"<{axes}Q", payload, _ARRAY.size)
 
