@@ -24,6 +24,9 @@ MatchQueue::~MatchQueue() {
 // -- posted receives -------------------------------------------------------------------------------
 
 MatchQueue::Receives& MatchQueue::list_of(const Request& receive) {
+    if (receive.is_probe) {
+        return probes_;
+    }
     return is_wildcard(receive) ? wildcards_ : buckets_[key(receive.peer, receive.tag)].posted;
 }
 
@@ -42,9 +45,8 @@ void MatchQueue::post_again(Request& receive) {
 }
 
 void MatchQueue::withdraw(Request& receive) {
-    if (is_wildcard(receive)) {
-        wildcards_.erase(receive);
-        return;
+    if (receive.is_probe || is_wildcard(receive)) {
+        return list_of(receive).erase(receive);
     }
     const auto bucket = buckets_.find(key(receive.peer, receive.tag));
     bucket->second.posted.erase(receive);
@@ -69,15 +71,29 @@ Request* MatchQueue::take_posted(int source, std::uint32_t tag) {
     return found;
 }
 
-// -- unexpected messages ---------------------------------------------------------------------------
-
-void MatchQueue::keep(std::unique_ptr<Unexpected> message) {
-    buckets_[key(message->source, message->tag)].unexpected.push_back(*message);
-    arrivals_.push_back(*message.release());
-    ++num_unexpected_;
+Request* MatchQueue::take_probe(int source, std::uint32_t tag) {
+    for (Request* probe = probes_.front(); probe != nullptr; probe = Receives::after(*probe)) {
+        if (matches(*probe, source, tag)) {
+            probes_.erase(*probe);
+            return probe;
+        }
+    }
+    return nullptr;
 }
 
-Unexpected* MatchQueue::find(const Request& receive) {
+// -- unexpected messages ---------------------------------------------------------------------------
+
+const Unexpected& MatchQueue::keep(std::unique_ptr<Unexpected> message) {
+    buckets_[key(message->source, message->tag)].unexpected.push_back(*message);
+    arrivals_.push_back(*message);
+    ++num_unexpected_;
+    return *message.release();
+}
+
+Unexpected* MatchQueue::find(const Request& receive) const {
+    if (num_unexpected_ == 0) {
+        return nullptr;
+    }
     if (!is_wildcard(receive)) {
         const auto bucket = buckets_.find(key(receive.peer, receive.tag));
         return bucket == buckets_.end() ? nullptr : bucket->second.unexpected.front();
@@ -87,11 +103,6 @@ Unexpected* MatchQueue::find(const Request& receive) {
         message = decltype(arrivals_)::after(*message);
     }
     return message;
-}
-
-std::unique_ptr<Unexpected> MatchQueue::take_unexpected(const Request& receive) {
-    Unexpected* const found = num_unexpected_ == 0 ? nullptr : find(receive);
-    return found == nullptr ? nullptr : take(*found);
 }
 
 std::unique_ptr<Unexpected> MatchQueue::take_rts(int source, std::uint64_t number) {

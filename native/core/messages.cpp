@@ -2,6 +2,7 @@
 #include "core/messages.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 
 #include "core/copy.hpp"
@@ -27,6 +28,9 @@ OwnBytes copy_of(Bytes header, Bytes body) {
 void Messages::isend(Request& send, Bytes header) {
     const Lock guard = lock();
     send.is_send = true;
+    if (send.peer == rank_) {
+        return send_to_self(send, header);
+    }
     if (is_refused_[static_cast<std::size_t>(send.peer)] && send.tag < first_internal_tag) {
         is_refused_[static_cast<std::size_t>(send.peer)] = false;
         return fail_at_once(send, {StatusCode::no_memory, send.peer});
@@ -56,17 +60,70 @@ void Messages::isend(Request& send, Bytes header) {
 void Messages::irecv(Request& receive) {
     const Lock guard = lock();
     receive.number = 0;
+    receive.room = receive.nbytes;
     track(receive);
-    count_receives(1);
-    std::size_t& lost = num_lost_[static_cast<std::size_t>(receive.peer)];
-    if (const auto message = queue_.take_unexpected(receive)) {
-        give(receive, *message);
-    } else if (lost > 0 && receive.tag < first_internal_tag) {
-        --lost;
+    count_receives(receive.is_probe ? 0 : 1);
+    if (match(receive)) {
+        return;
+    }
+    std::size_t* const lost = find_lost(receive);
+    if (lost != nullptr && !receive.is_probe) {
+        --*lost;
         complete(receive, {StatusCode::no_memory, receive.peer});
     } else {
         queue_.post(receive);
     }
+}
+
+bool Messages::peek(Request& probe) {
+    const Lock guard = lock();
+    for (int peer = 0; peer < size(); ++peer) {
+        if (peer != rank_ && (probe.takes_any_source || probe.peer == peer)) {
+            read(peer);
+        }
+    }
+    const Unexpected* const message = queue_.find(probe);
+    if (message != nullptr) {
+        answer(probe, *message);
+    }
+    return message != nullptr;
+}
+
+// Gives a receive the message it is to get; false if that is not there. A receive that is complete may be gone.
+bool Messages::match(Request& receive) {
+    Unexpected* const message = queue_.find(receive);
+    if (message == nullptr) {
+        return false;
+    }
+    receive.found_source = message->source;
+    receive.found_tag = message->tag;
+    if (receive.is_probe) {
+        answer(receive, *message);
+        complete(receive);
+    } else if (receive.takes_object != is_object(message->header)) {
+        complete(receive, {StatusCode::other_kind, message->source});
+    } else {
+        const auto taken = queue_.take(*message);
+        give(receive, *taken);
+    }
+    return true;
+}
+
+void Messages::answer(Request& probe, const Unexpected& message) {
+    probe.found_source = message.source;
+    probe.found_tag = message.tag;
+    probe.found.assign(message.header.begin(), message.header.end());
+}
+
+// How many messages were lost that a receive may have been for; null if none was.
+std::size_t* Messages::find_lost(const Request& receive) {
+    const bool is_internal = !receive.takes_any_tag && receive.tag >= first_internal_tag;
+    for (std::size_t peer = 0; peer < num_lost_.size() && !is_internal; ++peer) {
+        if (num_lost_[peer] > 0 && (receive.takes_any_source || receive.peer == static_cast<int>(peer))) {
+            return &num_lost_[peer];
+        }
+    }
+    return nullptr;
 }
 
 // Fails a send that was not posted.
@@ -80,7 +137,8 @@ void Messages::fail_at_once(Request& send, const Status& status) {
 
 void Messages::track(Request& request) {
     request.set_pending();
-    in_flight_[static_cast<std::size_t>(request.peer)].push_back(request);
+    request.flight = request.takes_any_source ? -1 : request.peer;
+    flight_at(request.flight).push_back(request);
     ++num_in_flight_;
     if (request.deadline_ns != 0) {
         deadlines_.emplace(request.deadline_ns, &request);
@@ -91,8 +149,21 @@ void Messages::track(Request& request) {
     }
 }
 
+void Messages::move_to(int flight, Request& request) {
+    if (request.flight != flight) {
+        flight_at(request.flight).erase(request);
+        request.flight = flight;
+        flight_at(flight).push_back(request);
+    }
+}
+
+void Messages::set_matched(Request& receive, int peer) {
+    move_to(peer, receive);
+    receive.set_matched();
+}
+
 void Messages::complete(Request& request, const Status& status) {
-    in_flight_[static_cast<std::size_t>(request.peer)].erase(request);
+    flight_at(request.flight).erase(request);
     --num_in_flight_;
     num_unattended_ -= request.is_unattended ? 1 : 0;
     if (request.deadline_ns != 0) {
@@ -104,9 +175,9 @@ void Messages::complete(Request& request, const Status& status) {
         if (request.state() == Request::State::matched) {
             arrivals_.erase({request.found_source, request.number});
         }
-        count_receives(-1);
+        count_receives(request.is_probe ? 0 : -1);
     }
-    if (!status.failed()) {
+    if (!status.failed() && !request.is_probe) {
         count_moved(request);
     }
     request.transfer.reset();
@@ -131,10 +202,12 @@ bool Messages::try_cancel(Request& request, const Status& why) {
     if (request.state() != Request::State::pending) {
         return false;
     }
-    if (request.is_send) {
-        send_withdraw(request.peer, request.number);
-    } else {
+    if (!request.is_send) {
         queue_.withdraw(request);
+    } else if (request.peer == rank_) {
+        queue_.take_rts(rank_, request.number);
+    } else {
+        send_withdraw(request.peer, request.number);
     }
     complete(request, why);
     return true;
@@ -189,6 +262,29 @@ std::size_t Messages::num_in_flight() {
 
 namespace {
 
+constexpr std::size_t rows_at = 2, rest_at = 10;  // in a header: the number of rows, and what follows it
+
+std::uint64_t rows_of(Bytes header) {
+    std::uint64_t rows = 0;
+    std::memcpy(&rows, header.data() + rows_at, sizeof rows);
+    return rows;
+}
+
+// Whether a message has the dtype and the rows that a receive expects, and not more of them than there is room for.
+bool fits_with_fewer_rows(Request& receive, Bytes header, std::uint64_t nbytes) {
+    const Bytes expected = receive.header;
+    const std::uint64_t rows = rows_of(header), most = rows_of(expected);
+    const std::uint64_t row_nbytes = most == 0 ? 0 : receive.room / most;
+    const auto is_equal = [&](std::size_t begin, std::size_t end) {
+        return std::ranges::equal(header.subspan(begin, end - begin), expected.subspan(begin, end - begin));
+    };
+    if (rows > most || nbytes != rows * row_nbytes || !is_equal(0, rows_at) || !is_equal(rest_at, expected.size())) {
+        return false;
+    }
+    receive.nbytes = nbytes;
+    return true;
+}
+
 // Makes room for a message, or compares it with what a receive expects.
 bool fits(Request& receive, Bytes header, std::uint64_t nbytes) {
     if (receive.place != nullptr) {
@@ -197,8 +293,13 @@ bool fits(Request& receive, Bytes header, std::uint64_t nbytes) {
         return receive.target != nullptr;
     }
     const Bytes expected = receive.header;
-    return nbytes == receive.nbytes && header.size() >= expected.size() &&
-           std::ranges::equal(header.first(expected.size()), expected);
+    if (header.size() < expected.size()) {
+        return false;
+    }
+    if (receive.takes_shorter && expected.size() >= rest_at) {
+        return fits_with_fewer_rows(receive, header, nbytes);
+    }
+    return nbytes == receive.room && std::ranges::equal(header.first(expected.size()), expected);
 }
 
 }  // namespace
@@ -207,10 +308,13 @@ bool fits(Request& receive, Bytes header, std::uint64_t nbytes) {
 StatusCode Messages::try_fit(Request& receive, int peer, Bytes header, std::uint64_t nbytes) {
     StatusCode code = StatusCode::unexpected;
     try {
-        if (fits(receive, header, nbytes)) {
+        const bool is_taken = fits(receive, header, nbytes);
+        if (!is_taken || receive.keeps_header) {
+            receive.found.assign(header.begin(), header.end());
+        }
+        if (is_taken) {
             return StatusCode::done;
         }
-        receive.found.assign(header.begin(), header.end());
     } catch (const std::bad_alloc&) {
         code = StatusCode::no_memory;
     }
@@ -220,20 +324,33 @@ StatusCode Messages::try_fit(Request& receive, int peer, Bytes header, std::uint
 
 // A large message did not fit: its sender need not keep it.
 void Messages::refuse_rts(int peer, std::uint64_t number, StatusCode code) {
-    if (code == StatusCode::no_memory) {
+    if (peer == rank_) {
+        on_taken(peer, number, code == StatusCode::no_memory ? code : StatusCode::done);
+    } else if (code == StatusCode::no_memory) {
         tell_no_memory(peer, number);
     } else {
         send_taken(peer, number, StatusCode::done);
     }
 }
 
+// Takes out the receive that a message goes to. Those that are for another kind of message fail, and leave it.
+Request* Messages::take_receive(int peer, std::uint32_t tag, Bytes header) {
+    while (Request* const receive = queue_.take_posted(peer, tag)) {
+        receive->found_source = peer;
+        receive->found_tag = tag;
+        if (receive->takes_object == is_object(header)) {
+            return receive;
+        }
+        complete(*receive, {StatusCode::other_kind, peer});
+    }
+    return nullptr;
+}
+
 Request* Messages::match_eager(int peer, std::uint32_t tag, Bytes header, std::uint64_t nbytes, bool& is_dropped) {
-    Request* const receive = queue_.take_posted(peer, tag);
+    Request* const receive = take_receive(peer, tag, header);
     if (receive == nullptr) {
         return nullptr;
     }
-    receive->found_source = peer;
-    receive->found_tag = tag;
     is_dropped = try_fit(*receive, peer, header, nbytes) != StatusCode::done;
     return is_dropped ? nullptr : receive;
 }
@@ -251,18 +368,22 @@ void Messages::on_eager(int peer, std::uint32_t tag, Bytes header, Bytes body, O
         }
         return keep({peer, tag, false, 0, body.size(), std::move(memory), header, body});
     }
-    count_received(peer, body.size() + message_overhead);
+    forget(peer, body.size() + message_overhead);
 }
 
 void Messages::keep(Unexpected message) {
     require_memory(sizeof message);
-    queue_.keep(std::make_unique<Unexpected>(std::move(message)));
+    const Unexpected& kept = queue_.keep(std::make_unique<Unexpected>(std::move(message)));
+    while (Request* const probe = queue_.take_probe(kept.source, kept.tag)) {
+        answer(*probe, kept);
+        complete(*probe);
+    }
 }
 
 void Messages::on_rts(int peer, std::uint32_t tag, std::uint64_t number, std::uint64_t nbytes, Bytes header) {
-    if (Request* const receive = queue_.take_posted(peer, tag)) {
+    if (Request* const receive = take_receive(peer, tag, header)) {
         const StatusCode code = try_fit(*receive, peer, header, nbytes);
-        return code == StatusCode::done ? begin_receive(*receive, peer, tag, number) : refuse_rts(peer, number, code);
+        return code == StatusCode::done ? begin_receive(*receive, peer, number) : refuse_rts(peer, number, code);
     }
     OwnBytes memory = copy_of(header, {});
     const Bytes kept(memory.get(), header.size());
@@ -291,20 +412,30 @@ void Messages::give(Request& receive, Unexpected& message) {
     const int peer = message.source;
     const StatusCode code = try_fit(receive, peer, message.header, message.nbytes);
     if (message.is_rts) {
-        return code == StatusCode::done ? begin_receive(receive, peer, message.tag, message.number)
+        return code == StatusCode::done ? begin_receive(receive, peer, message.number)
                                         : refuse_rts(peer, message.number, code);
     }
     if (code == StatusCode::done) {
-        receive.found_source = peer;
-        receive.found_tag = message.tag;
         copy_bytes(receive.target, message.body.data(), message.body.size());
         complete(receive);
     }
-    count_received(peer, message.nbytes + message_overhead);
+    forget(peer, message.nbytes + message_overhead);
+}
+
+// An eager message is not kept any more.
+void Messages::forget(int peer, std::uint64_t nbytes) {
+    if (peer == rank_) {
+        num_kept_of_self_ -= nbytes;
+    } else {
+        count_received(peer, nbytes);
+    }
 }
 
 // Has the data of a large message sent.
-void Messages::begin_receive(Request& receive, int peer, std::uint32_t tag, std::uint64_t number) {
+void Messages::begin_receive(Request& receive, int peer, std::uint64_t number) {
+    if (peer == rank_) {
+        return receive_from_self(receive, number);
+    }
     try {
         if (!arrivals_.emplace(std::pair(peer, number), &receive).second) {
             complete(receive, {StatusCode::corrupt, peer});  // two messages cannot have one number
@@ -314,10 +445,8 @@ void Messages::begin_receive(Request& receive, int peer, std::uint32_t tag, std:
         complete(receive, {StatusCode::no_memory, peer});
         return tell_no_memory(peer, number);
     }
-    receive.found_source = peer;
-    receive.found_tag = tag;
     receive.number = number;
-    receive.set_matched();
+    set_matched(receive, peer);
     try {
         send_cts(peer, number);
     } catch (const std::bad_alloc&) {
@@ -385,11 +514,38 @@ void Messages::match_again(Request& receive) {
     arrivals_.erase({receive.found_source, receive.number});
     receive.transfer.reset();
     receive.set_pending();
-    if (const auto message = queue_.take_unexpected(receive)) {
-        give(receive, *message);
-    } else {
+    move_to(receive.takes_any_source ? -1 : receive.peer, receive);
+    if (!match(receive)) {
         queue_.post_again(receive);
     }
+}
+
+// -- messages to oneself -----------------------------------------------------------------------------
+
+void Messages::send_to_self(Request& send, Bytes header) {
+    const std::uint64_t cost = send.nbytes + message_overhead;
+    if (send.nbytes <= eager_limit && num_kept_of_self_ + cost <= unexpected_limit_) {
+        on_eager(rank_, send.tag, header, {send.source, send.nbytes}, {nullptr, nullptr});
+        num_kept_of_self_ += cost;  // which was taken off already if it is not kept
+        send.finish({});
+        return;
+    }
+    send.number = ++last_number_;
+    sends_.emplace(send.number, &send);
+    track(send);
+    try {
+        on_rts(rank_, send.tag, send.number, send.nbytes, header);
+    } catch (const std::bad_alloc&) {
+        complete(send, {StatusCode::no_memory, rank_});
+    }
+}
+
+// Both ends of a large message are here; a send that is given up takes its RTS along.
+void Messages::receive_from_self(Request& receive, std::uint64_t number) {
+    Request& send = *sends_.at(number);
+    copy_bytes(receive.target, send.source, send.nbytes);
+    complete(receive);
+    complete(send);
 }
 
 // -- what cannot succeed -----------------------------------------------------------------------------
@@ -406,10 +562,19 @@ void Messages::check() {
             check_peer(peer);
         }
     }
+    if (takes_from_any()) {
+        check_from_any();
+    }
     expire();
 }
 
 void Messages::check_peer(int peer) {
+    if (peer == rank_) {
+        while (is_closing(rank_) && !in_flight(rank_).empty()) {  // nothing new comes of this rank
+            end(*in_flight(rank_).front(), {StatusCode::given_up});
+        }
+        return;
+    }
     const bool gone = is_gone(peer), closing = gone || is_closing(peer);
     if (closing) {
         read(peer);  // what came before it went still counts
@@ -424,21 +589,60 @@ void Messages::check_peer(int peer) {
     }
 }
 
+void Messages::check_from_any() {
+    if (const Status status = loss_of_any(); status.failed()) {
+        fail_from_any(status);
+    }
+}
+
+// Why nothing more can be had from any rank: one has died, or nobody is left who sends. What came before has been read.
+Status Messages::loss_of_any() {
+    Status status;
+    int last = -1;
+    bool is_anybody_left = size() == 1;
+    for (int peer = 0; peer < size(); ++peer) {
+        if (peer == rank_) {
+            continue;
+        }
+        const bool gone = is_gone(peer);
+        if (gone || is_closing(peer)) {
+            read(peer);
+            last = peer;
+        } else {
+            is_anybody_left = true;
+        }
+        if (gone && !has_closed(peer)) {
+            status = loss(peer);
+        } else if (!gone && lacks_heartbeat(peer)) {
+            status = {StatusCode::no_heartbeat, peer};
+        }
+    }
+    return status.failed() || is_anybody_left ? status : loss(last);
+}
+
 Status Messages::trouble(const Request& request, bool is_gone, bool is_closing) const {
     if (is_gone) {
-        return loss(request.peer);
+        return loss(request.flight);
     }
     // Who closes still does the calls it has in flight, and those of the whole group.
     const bool is_matched = request.state() == Request::State::matched;
-    if (!is_closing || is_matched || request.tag >= first_internal_tag) {
+    const bool is_internal = !request.takes_any_tag && request.tag >= first_internal_tag;
+    if (!is_closing || is_matched || is_internal) {
         return {};
     }
-    return request.is_send && !receives_no_more(request.peer) ? Status{} : loss(request.peer);
+    return request.is_send && !receives_no_more(request.flight) ? Status{} : loss(request.flight);
 }
 
 void Messages::fail_all(int peer, const Status& status) {
     while (!in_flight(peer).empty()) {
         end(*in_flight(peer).front(), status);
+    }
+    fail_from_any(status);
+}
+
+void Messages::fail_from_any(const Status& status) {
+    while (!from_any_.empty()) {
+        end(*from_any_.front(), status);
     }
 }
 
@@ -449,13 +653,25 @@ void Messages::fail_receives(int peer, const Status& status) {
             end(*one, status);
         }
     }
+    fail_from_any(status);
+}
+
+// Whether some rank that a request waits for is not held in another call. Without the lock.
+bool Messages::is_anybody_free(const Request& request, std::int64_t stuck_ns) const {
+    for (int peer = 0; peer < size(); ++peer) {
+        const bool is_awaited = request.takes_any_source || request.peer == peer;
+        if (peer != rank_ && is_awaited && held_ns(peer) < stuck_ns) {
+            return true;
+        }
+    }
+    return false;
 }
 
 void Messages::expire() {
     const std::int64_t now = deadlines_.empty() ? 0 : core::now_ns();
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
         Request& late = *deadlines_.begin()->second;
-        if (now < late.last_deadline_ns && held_ns(late.peer) < late.stuck_ns) {
+        if (now < late.last_deadline_ns && is_anybody_free(late, late.stuck_ns)) {
             deadlines_.erase(deadlines_.begin());
             late.deadline_ns = std::min(now + patient_look_ns, late.last_deadline_ns);
             deadlines_.emplace(late.deadline_ns, &late);

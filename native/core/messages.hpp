@@ -3,8 +3,9 @@
 //
 // A call is a Request. isend and irecv post it and never wait; it completes when its message has been
 // matched and moved, and whoever makes progress completes it. There is one queue of posted receives and
-// one of unexpected messages per group (MatchQueue), above whatever moves bytes. What ranks tell each
-// other, in order between any two of them:
+// one of unexpected messages per group (MatchQueue), above whatever moves bytes. A message that is an object
+// and one that is an array do not take each other's place: a receive of the other kind fails, and the
+// message stays. What ranks tell each other, in order between any two of them:
 //
 //     eager      a whole message, up to the eager limit. Its send is done at once. The receiver keeps it
 //                until it is wanted; the sender counts what is not, and beyond a limit sends an RTS.
@@ -15,12 +16,15 @@
 //     withdraw   the sender takes its RTS back; a receive that has matched it meanwhile waits for the next
 //     abandoned  no more data comes of a message whose data was on its way: as withdraw
 //
+// What a rank sends to itself goes no further than here: it is copied from send to receive, or kept.
+//
 // Here is what all transports share; a transport is a subclass. One lock, of the transport, guards all of
 // it; nobody waits with it held. Progress is made by everybody who waits, for all requests of the process,
 // and while nobody waits by one thread of the transport, asleep until something comes.
 //
 // A request fails when its deadline has passed, its peer is gone or silent, or its group has an error:
-// check() finds that, and every wait calls it now and then.
+// check() finds that, and every wait calls it now and then. A receive from any rank fails when one has died,
+// or when all others have closed, after the messages that are there.
 // All of that concerns this one call only. A wait that runs out, on the other hand, leaves its request in flight.
 #pragma once
 
@@ -47,7 +51,7 @@ class Messages {
 public:
     using Lock = std::unique_lock<std::mutex>;
 
-    explicit Messages(int world) : in_flight_(static_cast<std::size_t>(world)) {}
+    Messages(int rank, int world) : rank_(rank), in_flight_(static_cast<std::size_t>(world)) {}
     virtual ~Messages() = default;
     Messages(const Messages&) = delete;
     Messages& operator=(const Messages&) = delete;
@@ -56,8 +60,10 @@ public:
 
     // Posts a send: source, nbytes, peer and tag are set. May throw std::bad_alloc: then it is not posted.
     void isend(Request& send, Bytes header);
-    // Posts a receive: peer, tag, and target, nbytes and the header it expects, or its place, are set.
+    // Posts a receive: peer, tag, and target, nbytes and the header it expects, or its place, are set. Or a probe.
     void irecv(Request& receive);
+    // Tells what a receive would get, without posting it: sets found, found_source and found_tag.
+    bool peek(Request& probe);
     // Withdraws a request, which then has failed with this status; false if it is matched, or complete.
     bool cancel(Request& request, const Status& why);
     // Ends a request whatever has become of it: nothing of it or its memory is touched any more.
@@ -67,6 +73,8 @@ public:
     virtual Status wait(Request& request, const WaitOptions& options, bool holds_caller) = 0;
     // Makes progress without waiting, and tells whether the request is complete.
     virtual bool test(Request& request) = 0;
+    // Makes progress without waiting, where peek does not do so itself.
+    virtual void poll() {}
     // Has Completions told of the end of a request; false if it is complete, and nobody is told.
     bool hear_of(Request& request, std::uint64_t token);
     // The tags of messages of a rank that have come and nobody received.
@@ -111,6 +119,8 @@ protected:
     virtual Status group_error() const = 0;
     virtual bool is_gone(int peer) const = 0;
     virtual bool is_closing(int peer) const = 0;
+    // Whether a rank that is gone had said so before, and did not die.
+    virtual bool has_closed(int peer) const = 0;
     // Whether a rank that is closing has no receives left.
     virtual bool receives_no_more(int peer) const = 0;
     virtual Status loss(int peer) const = 0;
@@ -155,11 +165,11 @@ protected:
     void match_again(Request& receive);
     // Whether a wait goes on for a rank though its deadline is over.
     bool may_still_come(const Request& request, const WaitOptions& options) const {
-        return options.is_patient() && held_ns(request.peer) < options.patience.stuck_ns;
+        return options.is_patient() && is_anybody_free(request, options.patience.stuck_ns);
     }
     // Fails what cannot succeed any more.
     void check();
-    // All requests with a rank, or its receives, whatever they wait for.
+    // All requests with a rank, or its receives, whatever they wait for; and receives from any.
     void fail_all(int peer, const Status& status);
     void fail_receives(int peer, const Status& status);
     // The first deadline of a request that fails by itself; 0: none.
@@ -170,24 +180,46 @@ protected:
     int size() const { return static_cast<int>(in_flight_.size()); }
     std::uint64_t unexpected_limit() const { return unexpected_limit_; }
     bool has_in_flight() const { return num_in_flight_ > 0; }
+    // Whether messages of any rank are waited for.
+    bool takes_from_any() const { return !from_any_.empty(); }
+    // A receive has a message of this rank, whose bytes are on their way.
+    void set_matched(Request& receive, int peer);
     bool has_unattended() const { return num_unattended_ > 0; }
 
 private:
+    void send_to_self(Request& send, Bytes header);
+    void receive_from_self(Request& receive, std::uint64_t number);
     void keep(Unexpected message);
+    void answer(Request& probe, const Unexpected& message);
+    bool match(Request& receive);
+    Request* take_receive(int peer, std::uint32_t tag, Bytes header);
     void fail_at_once(Request& send, const Status& status);
     bool try_cancel(Request& request, const Status& why);
     void end(Request& request, const Status& why);
     void track(Request& request);
+    void move_to(int flight, Request& request);
+    Flight& flight_at(int flight) {
+        return flight < 0 ? from_any_ : in_flight_[static_cast<std::size_t>(flight)];
+    }
     void give(Request& receive, Unexpected& message);
-    void begin_receive(Request& receive, int peer, std::uint32_t tag, std::uint64_t number);
+    void begin_receive(Request& receive, int peer, std::uint64_t number);
     StatusCode try_fit(Request& receive, int peer, Bytes header, std::uint64_t nbytes);
     void refuse_rts(int peer, std::uint64_t number, StatusCode code);
+    void forget(int peer, std::uint64_t nbytes);
+    std::size_t* find_lost(const Request& receive);
     void check_peer(int peer);
+    void check_from_any();
+    Status loss_of_any();
+    void fail_from_any(const Status& status);
+    bool is_anybody_free(const Request& request, std::int64_t stuck_ns) const;
     Status trouble(const Request& request, bool is_gone, bool is_closing) const;
     void expire();
 
+    const int rank_;
     MatchQueue queue_;
     std::vector<Flight> in_flight_;  // by peer
+    Flight from_any_;                // receives from any rank that nothing has come for
+    std::uint64_t num_kept_of_self_ = 0;  // bytes of messages to itself that were copied
     std::size_t num_in_flight_ = 0, num_unattended_ = 0;
     std::unordered_map<std::uint64_t, Request*> sends_;  // large ones, by number
     struct ArrivalHash {

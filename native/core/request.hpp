@@ -58,6 +58,10 @@ public:
     std::byte* target = nullptr;        // of a receive
     std::size_t nbytes = 0;
     std::vector<std::byte> header;   // what that of a message must begin with for a receive to take it
+    bool takes_shorter = false;      // also one with fewer rows than that, which begins as ArrayHeader says
+    bool takes_object = false;       // a receive takes objects and nothing else, or anything but objects
+    bool is_probe = false;           // takes nothing: it is done when there is a message that a receive would take
+    bool keeps_header = false;       // whether `found` is set in any case
     Place* place = nullptr;          // of a receive that takes any message: sets target and nbytes
     std::int64_t deadline_ns = 0;    // when it fails by itself, whoever waits; 0: never
     std::int64_t last_deadline_ns = 0, stuck_ns = 0;  // as of WaitOptions; 0: the deadline is exact
@@ -68,7 +72,7 @@ public:
 
     // -- what is found: read when it is complete ----------------------------------------------------
 
-    std::vector<std::byte> found;  // the header of a message that does not fit
+    std::vector<std::byte> found;  // the header of a message that does not fit, or if it is to be kept
     int found_source = -1;
     std::uint32_t found_tag = 0;
 
@@ -77,6 +81,8 @@ public:
     bool is_send = false;
     std::uint64_t number = 0;  // of a large message: by its sender
     std::uint64_t order = 0;   // of a receive among those posted
+    int flight = -1;           // the rank among whose requests it stands; -1: a receive from any that nothing came for
+    std::size_t room = 0;      // what nbytes was before a shorter message was matched
     std::unique_ptr<Transfer> transfer;
     Link<Request> match_link, flight_link;
 

@@ -16,6 +16,8 @@ enum class StatusCode : int {
     unexpected,   // a message is not what its receiver expects
     given_up,     // there was a group error before the call began, or this rank has left
     no_memory,    // there was none for what the call needs besides its arrays
+    other_kind,   // the next message is an object where an array is received, or the other way round; it stays
+    cancelled,    // a receive was withdrawn by who posted it
 };
 
 // How a call ended, and because of whom.

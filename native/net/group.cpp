@@ -16,13 +16,13 @@ constexpr std::size_t most_pieces = 65536;  // empty ones have no bytes to count
 
 Group::Group(std::shared_ptr<Mesh> mesh, std::uint64_t id, std::vector<int> members,
              std::shared_ptr<Group> parent)
-    : mesh_(std::move(mesh)), id_(id), members_(std::move(members)), parent_(std::move(parent)),
+    : mesh_(std::move(mesh)), id_(id), members_(std::move(members)),
+      rank_(static_cast<int>(std::ranges::find(members_, mesh_->rank()) - members_.begin())), parent_(std::move(parent)),
       ranks_by_world_(static_cast<std::size_t>(mesh_->size()), -1), peers_(members_.size()),
       messages_(*this, static_cast<int>(members_.size())) {
     for (std::size_t rank = 0; rank < members_.size(); ++rank) {
         ranks_by_world_[static_cast<std::size_t>(members_[rank])] = static_cast<int>(rank);
     }
-    rank_ = rank_of(mesh_->rank());
     mesh_->add(id_, this);
 }
 
@@ -258,13 +258,13 @@ void Group::announce_closing() {
         return;
     }
     const Lock guard = mesh_->lock();
-    is_closing_ = true;
+    peer_of(rank_).is_closing = true;
     send_to_all({.kind = FrameKind::closing, .sequence = num_receives_});
 }
 
 void Group::count_receives(int change) {
     num_receives_ += static_cast<std::uint64_t>(change);
-    if (is_closing_ && !has_left(rank_)) {  // senders may wait for a receive that never comes
+    if (has_closed(rank_) && !has_left(rank_)) {  // senders may wait for a receive that never comes
         send_to_all({.kind = FrameKind::closing, .sequence = num_receives_});
     }
 }

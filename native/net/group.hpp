@@ -117,6 +117,7 @@ public:
     bool has_left(int rank) const { return peers_[static_cast<std::size_t>(rank)].has_left; }
     bool is_gone(int rank) const { return has_left(rank) || !mesh_->is_up(world_rank(rank)); }
     bool sends_no_more(int rank) const { return is_gone(rank) || peers_[static_cast<std::size_t>(rank)].is_closing; }
+    bool has_closed(int rank) const { return peers_[static_cast<std::size_t>(rank)].is_closing; }
     bool takes_no_more(int rank) const;
     // A receive has been posted (1), or is over (-1).
     void count_receives(int change);
@@ -253,7 +254,6 @@ private:
     std::int64_t next_poll_ns_ = 0;
     int last_awaited_ = -1;
     std::vector<int> ring_;
-    bool is_closing_ = false;
     std::uint64_t num_receives_ = 0;
 };
 

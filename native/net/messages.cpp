@@ -13,7 +13,7 @@ namespace ferrodist::net {
 using core::Request;
 
 Messages::Messages(Group& group, int size)
-    : core::Messages(size), group_(group), peers_(static_cast<std::size_t>(size)) {}
+    : core::Messages(group.rank(), size), group_(group), peers_(static_cast<std::size_t>(size)) {}
 
 Messages::~Messages() = default;
 
@@ -63,10 +63,14 @@ core::Status Messages::wait(Request& request, const core::WaitOptions& options, 
 
 bool Messages::test(Request& request) {
     if (!request.is_complete()) {
-        Lock guard = lock();
-        group_.mesh().poll(guard);
+        poll();
     }
     return request.is_complete();
+}
+
+void Messages::poll() {
+    Lock guard = lock();
+    group_.mesh().poll(guard);
 }
 
 void Messages::note_posted(const Request& request) {
@@ -257,6 +261,7 @@ core::Status Messages::group_error() const {
 
 bool Messages::is_gone(int peer) const { return group_.is_gone(peer); }
 bool Messages::is_closing(int peer) const { return group_.sends_no_more(peer); }
+bool Messages::has_closed(int peer) const { return group_.has_closed(peer); }
 bool Messages::receives_no_more(int peer) const { return group_.takes_no_more(peer); }
 core::Status Messages::loss(int peer) const { return group_.loss(peer); }
 std::int64_t Messages::held_ns(int peer) const { return group_.mesh().held_ns(group_.world_rank(peer)); }

@@ -24,6 +24,7 @@ public:
 
     core::Status wait(core::Request& request, const core::WaitOptions& options, bool holds_caller) override;
     bool test(core::Request& request) override;
+    void poll() override;
 
     // -- for mesh and group: with the lock held -----------------------------------------------------
 
@@ -60,6 +61,7 @@ protected:
     core::Status group_error() const override;
     bool is_gone(int peer) const override;
     bool is_closing(int peer) const override;
+    bool has_closed(int peer) const override;
     bool receives_no_more(int peer) const override;
     core::Status loss(int peer) const override;
     bool lacks_heartbeat(int peer) override;

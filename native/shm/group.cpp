@@ -398,6 +398,7 @@ void Group::wake_everybody() {
 
 void Group::announce_closing() {
     std::uint32_t inside = Presence::inside;
+    words(rank_).has_closed.store(1, std::memory_order_release);  // pairs with Messages::has_closed
     // Pairs with the looks of Messages: who sees it sees what this rank has sent before.
     words(rank_).presence.compare_exchange_strong(inside, Presence::closing, std::memory_order_seq_cst);
     wake_everybody();

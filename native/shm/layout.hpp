@@ -41,6 +41,7 @@ struct RankWords {
     // 1 + bytes so far; 0: nothing is missing.
     alignas(2 * line) Word staged[2];
     alignas(2 * line) Word presence;
+    Word has_closed;    // it has said that it closes
     Word num_receives;  // point-to-point receives in flight
     Word sending_to;    // rank + 1 whom a blocked send is for; 0: none
     Word cycle_next;    // rank + 1 of the next in a cycle of sends; written by whoever found it

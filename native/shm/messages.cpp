@@ -17,7 +17,7 @@ using core::Request;
 }  // namespace
 
 Messages::Messages(Group& group)
-    : core::Messages(group.size()), group_(group), progress_(group.world().progress()),
+    : core::Messages(group.rank(), group.size()), group_(group), progress_(group.world().progress()),
       peers_(static_cast<std::size_t>(group.size())) {
     const Lock guard = lock();
     progress_.add(*this);
@@ -245,7 +245,7 @@ bool Messages::read_long(int peer, const Message& message) {
             return false;
         }
         if (receive != nullptr) {
-            receive->set_matched();
+            set_matched(*receive, peer);
         }
         partial.emplace(Partial{receive});
     }
@@ -276,9 +276,15 @@ bool Messages::go_on(int peer, const Message& message) {
 
 bool Messages::advance() {
     bool has_moved = false;
-    for (int peer = 0; peer < size() && (has_in_flight() || has_unattended()); ++peer) {
-        const bool is_needed = !in_flight(peer).empty() || !at(peer).given_up.empty();
-        has_moved = (is_needed && advance(peer)) || has_moved;
+    int peer = next_peer_;
+    for (int i = 0; i < size() && (has_in_flight() || has_unattended()); ++i) {
+        const bool is_needed = takes_from_any() || !in_flight(peer).empty() || !at(peer).given_up.empty();
+        const bool moves = is_needed && advance(peer);
+        peer = peer + 1 < size() ? peer + 1 : 0;
+        if (moves) {
+            has_moved = true;
+            next_peer_ = peer;  // so that no rank is read only when the others have nothing to say
+        }
     }
     return has_moved;
 }
@@ -532,6 +538,11 @@ core::Status Messages::group_error() const {
 bool Messages::is_closing(int peer) const {
     // Pairs with Group::announce_closing: what was sent before is seen after this.
     return group_.words(peer).presence.load(std::memory_order_seq_cst) >= Presence::closing;
+}
+
+bool Messages::has_closed(int peer) const {
+    // Pairs with Group::announce_closing, which comes before the rank is gone.
+    return group_.words(peer).has_closed.load(std::memory_order_acquire) != 0;
 }
 
 bool Messages::receives_no_more(int peer) const {

@@ -68,6 +68,7 @@ protected:
     core::Status group_error() const override;
     bool is_gone(int peer) const override { return group_.is_gone(peer); }
     bool is_closing(int peer) const override;
+    bool has_closed(int peer) const override;
     bool receives_no_more(int peer) const override;
     core::Status loss(int peer) const override { return {StatusCode::lost, peer}; }
     bool lacks_heartbeat(int peer) override;
@@ -136,6 +137,7 @@ private:
     Group& group_;
     Progress& progress_;
     std::deque<Peer> peers_;
+    int next_peer_ = 0;  // who is read first
 };
 
 }  // namespace ferrodist::shm

@@ -25,6 +25,11 @@ struct Receive : Request {
     }
 };
 
+std::unique_ptr<Unexpected> take(MatchQueue& queue, const Request& receive) {
+    Unexpected* const found = queue.find(receive);
+    return found == nullptr ? nullptr : queue.take(*found);
+}
+
 std::uint64_t number_of(const std::unique_ptr<Unexpected>& message) { return message == nullptr ? 0 : message->number; }
 
 }  // namespace
@@ -55,11 +60,11 @@ TEST(a_receive_takes_the_oldest_message_it_matches) {
     queue.keep(message(1, 6, 4));
     queue.keep(message(1, 5, 5));
     CHECK(queue.unexpected_tags(1) == std::vector<std::uint32_t>({core::first_internal_tag, 5, 6, 5}));
-    CHECK_EQUAL(number_of(queue.take_unexpected(Receive(1, 6))), 4u);
-    CHECK_EQUAL(number_of(queue.take_unexpected(Receive(-1, -1))), 2u);
-    CHECK_EQUAL(number_of(queue.take_unexpected(Receive(-1, 5))), 3u);
-    CHECK_EQUAL(number_of(queue.take_unexpected(Receive(1, -1))), 5u);
-    CHECK(queue.take_unexpected(Receive(1, -1)) == nullptr);
+    CHECK_EQUAL(number_of(take(queue, Receive(1, 6))), 4u);
+    CHECK_EQUAL(number_of(take(queue, Receive(-1, -1))), 2u);
+    CHECK_EQUAL(number_of(take(queue, Receive(-1, 5))), 3u);
+    CHECK_EQUAL(number_of(take(queue, Receive(1, -1))), 5u);
+    CHECK(take(queue, Receive(1, -1)) == nullptr);
     CHECK(queue.take_rts(2, 1) == nullptr);
     CHECK_EQUAL(number_of(queue.take_rts(1, 1)), 1u);
     CHECK_EQUAL(queue.num_unexpected(), 0u);
