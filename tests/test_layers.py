@@ -13,6 +13,7 @@ FOUNDATION = {
     "reduce_op",
     "buffer",
     "call",
+    "message_status",
     "deadline",
     "version",
     "tracebacks",

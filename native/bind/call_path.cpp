@@ -624,14 +624,19 @@ void add_hooks(nb::module_& module) {
     }, "on_wait"_a, "on_wait_end"_a, "on_error"_a, "make_plan"_a, "left_error"_a, "current_backend"_a,
                "Set what native code calls while it runs a call.");
     module.def("set_message_hooks", [](nb::handle message_error, nb::handle make_received,
-                                       nb::handle on_message_interrupt, nb::handle on_message_wait,
-                                       nb::handle on_message_wait_end) {
+                                       nb::handle make_status, nb::handle on_message_interrupt,
+                                       nb::handle on_message_wait, nb::handle on_message_wait_end,
+                                       nb::handle any_source, nb::handle any_tag) {
         hooks().message_error = message_error.inc_ref().ptr();
         hooks().make_received = make_received.inc_ref().ptr();
         hooks().on_message_interrupt = on_message_interrupt.inc_ref().ptr();
         hooks().on_message_wait = on_message_wait.inc_ref().ptr();
         hooks().on_message_wait_end = on_message_wait_end.inc_ref().ptr();
-    }, "message_error"_a, "make_received"_a, "on_message_interrupt"_a, "on_message_wait"_a, "on_message_wait_end"_a,
+        hooks().make_status = make_status.inc_ref().ptr();
+        hooks().any_source = any_source.inc_ref().ptr();
+        hooks().any_tag = any_tag.inc_ref().ptr();
+    }, "message_error"_a, "make_received"_a, "make_status"_a, "on_message_interrupt"_a, "on_message_wait"_a,
+               "on_message_wait_end"_a, "any_source"_a, "any_tag"_a,
                "Set what native code calls for point-to-point calls.");
     module.def("set_work_hooks", [](nb::handle start_callbacks, nb::handle check_wait, nb::handle on_unasked_error) {
         hooks().start_callbacks = start_callbacks.inc_ref().ptr();

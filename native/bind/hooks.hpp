@@ -20,16 +20,20 @@ struct Hooks {
     PyObject* current_backend = nullptr;  // () -> the backend of the process, None before init()
 
     // -- messages ----------------------------------------------------------------------------------------
-    // (backend, status, failed rank, error, header found, send cycle, header expected, dst, src, tag, timeout, site,
-    // name of a call that its caller waits in) -> the error; the site is None where this thread is
+    // (backend, status, failed rank, error, header found, send cycle, header expected, (dst, src, tag, recv_tag),
+    // timeout, site, name of a call that its caller waits in) -> the error; the site is None where this thread is
     PyObject* message_error = nullptr;
     // (bytes as a flat array, dtype, shape, kind) -> an array that native code does not make of a message
     PyObject* make_received = nullptr;
     PyObject* on_message_interrupt = nullptr;  // (backend, name, error): a signal ended a wait for a call in flight
 
-    // (what it returned before or None, backend, dst, src, tag, site) -> a wait: about every 50 ms of it
+    PyObject* make_status = nullptr;  // (source, tag, dtype, shape) -> the Status of a message
+
+    // (what it returned before or None, backend, (dst, src, tag, recv_tag), site) -> a wait: about every 50 ms of it
     PyObject* on_message_wait = nullptr;
     PyObject* on_message_wait_end = nullptr;  // (what on_message_wait has returned): the call is over
+
+    PyObject *any_source = nullptr, *any_tag = nullptr;  // what callers pass for these
 
     // -- calls in flight -----------------------------------------------------------------------------------
     PyObject* start_callbacks = nullptr;   // (): something is in flight, and nobody hears of what fails

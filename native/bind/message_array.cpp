@@ -41,7 +41,7 @@ bool read_header(core::Bytes header, ArrayView& form, ArrayKind& kind) {
     form.num_axes = std::to_integer<int>(header[1]);
     const auto lengths = header.subspan(2, header.size() - 3);
     if (dtype >= num_array_dtypes || form.num_axes > max_axes || lengths.size() != 8 * static_cast<std::size_t>(form.num_axes) ||
-        header.back() > static_cast<std::byte>(last_kind)) {
+        (header.back() > static_cast<std::byte>(last_kind) && !core::is_object(header))) {
         return false;
     }
     form.dtype = static_cast<DType>(dtype);
@@ -52,6 +52,14 @@ bool read_header(core::Bytes header, ArrayView& form, ArrayKind& kind) {
 
 bool is_number(DType dtype) {
     return dtype == DType::boolean || dtype == DType::int64 || dtype == DType::float64 || dtype == DType::complex128;
+}
+
+nb::object shape_of(const ArrayView& form) {
+    nb::object shape = nb::steal(PyTuple_New(form.num_axes));
+    for (int axis = 0; axis < form.num_axes; ++axis) {
+        PyTuple_SET_ITEM(shape.ptr(), axis, PyLong_FromSsize_t(form.shape[axis]));
+    }
+    return shape;
 }
 
 void delete_bytes(void* memory) noexcept { delete[] static_cast<std::byte*>(memory); }
@@ -120,10 +128,7 @@ nb::object ReceivedArray::over(DType dtype, int num_axes, const std::ptrdiff_t* 
 
 nb::object ReceivedArray::made_by_python() {
     flat_length_ = static_cast<std::ptrdiff_t>(form_.nbytes);
-    nb::object shape = nb::steal(PyTuple_New(form_.num_axes));
-    for (int axis = 0; axis < form_.num_axes; ++axis) {
-        PyTuple_SET_ITEM(shape.ptr(), axis, PyLong_FromSsize_t(form_.shape[axis]));
-    }
+    const nb::object shape = shape_of(form_);
     nb::object made = nb::steal(call_python_with(hooks().make_received, "OiOi", flat().ptr(), static_cast<int>(form_.dtype),
                                                  shape.ptr(), static_cast<int>(kind_)));
     return made.is_valid() ? made : throw nb::python_error();
@@ -131,7 +136,9 @@ nb::object ReceivedArray::made_by_python() {
 
 // -- targets -----------------------------------------------------------------------------------------
 
-bool ReceiveTarget::read(core::Request& receive, PyObject* out, PyObject* like) {
+bool ReceiveTarget::read(core::Request& receive, PyObject* out, PyObject* like, bool with_status) {
+    with_status_ = receive.keeps_header = with_status;
+    receive.takes_shorter = with_status && out != Py_None;
     if (out == Py_None && like == Py_None) {
         receive.place = &received_;
         return true;
@@ -163,6 +170,30 @@ bool ReceiveTarget::overlaps(const InputArray& x) const {
     return is_known_ && x.begin < array_.data + array_.nbytes && array_.data < x.end;
 }
 
-nb::object ReceiveTarget::finish() { return is_known_ ? array_.finish(like_.ptr()) : received_.finish(); }
+nb::object ReceiveTarget::finish(const core::Request& receive) {
+    if (!with_status_) {
+        return is_known_ ? array_.finish(like_.ptr()) : received_.finish();
+    }
+    ArrayView form;
+    ArrayKind kind;
+    read_header(receive.found, form, kind);  // the array was made by it, or compared with it
+    const nb::object status = nb::steal(call_python_with(hooks().make_status, "iIiO", receive.found_source,
+                                                         static_cast<unsigned int>(receive.found_tag),
+                                                         static_cast<int>(form.dtype), shape_of(form).ptr()));
+    if (!status.is_valid()) {
+        throw nb::python_error();
+    }
+    return nb::make_tuple(is_known_ ? filled(form) : received_.finish(), status);
+}
+
+// The caller's array, or as many rows of it as have come.
+nb::object ReceiveTarget::filled(const ArrayView& form) {
+    nb::object array = array_.finish(like_.ptr());
+    if (form.num_axes == 0 || form.shape[0] == array_.shape[0]) {
+        return array;
+    }
+    nb::object rows = nb::steal(PySequence_GetSlice(array.ptr(), 0, form.shape[0]));
+    return rows.is_valid() ? rows : throw nb::python_error();
+}
 
 }  // namespace ferrodist::bind

@@ -58,15 +58,18 @@ private:
 class ReceiveTarget {
 public:
     // Sets what the request says of it. False: the general path.
-    bool read(core::Request& receive, PyObject* out, PyObject* like);
+    bool read(core::Request& receive, PyObject* out, PyObject* like, bool with_status);
     bool overlaps(const InputArray& x) const;
-    nanobind::object finish();
+    // What the call returns, once the message is there.
+    nanobind::object finish(const core::Request& receive);
 
 private:
+    nanobind::object filled(const ArrayView& form);
+
     OutputArray array_;
     ReceivedArray received_;
     nanobind::object like_;
-    bool is_known_ = false;
+    bool is_known_ = false, with_status_ = false;
 };
 
 }  // namespace ferrodist::bind

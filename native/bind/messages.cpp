@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -54,10 +55,39 @@ struct Failure {
     nb::object error;              // that ended a wait
 };
 
+// Whom a call is with, as Python is told.
+struct Peers {
+    static constexpr int none = -1, any_source = -2, any_tag = -1;
+
+    int dst = none, src = none;  // none: it does not send, or not receive
+    int tag = 0, recv_tag = 0;
+
+    static Peers of(const Request& request) {
+        Peers peers;
+        peers.add(request);
+        return peers;
+    }
+    static Peers of(const Request& send, const Request& receive) {
+        Peers peers = of(send);
+        peers.add(receive);
+        return peers;
+    }
+
+private:
+    void add(const Request& request) {
+        if (request.is_send) {
+            dst = request.peer;
+            tag = static_cast<int>(request.tag);
+        } else {
+            src = request.takes_any_source ? any_source : request.peer;
+            recv_tag = request.takes_any_tag ? any_tag : static_cast<int>(request.tag);
+        }
+    }
+};
+
 // What errors say of a call.
 struct MessageFacts {
-    int dst = -1, src = -1;  // -1: it does not send, or not receive
-    std::uint32_t tag = 0;
+    Peers peers;
     double timeout = -1;            // in seconds; below 0: none
     core::Bytes expected = {};      // the header of what is to be received
     nb::object site = nb::none();   // None: where this thread is
@@ -69,18 +99,18 @@ nb::object make_error(nb::handle backend, const Failure& failure, const MessageF
     const nb::object cycle = nb::cast(failure.cycle), timeout = facts.timeout < 0 ? nb::none() : nb::cast(facts.timeout);
     const nb::bytes found(failure.found.data(), failure.found.size()), expected(facts.expected.data(), facts.expected.size());
     nb::object made = nb::steal(call_python_with(
-        hooks().message_error, "OiiOOOOiiIOOz", backend.ptr(), static_cast<int>(failure.status.code),
+        hooks().message_error, "OiiOOOO(iiii)OOz", backend.ptr(), static_cast<int>(failure.status.code),
         failure.status.failed_rank, failure.error.is_valid() ? failure.error.ptr() : Py_None, found.ptr(), cycle.ptr(),
-        expected.ptr(), facts.dst, facts.src, static_cast<unsigned int>(facts.tag), timeout.ptr(), facts.site.ptr(),
-        facts.waits_in));
+        expected.ptr(), facts.peers.dst, facts.peers.src, facts.peers.tag, facts.peers.recv_tag, timeout.ptr(),
+        facts.site.ptr(), facts.waits_in));
     return made.is_valid() ? made : throw nb::python_error();
 }
 
 // The waits of a call: Python logs those that last, and shows the other ranks what this one is in.
 class MessageHook final : public GilHook {
 public:
-    MessageHook(nb::handle backend, int dst, int src, std::uint32_t tag, nb::handle site)
-        : backend_(backend), site_(site), dst_(dst), src_(src), tag_(tag) {}
+    MessageHook(nb::handle backend, const Peers& peers, nb::handle site)
+        : backend_(backend), site_(site), peers_(peers) {}
 
     // The call is over: takes the GIL back, and the log is told.
     void end() {
@@ -99,15 +129,15 @@ protected:
             return true;
         }
         next_ns_ = now + (++num_asked_ < 3 ? 110'000'000 : 500'000'000);
-        wait_ = nb::steal(call_python_with(hooks().on_message_wait, "OOiiIO", wait_.is_valid() ? wait_.ptr() : Py_None,
-                                           backend_.ptr(), dst_, src_, static_cast<unsigned int>(tag_), site_.ptr()));
+        wait_ = nb::steal(call_python_with(hooks().on_message_wait, "OO(iiii)O", wait_.is_valid() ? wait_.ptr() : Py_None,
+                                           backend_.ptr(), peers_.dst, peers_.src, peers_.tag, peers_.recv_tag,
+                                           site_.ptr()));
         return wait_.is_valid();
     }
 
 private:
     nb::handle backend_, site_;
-    int dst_, src_;
-    std::uint32_t tag_;
+    Peers peers_;
     int num_asked_ = 0;
     std::int64_t next_ns_ = 0;
     nb::object wait_;
@@ -138,6 +168,10 @@ public:
         hook.take_back();
         return CallStatus(status.failed() ? status : request.status(), hook);
     }
+    bool test() {
+        const WithoutGil unlocked;
+        return messages_.test(request);
+    }
     void abandon(int code) { messages_.abandon(request, {static_cast<StatusCode>(code), request.peer}); }
 
     Request request;
@@ -150,13 +184,36 @@ private:
     core::Spins* spins_;
 };
 
-template <class G>
-void set_peer(Request& request, const G& self, int peer, std::uint32_t tag) {
-    if (peer < 0 || peer >= self.group->size() || peer == self.group->rank()) {
+// What a receive of the general path takes; -1: any source, any tag.
+struct Wanted {
+    int peer;
+    std::int64_t tag;
+    bool takes_object, takes_shorter;
+};
+
+void require_peer(int peer, int size) {
+    if (peer < 0 || peer >= size) {
         throw nb::value_error("no such peer");
     }
-    request.peer = peer;
-    request.tag = tag;
+}
+
+template <class G>
+void set_peer(Request& send, const G& self, int peer, std::uint32_t tag) {
+    require_peer(peer, self.group->size());
+    send.peer = peer;
+    send.tag = tag;
+}
+
+template <class G>
+void set_wanted(Request& receive, const G& self, const Wanted& wanted) {
+    require_peer(std::max(wanted.peer, 0), self.group->size());
+    receive.takes_any_source = wanted.peer < 0;
+    receive.takes_any_tag = wanted.tag < 0;
+    receive.peer = wanted.peer;
+    receive.tag = static_cast<std::uint32_t>(std::max<std::int64_t>(wanted.tag, 0));
+    receive.takes_object = wanted.takes_object;
+    receive.takes_shorter = wanted.takes_shorter;
+    receive.keeps_header = true;
 }
 
 void set_source(Request& send, const View& view) {
@@ -191,14 +248,38 @@ std::unique_ptr<HeldRequest> isend(nb::handle group, int peer, std::uint32_t tag
 }
 
 template <class G>
-std::unique_ptr<HeldRequest> irecv(nb::handle group, int peer, std::uint32_t tag, const nb::bytes& header,
-                                   nb::handle target) {
+std::unique_ptr<HeldRequest> irecv(nb::handle group, const Wanted& wanted, const nb::bytes& header, nb::handle target) {
     G& self = *nb::inst_ptr<G>(group);
     auto held = std::make_unique<HeldRequest>(group, self);
-    set_peer(held->request, self, peer, tag);
+    set_wanted(held->request, self, wanted);
     set_target(held->request, held->view, held->received, bytes_of(header), target);
     without_gil<GroupAccess<G>::keeps_gil>([&] { GroupAccess<G>::messages(self).irecv(held->request); });
     return held;
+}
+
+template <class G>
+std::unique_ptr<HeldRequest> iprobe(nb::handle group, int peer, std::int64_t tag) {
+    G& self = *nb::inst_ptr<G>(group);
+    auto held = std::make_unique<HeldRequest>(group, self);
+    set_wanted(held->request, self, {peer, tag, false, false});
+    held->request.is_probe = true;
+    without_gil<GroupAccess<G>::keeps_gil>([&] { GroupAccess<G>::messages(self).irecv(held->request); });
+    return held;
+}
+
+nb::bytes found_of(const Request& request) { return nb::bytes(request.found.data(), request.found.size()); }
+
+// Source, tag and header of the message that a receive would get; None if there is none.
+template <class G>
+nb::object peek(G& self, int peer, std::int64_t tag) {
+    Request probe;
+    set_wanted(probe, self, {peer, tag, false, false});
+    Messages& messages = GroupAccess<G>::messages(self);
+    const bool is_there = without_gil<false>([&] {
+        messages.poll();
+        return messages.peek(probe);
+    });
+    return is_there ? nb::object(nb::make_tuple(probe.found_source, probe.found_tag, found_of(probe))) : nb::none();
 }
 
 // -- calls in flight -------------------------------------------------------------------------------------
@@ -207,24 +288,27 @@ std::unique_ptr<HeldRequest> irecv(nb::handle group, int peer, std::uint32_t tag
 struct SendMemory {
     InputArray x;
     nb::object object;
-    nb::object result() { return nb::none(); }
+    nb::object result(const Request&) { return nb::none(); }
 };
 
 struct ReceiveMemory {
     ReceiveTarget target;
-    nb::object result() { return target.finish(); }
+    nb::object result(const Request& request) { return target.finish(request); }
 };
 
 // Of a call on the general path, which has converted its arrays already.
 struct ConvertedMemory {
     std::optional<View> view;  // none: of a message that says itself what it is
     ReceivedArray received;
-    nb::object finish = nb::none();  // makes the result
-    nb::object result() {
-        if (!view) {
-            return received.finish();
+    nb::object finish = nb::none();  // makes the result of the array that came, or None, and of what is known of it
+    nb::object result(const Request& request) {
+        if (finish.is_none()) {
+            return nb::none();
         }
-        nb::object made = finish.is_none() ? nb::none() : nb::steal(call_python(finish.ptr()));
+        const nb::object array = view ? nb::none() : received.finish();
+        const nb::bytes found = found_of(request);
+        nb::object made = nb::steal(call_python_with(finish.ptr(), "OiIO", array.ptr(), request.found_source,
+                                                     static_cast<unsigned int>(request.found_tag), found.ptr()));
         return made.is_valid() ? made : throw nb::python_error();
     }
 };
@@ -264,7 +348,7 @@ public:
         return messages().test(request);
     }
     nb::object wait(std::int64_t end_ns) override {
-        MessageHook hook(backend_, dst(), src(), request.tag, site_);
+        MessageHook hook(backend_, Peers::of(request), site_);
         const core::WaitOptions options{&hook, end_ns, GroupAccess<G>::spins(self_)};
         if (!GroupAccess<G>::keeps_gil) {
             hook.let_go();
@@ -277,18 +361,24 @@ public:
         return without_gil<GroupAccess<G>::keeps_gil>([&] { return messages().hear_of(request, token); });
     }
     bool has_failed() override { return request.status().failed(); }
-    nb::object result() override { return memory.result(); }
+    nb::object result() override { return memory.result(request); }
     nb::object error() override {
         const Failure failure{request.status(), request.found, {}, {}};
         const bool was_patient = request.last_deadline_ns != 0 && core::now_ns() >= request.last_deadline_ns;
         const double timeout = seconds_of(timeout_ns_ + (was_patient ? longest_ns_ : 0));
-        return make_error(backend_, failure, {dst(), src(), request.tag, timeout, request.header, site_});
+        return make_error(backend_, failure, {Peers::of(request), timeout, request.header, site_});
     }
     void on_interrupt(nb::handle error) override {
         const char* const name = request.is_send ? "send" : "recv";
         if (!nb::steal(call_python_with(hooks().on_message_interrupt, "OsO", backend_.ptr(), name, error.ptr())).is_valid()) {
             throw nb::python_error();
         }
+    }
+    // A receive that no message has been matched with is withdrawn.
+    bool cancel() override {
+        return !request.is_send && without_gil<GroupAccess<G>::keeps_gil>([&] {
+            return messages().cancel(request, {StatusCode::cancelled});
+        });
     }
     nb::object backend() override { return backend_; }
     PyObject* group() const override { return group_.ptr(); }
@@ -297,19 +387,21 @@ public:
     Memory memory;
 
 private:
-    int dst() const { return request.is_send ? request.peer : -1; }
-    int src() const { return request.is_send ? -1 : request.peer; }
-
     G& self_;
     nb::object group_, backend_, site_;
     std::int64_t timeout_ns_ = 0, longest_ns_ = 0;  // 0: none
 };
 
+CallFacts facts_of(const Peers& peers) {
+    return {.dst = peers.dst, .src = peers.src, .number = peers.dst < 0 ? peers.recv_tag : peers.tag};
+}
+
 // Posts a send and gives its Work.
 template <class G, class Memory>
 PyObject* start_send(std::unique_ptr<MessageInFlight<G, Memory>> made, core::Bytes header) {
     MessageInFlight<G, Memory>& call = *made;
-    NewWork work({.dst = call.request.peer, .number = call.request.tag}, std::move(made));
+    call.request.is_send = true;
+    NewWork work(facts_of(Peers::of(call.request)), std::move(made));
     call.request.token = work.token();
     without_gil<GroupAccess<G>::keeps_gil>([&] { call.messages().isend(call.request, header); });
     return call.request.state() == Request::State::done ? work.release_done() : work.release();
@@ -318,9 +410,51 @@ PyObject* start_send(std::unique_ptr<MessageInFlight<G, Memory>> made, core::Byt
 template <class G, class Memory>
 PyObject* start_receive(std::unique_ptr<MessageInFlight<G, Memory>> made) {
     MessageInFlight<G, Memory>& call = *made;
-    NewWork work({.src = call.request.peer, .number = call.request.tag}, std::move(made));
+    NewWork work(facts_of(Peers::of(call.request)), std::move(made));
     call.request.token = work.token();
     without_gil<GroupAccess<G>::keeps_gil>([&] { call.messages().irecv(call.request); });
+    return work.release();
+}
+
+// A send and a receive that are one call: over when both are, and what the receive gives is its result.
+class SendrecvInFlight final : public WorkRequest {
+public:
+    SendrecvInFlight(std::unique_ptr<WorkRequest> send, std::unique_ptr<WorkRequest> receive)
+        : send_(std::move(send)), receive_(std::move(receive)) {}
+
+    bool is_complete() override { return receive_->is_complete() && send_->is_complete(); }
+    bool test() override { return receive_->test() && send_->test(); }
+    nb::object wait(std::int64_t end_ns) override {
+        nb::object error = receive_->wait(end_ns);
+        return error.is_valid() || !receive_->is_complete() ? error : send_->wait(end_ns);
+    }
+    // Of the one that is not over; when it is, the other may be asked for.
+    bool hear(std::uint64_t token) override { return receive_->hear(token) || send_->hear(token); }
+    bool has_failed() override { return receive_->has_failed() || send_->has_failed(); }
+    nb::object result() override { return receive_->result(); }
+    nb::object error() override { return receive_->has_failed() ? receive_->error() : send_->error(); }
+    void on_interrupt(nb::handle error) override { receive_->on_interrupt(error); }
+    nb::object backend() override { return receive_->backend(); }
+    PyObject* group() const override { return receive_->group(); }
+
+private:
+    std::unique_ptr<WorkRequest> send_, receive_;
+};
+
+// Posts both and gives their Work.
+template <class G, class Memory, class Other>
+PyObject* start_sendrecv(std::unique_ptr<MessageInFlight<G, Memory>> send, core::Bytes header,
+                         std::unique_ptr<MessageInFlight<G, Other>> receive) {
+    Request &outgoing = send->request, &incoming = receive->request;
+    Messages& messages = send->messages();
+    outgoing.is_send = true;
+    NewWork work(facts_of(Peers::of(outgoing, incoming)),
+                 std::make_unique<SendrecvInFlight>(std::move(send), std::move(receive)));
+    outgoing.token = incoming.token = work.token();
+    without_gil<GroupAccess<G>::keeps_gil>([&] {
+        messages.isend(outgoing, header);
+        messages.irecv(incoming);
+    });
     return work.release();
 }
 
@@ -331,46 +465,51 @@ void set_given_deadline(Call& call, nb::handle deadline) {
 }
 
 template <class G>
-nb::object start_converted_send(nb::handle group, nb::handle backend, int peer, std::uint32_t tag,
-                                const nb::bytes& header, nb::handle payload, nb::handle deadline) {
+std::unique_ptr<MessageInFlight<G, ConvertedMemory>> converted_send(nb::handle group, nb::handle backend, int peer,
+                                                                    std::uint32_t tag, nb::handle payload,
+                                                                    nb::handle deadline) {
     auto call = std::make_unique<MessageInFlight<G, ConvertedMemory>>(group, backend);
     call->memory.view.emplace(readable(payload));
     set_peer(call->request, *nb::inst_ptr<G>(group), peer, tag);
     set_source(call->request, *call->memory.view);
     set_given_deadline(*call, deadline);
-    return nb::steal(start_send(std::move(call), bytes_of(header)));
+    return call;
 }
 
 template <class G>
-nb::object start_converted_receive(nb::handle group, nb::handle backend, int peer, std::uint32_t tag,
-                                   const nb::bytes& header, nb::handle target, nb::handle deadline,
-                                   nb::object finish) {
+std::unique_ptr<MessageInFlight<G, ConvertedMemory>> converted_receive(nb::handle group, nb::handle backend,
+                                                                       const Wanted& wanted, const nb::bytes& header,
+                                                                       nb::handle target, nb::handle deadline,
+                                                                       nb::object finish) {
     auto call = std::make_unique<MessageInFlight<G, ConvertedMemory>>(group, backend);
-    set_peer(call->request, *nb::inst_ptr<G>(group), peer, tag);
+    set_wanted(call->request, *nb::inst_ptr<G>(group), wanted);
     set_target(call->request, call->memory.view, call->memory.received, bytes_of(header), target);
     call->memory.finish = std::move(finish);
     set_given_deadline(*call, deadline);
-    return nb::steal(start_receive(std::move(call)));
+    return call;
 }
 
 // -- the fast path: what it takes --------------------------------------------------------------------
 
-// Reads another rank of the group, and the tag; false also where something is known to be wrong.
+// Whether a call may be made; false also where something is known to be wrong. Who sends to itself, or receives
+// from itself, must not wait for it.
 template <class G>
-bool read_peer(Request& request, G& self, PyObject* peer, PyObject* tag) {
+bool can_call(const Request& request, G& self, bool waits) {
+    return (!waits || request.peer != self.group->rank()) && GroupAccess<G>::can_call(self, request.peer);
+}
+
+bool read_tag(std::uint32_t& tag, PyObject* object) {
     int overflow = 0;
-    const long number = PyLong_CheckExact(tag) ? PyLong_AsLongAndOverflow(tag, &overflow) : -1;
-    if (overflow != 0 || number < 0 || number > largest_tag || !read_index(peer, self.group->size(), request.peer)) {
-        return false;
-    }
-    request.tag = static_cast<std::uint32_t>(number);
-    return request.peer != self.group->rank() && GroupAccess<G>::can_call(self, request.peer);
+    const long number = PyLong_CheckExact(object) ? PyLong_AsLongAndOverflow(object, &overflow) : -1;
+    tag = static_cast<std::uint32_t>(number);
+    return overflow == 0 && number >= 0 && number <= largest_tag;
 }
 
 // What is to be sent; false: the general path.
 template <class G>
-bool read_send(Request& send, G& self, InputArray& x, PyObject* object, PyObject* dst, PyObject* tag) {
-    if (!read_peer(send, self, dst, tag) || !x.read(object)) {
+bool read_send(Request& send, G& self, InputArray& x, PyObject* object, PyObject* dst, PyObject* tag, bool waits) {
+    if (!read_tag(send.tag, tag) || !read_index(dst, self.group->size(), send.peer) || !can_call(send, self, waits) ||
+        !x.read(object)) {
         return false;
     }
     send.source = x.data;
@@ -381,8 +520,14 @@ bool read_send(Request& send, G& self, InputArray& x, PyObject* object, PyObject
 // What is to be received, and where it goes; false: the general path.
 template <class G>
 bool read_receive(Request& receive, G& self, ReceiveTarget& target, PyObject* src, PyObject* out, PyObject* like,
-                  PyObject* tag) {
-    return read_peer(receive, self, src, tag) && target.read(receive, out, like);
+                  PyObject* tag, PyObject* with_status, bool waits) {
+    receive.takes_any_source = src == hooks().any_source;
+    receive.takes_any_tag = tag == hooks().any_tag;
+    const bool is_read = (receive.takes_any_tag || read_tag(receive.tag, tag)) &&
+                         (receive.takes_any_source || read_index(src, self.group->size(), receive.peer));
+    const bool is_alone = receive.takes_any_source && self.group->size() == 1;
+    return is_read && !(waits && is_alone) && can_call(receive, self, waits) &&
+           target.read(receive, out, like, PyObject_IsTrue(with_status) > 0);
 }
 
 PyObject* decline() { Py_RETURN_NOTIMPLEMENTED; }
@@ -401,9 +546,9 @@ struct OwnRequest : Request {
 template <class G>
 class FastCall {
 public:
-    FastCall(G& self, const char* name, nb::handle backend, int dst, int src, std::uint32_t tag)
-        : self_(self), messages_(GroupAccess<G>::messages(self)), name_(name),
-          hook_(backend, dst, src, tag, Py_None),
+    FastCall(G& self, const char* name, nb::handle backend, const Peers& peers)
+        : self_(self), messages_(GroupAccess<G>::messages(self)), name_(name), peers_(peers),
+          hook_(backend, peers, Py_None),
           options_{&hook_, 0, GroupAccess<G>::spins(self), 0, self.timeout_ns, self.patience} {
         if constexpr (!GroupAccess<G>::keeps_gil) {
             options_.begin();  // waits there begin with the deadline
@@ -431,14 +576,15 @@ public:
     }
     void end(Request& request) { messages_.abandon(request, failure_.status); }
     bool has_misfit() const {
-        return failure_.status.code == StatusCode::unexpected || failure_.status.code == StatusCode::corrupt;
+        return failure_.status.code == StatusCode::unexpected || failure_.status.code == StatusCode::corrupt ||
+               failure_.status.code == StatusCode::other_kind;
     }
-    PyObject* raise(PyObject* backend, int dst, int src, std::uint32_t tag, core::Bytes expected = {}) {
+    PyObject* raise(PyObject* backend, core::Bytes expected = {}) {
         hook_.end();
         failure_.error = hook_.error();
         const bool was_patient = options_.patience.stuck_ns != 0 && !options_.is_patient();
         const double timeout = seconds_of(options_.timeout_ns + (was_patient ? options_.patience.longest_ns : 0));
-        const MessageFacts facts{dst, src, tag, timeout, expected, nb::none(), name_};
+        const MessageFacts facts{peers_, timeout, expected, nb::none(), name_};
         const nb::object error = make_error(backend, failure_, facts);
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
         return nullptr;
@@ -450,6 +596,7 @@ private:
     G& self_;
     Messages& messages_;
     const char* name_;
+    const Peers peers_;
     MessageHook hook_;
     core::WaitOptions options_;
     Failure failure_;
@@ -461,7 +608,7 @@ PyObject* fast_send(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
     InputArray x;
     OwnRequest send(GroupAccess<G>::messages(self));
-    if (!read_send(send, self, x, args[1], args[2], args[3])) {
+    if (!read_send(send, self, x, args[1], args[2], args[3], true)) {
         return decline();
     }
     if (GroupAccess<G>::keeps_gil && send.nbytes <= core::eager_limit) {
@@ -470,64 +617,67 @@ PyObject* fast_send(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
             Py_RETURN_NONE;
         }
     }
-    FastCall<G> call(self, "send", args[0], send.peer, -1, send.tag);
+    send.is_send = true;
+    FastCall<G> call(self, "send", args[0], Peers::of(send));
     if (!GroupAccess<G>::keeps_gil || send.nbytes > core::eager_limit) {
         call.messages().isend(send, ArrayHeader(x).all());
     }
     if (!call.wait(send, true)) {
-        return call.raise(args[0], send.peer, -1, send.tag);
+        return call.raise(args[0]);
     }
     call.end();
     Py_RETURN_NONE;
 }
 
-// args: backend, src, out, like, tag
+// args: backend, src, out, like, tag, with_status
 template <class G>
 PyObject* fast_recv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
     ReceiveTarget target;
     OwnRequest receive(GroupAccess<G>::messages(self));
-    if (!read_receive(receive, self, target, args[1], args[2], args[3], args[4])) {
+    if (!read_receive(receive, self, target, args[1], args[2], args[3], args[4], args[5], true)) {
         return decline();
     }
-    FastCall<G> call(self, "recv", args[0], -1, receive.peer, receive.tag);
+    FastCall<G> call(self, "recv", args[0], Peers::of(receive));
     call.messages().irecv(receive);
     if (!call.wait(receive, false)) {
-        return call.raise(args[0], -1, receive.peer, receive.tag, receive.header);
+        return call.raise(args[0], receive.header);
     }
     call.end();
-    return target.finish().release().ptr();
+    return target.finish(receive).release().ptr();
 }
 
-// args: backend, x, dst, src, out, like, tag
+// args: backend, x, dst, src, out, like, tag, recv_tag
 template <class G>
 PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
     InputArray x;
     ReceiveTarget target;
     OwnRequest send(GroupAccess<G>::messages(self)), receive(GroupAccess<G>::messages(self));
-    if (!read_send(send, self, x, args[1], args[2], args[6]) ||
-        !read_receive(receive, self, target, args[3], args[4], args[5], args[6]) || target.overlaps(x)) {
+    PyObject* const recv_tag = args[7] == Py_None ? args[6] : args[7];
+    if (!read_send(send, self, x, args[1], args[2], args[6], true) ||
+        !read_receive(receive, self, target, args[3], args[4], args[5], recv_tag, Py_False, true) || target.overlaps(x)) {
         return decline();
     }
-    FastCall<G> call(self, "sendrecv", args[0], send.peer, receive.peer, send.tag);
+    send.is_send = true;
+    FastCall<G> call(self, "sendrecv", args[0], Peers::of(send, receive));
     call.messages().isend(send, ArrayHeader(x).all());
     call.messages().irecv(receive);
     // A message that came but does not fit is this rank's own affair: its own goes out. Else it is withdrawn.
     const bool is_received = call.wait(receive, false);
     if (is_received && call.wait(send, false)) {
         call.end();
-        return target.finish().release().ptr();
+        return target.finish(receive).release().ptr();
     }
     if (!is_received && call.has_misfit()) {
         call.end();
-        FastCall<G> rest(self, "sendrecv", args[0], send.peer, -1, send.tag);
+        FastCall<G> rest(self, "sendrecv", args[0], Peers::of(send));
         rest.wait(send, true);
         rest.end();
     }
     call.end(send);
     call.end(receive);
-    return call.raise(args[0], send.peer, receive.peer, send.tag, receive.header);
+    return call.raise(args[0], receive.header);
 }
 
 // -- the fast path: calls in flight ------------------------------------------------------------------
@@ -542,7 +692,7 @@ template <class G>
 PyObject* fast_isend(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
     auto call = std::make_unique<MessageInFlight<G, SendMemory>>(self_object, args[0]);
-    if (!read_send(call->request, self, call->memory.x, args[1], args[2], args[3])) {
+    if (!read_send(call->request, self, call->memory.x, args[1], args[2], args[3], false)) {
         return decline();
     }
     call->memory.object = nb::borrow(args[1]);
@@ -551,16 +701,35 @@ PyObject* fast_isend(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     return start_send(std::move(call), header.all());
 }
 
-// args: backend, src, out, like, tag
+// args: backend, src, out, like, tag, with_status
 template <class G>
 PyObject* fast_irecv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
     G& self = *nb::inst_ptr<G>(self_object);
     auto call = std::make_unique<MessageInFlight<G, ReceiveMemory>>(self_object, args[0]);
-    if (!read_receive(call->request, self, call->memory.target, args[1], args[2], args[3], args[4])) {
+    if (!read_receive(call->request, self, call->memory.target, args[1], args[2], args[3], args[4], args[5], false)) {
         return decline();
     }
     set_default_deadline(*call, self);
     return start_receive(std::move(call));
+}
+
+// args: backend, x, dst, src, out, like, tag, recv_tag
+template <class G>
+PyObject* fast_isendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
+    G& self = *nb::inst_ptr<G>(self_object);
+    auto send = std::make_unique<MessageInFlight<G, SendMemory>>(self_object, args[0]);
+    auto receive = std::make_unique<MessageInFlight<G, ReceiveMemory>>(self_object, args[0]);
+    PyObject* const recv_tag = args[7] == Py_None ? args[6] : args[7];
+    if (!read_send(send->request, self, send->memory.x, args[1], args[2], args[6], false) ||
+        !read_receive(receive->request, self, receive->memory.target, args[3], args[4], args[5], recv_tag, Py_False, false) ||
+        receive->memory.target.overlaps(send->memory.x)) {
+        return decline();
+    }
+    send->memory.object = nb::borrow(args[1]);
+    set_default_deadline(*send, self);
+    set_default_deadline(*receive, self);
+    const ArrayHeader header(send->memory.x);
+    return start_sendrecv(std::move(send), header.all(), std::move(receive));
 }
 
 template <class G, FastFunction call, Py_ssize_t num_args>
@@ -579,15 +748,39 @@ void add_messages(nb::class_<G>& group) {
         .def("isend", [](nb::handle self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle payload) {
             return isend<G>(self, peer, tag, header, payload).release();
         }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "payload"_a, "Post a send to be waited for.")
-        .def("irecv", [](nb::handle self, int peer, std::uint32_t tag, const nb::bytes& header, nb::handle target) {
-            return irecv<G>(self, peer, tag, header, target).release();
-        }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "target"_a.none(),
-             "Post a receive to be waited for; without a target it takes whatever array comes.")
-        .def("start_send", &start_converted_send<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "payload"_a, "deadline"_a,
+        .def("irecv", [](nb::handle self, int peer, std::int64_t tag, const nb::bytes& header, nb::handle target,
+                         bool takes_object, bool takes_shorter) {
+            return irecv<G>(self, {peer, tag, takes_object, takes_shorter}, header, target).release();
+        }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "target"_a.none(), "takes_object"_a,
+             "takes_shorter"_a,
+             "Post a receive to be waited for; without a target it takes whatever comes. -1: any source, any tag.")
+        .def("iprobe", [](nb::handle self, int peer, std::int64_t tag) { return iprobe<G>(self, peer, tag).release(); },
+             nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "Post a probe to be waited for.")
+        .def("peek", &peek<G>, "peer"_a, "tag"_a,
+             "Return source, tag and header of the message that a receive would get, None if there is none.")
+        .def("start_send", [](nb::handle self, nb::handle backend, int peer, std::uint32_t tag, const nb::bytes& header,
+                              nb::handle payload, nb::handle deadline) {
+            auto call = converted_send<G>(self, backend, peer, tag, payload, deadline);
+            return nb::steal(start_send(std::move(call), bytes_of(header)));
+        }, "backend"_a, "peer"_a, "tag"_a, "header"_a, "payload"_a, "deadline"_a,
              "Post a send and return its Work; it fails by itself at the deadline.")
-        .def("start_recv", &start_converted_receive<G>, "backend"_a, "peer"_a, "tag"_a, "header"_a, "target"_a.none(),
-             "deadline"_a, "finish"_a.none(),
-             "Post a receive, as start_send does; finish() makes the result if there is a target.")
+        .def("start_recv", [](nb::handle self, nb::handle backend, int peer, std::int64_t tag, const nb::bytes& header,
+                              nb::handle target, bool takes_object, bool takes_shorter, nb::handle deadline,
+                              nb::object finish) {
+            return nb::steal(start_receive(converted_receive<G>(
+                self, backend, {peer, tag, takes_object, takes_shorter}, header, target, deadline, std::move(finish))));
+        }, "backend"_a, "peer"_a, "tag"_a, "header"_a, "target"_a.none(), "takes_object"_a, "takes_shorter"_a,
+             "deadline"_a, "finish"_a,
+             "Post a receive, as start_send does; finish(array or None, source, tag, header) makes the result.")
+        .def("start_sendrecv", [](nb::handle self, nb::handle backend, int dst, std::uint32_t tag,
+                                  const nb::bytes& sent_header, nb::handle payload, int peer, std::int64_t recv_tag,
+                                  const nb::bytes& header, nb::handle target, nb::handle deadline, nb::object finish) {
+            auto send = converted_send<G>(self, backend, dst, tag, payload, deadline);
+            auto receive = converted_receive<G>(self, backend, {peer, recv_tag, false, false}, header, target, deadline,
+                                                std::move(finish));
+            return nb::steal(start_sendrecv(std::move(send), bytes_of(sent_header), std::move(receive)));
+        }, "backend"_a, "dst"_a, "tag"_a, "sent_header"_a, "payload"_a, "peer"_a, "recv_tag"_a, "header"_a,
+             "target"_a.none(), "deadline"_a, "finish"_a, "Post a send and a receive and return the Work of both.")
         .def("unexpected_tags", [](G& self, int peer) {
             const WithoutGil unlocked;
             return Access::messages(self).unexpected_tags(peer);
@@ -603,14 +796,16 @@ void add_messages(nb::class_<G>& group) {
                      "How many requests are in flight.")
         .def_prop_ro("fast_send", [](nb::handle self) { return bind_fast<G, &fast_send<G>, 4>(self); },
                      "The fast path of send: (backend, x, dst, tag).")
-        .def_prop_ro("fast_recv", [](nb::handle self) { return bind_fast<G, &fast_recv<G>, 5>(self); },
-                     "The fast path of recv: (backend, src, out, like, tag).")
-        .def_prop_ro("fast_sendrecv", [](nb::handle self) { return bind_fast<G, &fast_sendrecv<G>, 7>(self); },
-                     "The fast path of sendrecv: (backend, x, dst, src, out, like, tag).")
+        .def_prop_ro("fast_recv", [](nb::handle self) { return bind_fast<G, &fast_recv<G>, 6>(self); },
+                     "The fast path of recv: (backend, src, out, like, tag, with_status).")
+        .def_prop_ro("fast_sendrecv", [](nb::handle self) { return bind_fast<G, &fast_sendrecv<G>, 8>(self); },
+                     "The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag or None).")
         .def_prop_ro("fast_isend", [](nb::handle self) { return bind_fast<G, &fast_isend<G>, 4>(self); },
                      "The fast path of an async send: (backend, x, dst, tag) -> its Work.")
-        .def_prop_ro("fast_irecv", [](nb::handle self) { return bind_fast<G, &fast_irecv<G>, 5>(self); },
-                     "The fast path of an async recv: (backend, src, out, like, tag) -> its Work.");
+        .def_prop_ro("fast_irecv", [](nb::handle self) { return bind_fast<G, &fast_irecv<G>, 6>(self); },
+                     "The fast path of an async recv: (backend, src, out, like, tag, with_status) -> its Work.")
+        .def_prop_ro("fast_isendrecv", [](nb::handle self) { return bind_fast<G, &fast_isendrecv<G>, 8>(self); },
+                     "The fast path of an async sendrecv, as of sendrecv -> its Work.");
 }
 
 template void add_messages<SharedGroup>(nb::class_<SharedGroup>& group);
@@ -620,12 +815,14 @@ void add_requests(nb::module_& module) {
     nb::class_<HeldRequest>(module, "Request", "A send or receive that is waited for.")
         .def("wait", &HeldRequest::wait, "deadline"_a, "holds_caller"_a, "poll"_a.none(),
              "Wait until it is complete; return a status.")
+        .def("test", &HeldRequest::test, "Make progress and tell whether it is complete.")
         .def("abandon", &HeldRequest::abandon, "code"_a, "End it, whatever has become of it.")
         .def("array", [](HeldRequest& self) { return self.received.finish(); },
              "Return the array that came where there was no target; once, when it is complete.")
-        .def_prop_ro("found", [](const HeldRequest& self) {
-            return nb::bytes(self.request.found.data(), self.request.found.size());
-        }, "The header of a message that did not fit.");
+        .def_prop_ro("source", [](const HeldRequest& self) { return self.request.found_source; }, "Whose message came.")
+        .def_prop_ro("tag", [](const HeldRequest& self) { return self.request.found_tag; }, "The tag of what came.")
+        .def_prop_ro("found", [](const HeldRequest& self) { return found_of(self.request); },
+                     "The header of the message that came, or did not fit.");
 }
 
 }  // namespace ferrodist::bind

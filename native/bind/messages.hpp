@@ -25,11 +25,11 @@ struct GroupAccess<SharedGroup> {
     static core::Messages& messages(SharedGroup& self) { return self.messages; }
     static core::Spins* spins(const SharedGroup& self) { return self.group->spins(); }
     static std::vector<int> find_send_cycle(SharedGroup& self, int peer) { return self.messages.find_send_cycle(peer); }
-    // Whether a call with a rank may be made from this thread, and nothing is known to be wrong.
+    // Whether a call with a rank (-1: any) may be made from this thread, and nothing is known to be wrong.
     static bool can_call(SharedGroup& self, int peer) {
         const shm::Group& group = *self.group;
         return self.is_open && !is_progress_thread() && !group.world().is_of_ancestor() && !group.has_left() &&
-               !group.has_error(std::numeric_limits<std::uint64_t>::max()) && !group.has_left(peer);
+               !group.has_error(std::numeric_limits<std::uint64_t>::max()) && (peer < 0 || !group.has_left(peer));
     }
 };
 
@@ -45,7 +45,8 @@ struct GroupAccess<TcpGroup> {
             return false;
         }
         const net::Lock guard = group.mesh().lock();
-        return !group.has_left(group.rank()) && !group.is_gone(peer) &&
+        const bool is_other = peer >= 0 && peer != group.rank();
+        return !group.has_left(group.rank()) && !(is_other && group.is_gone(peer)) &&
                group.find_error(std::numeric_limits<std::uint64_t>::max()) == nullptr;
     }
 };

@@ -32,6 +32,7 @@ struct WorkObject {
     bool is_error, is_asked;  // whether anybody looked at the outcome, so that no error is lost
     unsigned long settler;    // the thread that makes the outcome; 0: none
     bool is_heard;            // its Future has to be told
+    bool is_cancelled;
 };
 
 namespace {
@@ -330,6 +331,10 @@ PyObject* exception_of(WorkObject& work, PyObject* timeout) {
     if (!ask(work, timeout)) {
         return nullptr;
     }
+    if (work.is_cancelled) {  // as a Future does
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(work.outcome)), work.outcome);
+        return nullptr;
+    }
     return Py_NewRef(work.is_error ? work.outcome : Py_None);
 }
 
@@ -386,9 +391,21 @@ PyObject* hear_of(WorkObject& work) {
     return PyBool_FromLong(work.is_heard);
 }
 
+// Withdraws a call that nobody else counts on; what is raised then was asked for.
+PyObject* cancel(WorkObject& work) {
+    if (is_over(work)) {
+        Py_RETURN_FALSE;
+    }
+    const bool was_asked = work.is_asked;
+    work.is_asked = true;  // before others see that it is over
+    work.is_cancelled = InUse(work)->cancel();
+    work.is_asked = work.is_cancelled || was_asked;
+    return PyBool_FromLong(work.is_cancelled);
+}
+
 PyObject* facts_of(PyObject* self, void*) {
     const CallFacts& facts = as_work(self).facts;
-    return Py_BuildValue("(iiiK)", facts.kind, facts.dst, facts.src, static_cast<unsigned long long>(facts.number));
+    return Py_BuildValue("(iiiL)", facts.kind, facts.dst, facts.src, static_cast<long long>(facts.number));
 }
 
 void end_work(PyObject* self) {
@@ -419,6 +436,8 @@ PyMethodDef methods[] = {
      "_outcome($self, /)\n--\n\nReturn result and error of a call that is over."},
     {"_wait_for_end", named<&wait_for_end>(), with_names,
      "_wait_for_end($self, deadline, /)\n--\n\nWait without asking for the outcome; tell whether the call is over."},
+    {"_cancel", &call_plain<&cancel>, METH_NOARGS,
+     "_cancel($self, /)\n--\n\nWithdraw a receive that no message was matched with; False if it is too late."},
     {"_hear", &call_plain<&hear_of>, METH_NOARGS,
      "_hear($self, /)\n--\n\nHave next_completions() give it; False if it is over."},
     {},
@@ -504,7 +523,7 @@ NewWork::~NewWork() {
 }
 
 std::uint64_t NewWork::token() const { return registry().token(*work_); }
-void NewWork::set_number(std::uint64_t number) { work_->facts.number = number; }
+void NewWork::set_number(std::uint64_t number) { work_->facts.number = static_cast<std::int64_t>(number); }
 
 PyObject* NewWork::release() {
     --work_->num_users;

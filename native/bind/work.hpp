@@ -29,6 +29,8 @@ public:
     virtual nanobind::object wait(std::int64_t end_ns) = 0;
     // Has Completions told of its end; false if it is complete, and nobody is told.
     virtual bool hear(std::uint64_t token) = 0;
+    // Withdraws it, as if it had never been; false if others count on it, or it is complete.
+    virtual bool cancel() { return false; }
 
     // Once it is complete.
     virtual bool has_failed() = 0;
@@ -45,7 +47,7 @@ public:
 struct CallFacts {
     int kind = -1;           // of a message
     int dst = -1, src = -1;  // -1: it does not send, or not receive
-    std::uint64_t number = 0;  // the sequence number, or the tag
+    std::int64_t number = 0;  // the sequence number, or the tag
 };
 
 struct WorkObject;

@@ -27,7 +27,9 @@ from ferrodist.collectives import (
     gather,
     gather_object,
     gather_uneven,
+    probe,
     recv,
+    recv_object,
     reduce,
     reduce_scatter,
     reduce_scatter_uneven,
@@ -36,7 +38,11 @@ from ferrodist.collectives import (
     scatter_object,
     scatter_uneven,
     send,
+    send_object,
     sendrecv,
+    try_probe,
+    wait_all,
+    wait_any,
 )
 from ferrodist.config import DEFAULT, DEFAULT_COLLECTIVE_TIMEOUT, Config
 from ferrodist.errors import (
@@ -61,6 +67,7 @@ from ferrodist.errors import (
     UnsupportedArray,
     UnsupportedOp,
 )
+from ferrodist.message_status import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.version import __version__ as __version__
 from ferrodist.work import Work
@@ -123,6 +130,16 @@ __all__ = [
     "send",
     "recv",
     "sendrecv",
+    "send_object",
+    "recv_object",
+    "probe",
+    "try_probe",
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "PROC_NULL",
+    "Status",
+    "wait_all",
+    "wait_any",
     # objects
     "broadcast_object",
     "all_gather_object",

@@ -114,9 +114,12 @@ def fast_start(kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, /)
 def set_message_hooks(
     message_error: Callable[..., BaseException],
     make_received: Callable[..., Any],
+    make_status: Callable[..., Any],
     on_message_interrupt: Callable[[Any, str, BaseException], None],
     on_message_wait: Callable[..., Any],
     on_message_wait_end: Callable[[Any], None],
+    any_source: object,
+    any_tag: object,
 ) -> None:
     """Set what native code calls for point-to-point calls."""
 
@@ -160,6 +163,9 @@ class WorkBase:
 
     def _wait_for_end(self, deadline: Deadline, /) -> bool:
         """Wait without asking for the outcome; tell whether the call is over."""
+
+    def _cancel(self) -> bool:
+        """Withdraw a receive that no message was matched with; False if it is too late."""
 
     def _hear(self) -> bool:
         """Have next_completions() give it; False if it is over."""
@@ -271,6 +277,9 @@ class Request:
     ) -> Status:
         """Wait until it is complete; return a status."""
 
+    def test(self) -> bool:
+        """Make progress and tell whether it is complete."""
+
     def abandon(self, code: int) -> None:
         """End it, whatever has become of it."""
 
@@ -278,8 +287,16 @@ class Request:
         """Return the array that came where there was no target; once, when it is complete."""
 
     @property
+    def source(self) -> int:
+        """Whose message came."""
+
+    @property
+    def tag(self) -> int:
+        """The tag of what came."""
+
+    @property
     def found(self) -> bytes:
-        """The header of a message that did not fit."""
+        """The header of the message that came, or did not fit."""
 
 class SharedGroup:
     """Ranks that do collectives in shared memory."""
@@ -287,8 +304,25 @@ class SharedGroup:
     def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Request:
         """Post a send to be waited for."""
 
-    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer | None) -> Request:
-        """Post a receive to be waited for; without a target it takes whatever array comes."""
+    def irecv(
+        self,
+        peer: int,
+        tag: int,
+        header: bytes,
+        target: WriteableBuffer | None,
+        takes_object: bool,
+        takes_shorter: bool,
+    ) -> Request:
+        """Post a receive to be waited for; without a target it takes whatever comes.
+
+        -1: any source, any tag.
+        """
+
+    def iprobe(self, peer: int, tag: int) -> Request:
+        """Post a probe to be waited for."""
+
+    def peek(self, peer: int, tag: int) -> tuple[int, int, bytes] | None:
+        """Return source, tag and header of the message that a receive would get, or None."""
 
     def start_send(
         self,
@@ -308,10 +342,31 @@ class SharedGroup:
         tag: int,
         header: bytes,
         target: WriteableBuffer | None,
+        takes_object: bool,
+        takes_shorter: bool,
         deadline: Deadline,
-        finish: Callable[[], Any] | None,
+        finish: Callable[[Any, int, int, bytes], Any],
     ) -> Any:
-        """Post a receive, as start_send does; finish() makes the result if there is a target."""
+        """Post a receive, as start_send does.
+
+        finish(array or None, source, tag, header) makes the result.
+        """
+
+    def start_sendrecv(
+        self,
+        backend: Any,
+        dst: int,
+        tag: int,
+        sent_header: bytes,
+        payload: ReadableBuffer,
+        peer: int,
+        recv_tag: int,
+        header: bytes,
+        target: WriteableBuffer | None,
+        deadline: Deadline,
+        finish: Callable[[Any, int, int, bytes], Any],
+    ) -> Any:
+        """Post a send and a receive and return the Work of both."""
 
     def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
@@ -328,11 +383,11 @@ class SharedGroup:
 
     @property
     def fast_recv(self) -> Callable[..., Any]:
-        """The fast path of recv: (backend, src, out, like, tag)."""
+        """The fast path of recv: (backend, src, out, like, tag, with_status)."""
 
     @property
     def fast_sendrecv(self) -> Callable[..., Any]:
-        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag)."""
+        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag or None)."""
 
     @property
     def fast_isend(self) -> Callable[..., Any]:
@@ -340,7 +395,11 @@ class SharedGroup:
 
     @property
     def fast_irecv(self) -> Callable[..., Any]:
-        """The fast path of an async recv: (backend, src, out, like, tag) -> its Work."""
+        """The fast path of an async recv: as of recv -> its Work."""
+
+    @property
+    def fast_isendrecv(self) -> Callable[..., Any]:
+        """The fast path of an async sendrecv, as of sendrecv -> its Work."""
 
     @property
     def num_requests(self) -> int:
@@ -535,8 +594,25 @@ class TcpGroup:
     def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Request:
         """Post a send to be waited for."""
 
-    def irecv(self, peer: int, tag: int, header: bytes, target: WriteableBuffer | None) -> Request:
-        """Post a receive to be waited for; without a target it takes whatever array comes."""
+    def irecv(
+        self,
+        peer: int,
+        tag: int,
+        header: bytes,
+        target: WriteableBuffer | None,
+        takes_object: bool,
+        takes_shorter: bool,
+    ) -> Request:
+        """Post a receive to be waited for; without a target it takes whatever comes.
+
+        -1: any source, any tag.
+        """
+
+    def iprobe(self, peer: int, tag: int) -> Request:
+        """Post a probe to be waited for."""
+
+    def peek(self, peer: int, tag: int) -> tuple[int, int, bytes] | None:
+        """Return source, tag and header of the message that a receive would get, or None."""
 
     def start_send(
         self,
@@ -556,10 +632,31 @@ class TcpGroup:
         tag: int,
         header: bytes,
         target: WriteableBuffer | None,
+        takes_object: bool,
+        takes_shorter: bool,
         deadline: Deadline,
-        finish: Callable[[], Any] | None,
+        finish: Callable[[Any, int, int, bytes], Any],
     ) -> Any:
-        """Post a receive, as start_send does; finish() makes the result if there is a target."""
+        """Post a receive, as start_send does.
+
+        finish(array or None, source, tag, header) makes the result.
+        """
+
+    def start_sendrecv(
+        self,
+        backend: Any,
+        dst: int,
+        tag: int,
+        sent_header: bytes,
+        payload: ReadableBuffer,
+        peer: int,
+        recv_tag: int,
+        header: bytes,
+        target: WriteableBuffer | None,
+        deadline: Deadline,
+        finish: Callable[[Any, int, int, bytes], Any],
+    ) -> Any:
+        """Post a send and a receive and return the Work of both."""
 
     def unexpected_tags(self, peer: int) -> list[int]:
         """List the tags of messages that have come and nobody received."""
@@ -576,11 +673,11 @@ class TcpGroup:
 
     @property
     def fast_recv(self) -> Callable[..., Any]:
-        """The fast path of recv: (backend, src, out, like, tag)."""
+        """The fast path of recv: (backend, src, out, like, tag, with_status)."""
 
     @property
     def fast_sendrecv(self) -> Callable[..., Any]:
-        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag)."""
+        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag or None)."""
 
     @property
     def fast_isend(self) -> Callable[..., Any]:
@@ -588,7 +685,11 @@ class TcpGroup:
 
     @property
     def fast_irecv(self) -> Callable[..., Any]:
-        """The fast path of an async recv: (backend, src, out, like, tag) -> its Work."""
+        """The fast path of an async recv: as of recv -> its Work."""
+
+    @property
+    def fast_isendrecv(self) -> Callable[..., Any]:
+        """The fast path of an async sendrecv, as of sendrecv -> its Work."""
 
     @property
     def num_requests(self) -> int:

@@ -79,6 +79,8 @@ class ArrayKind(enum.IntEnum):
     PYTHON_ARRAY = 8
     MEMORY = 9
     JAX = 10
+    OBJECT = 254  # the bytes of an object: what recv_object takes
+    PICKLE = 255  # the same, pickled
 
 
 _ITEMSIZE = (1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16, 16)

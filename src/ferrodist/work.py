@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Work(Future[T]):
-    """A collective in flight: a Future that cannot be cancelled.
+    """A call in flight: a Future that cannot be cancelled, unless it is a receive.
 
     The arrays passed to the call belong to it until it is done. Callbacks run on the thread that
     finishes the call and must not communicate.
@@ -28,16 +28,27 @@ class Work(Future[T]):
         describe: str = "work",
         thread: threading.Thread | None = None,
         holding: Callable[[], AbstractContextManager[None]] = nullcontext,
+        cancel: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         self.describe = describe
         self._thread = thread  # the one that will finish it
         self._holding = holding  # shows others that it is waited for
+        self._withdraw = cancel  # takes it back, if that is possible at all
         self.is_asked = False  # whether anybody looked at the outcome, so that no error is lost
 
     def cancel(self) -> bool:
-        """Return False: the other ranks count on this call."""
-        return False
+        """Withdraw a receive that no message was matched with.
+
+        Then it has taken nothing, and its result is a CancelledError. Else return False: the other
+        ranks count on this call.
+        """
+        if self._withdraw is None or self.done() or not self._withdraw():
+            return self.cancelled()
+        self.is_asked = True
+        super().cancel()
+        self.set_running_or_notify_cancel()
+        return True
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Return the result; after ``timeout`` raise TimeoutError and leave the call going."""

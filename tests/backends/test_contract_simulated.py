@@ -7,6 +7,7 @@ import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -333,8 +334,8 @@ class IgnoresTags(SimulatedBackend):
     def _send(self, source: Any, peer: int, tag: int, deadline: Any) -> None:
         super()._send(source, peer, 0, deadline)
 
-    def _recv(self, target: Any, peer: int, tag: int, deadline: Any) -> Any:
-        return super()._recv(target, peer, 0, deadline)
+    def _recv(self, receive: Any, deadline: Any) -> Any:
+        return super()._recv(replace(receive, tag=0), deadline)
 
 
 def test_ignored_tags_are_found(find: Find) -> None:

@@ -12,7 +12,7 @@ import ferrodist
 from ferrodist import InvalidArgument, SizeMismatch, UnsupportedArray
 from ferrodist.arrays import received_array
 from ferrodist.backends.framing import FrameError
-from ferrodist.backends.p2p import deliver
+from ferrodist.backends.receive import Receive
 from ferrodist.buffer import ArrayKind, DType
 from ferrodist.testing import run_ranks
 
@@ -144,7 +144,8 @@ def test_an_array_where_the_rank_belongs_is_told_of_out(x):
 
 def test_a_message_whose_header_is_damaged_is_no_array():
     good = bytes([DType.UINT8, 1, 2, 0, 0, 0, 0, 0, 0, 0, ArrayKind.NUMPY]) + b"ab"
-    assert deliver(memoryview(good), None, "recv", 0, 1).tolist() == list(b"ab")
+    receive = Receive(0, 0)
+    assert receive.finish_message(memoryview(good), 0, 0).tolist() == list(b"ab")
     for damaged in (good[:-1], good + b"c", good[:10] + b"\0" + good[11:], b""):
         with pytest.raises(FrameError):
-            deliver(memoryview(damaged), None, "recv", 0, 1)
+            receive.finish_message(memoryview(damaged), 0, 0)

@@ -24,6 +24,7 @@ from ferrodist.arrays.library import (
     OutputArray,
     Span,
     advise_objects,
+    is_writable_in_part,
     numpy_dtype,
     type_name,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "array_over",
     "received_array",
     "advise_objects",
+    "is_writable_in_part",
     "numpy_dtype",
     "type_name",
     "form_like",

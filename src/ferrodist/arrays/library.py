@@ -69,6 +69,11 @@ class OutputArray(NamedTuple):
         return self.convert(self.array)
 
 
+def is_writable_in_part(target: OutputArray | None) -> bool:
+    """Tell whether what is not written stays as it was: memory of a device is copied as a whole."""
+    return target is not None and target.span is not None and target.span.device == HOST
+
+
 class Library(Protocol):
     """One array library, as conversion sees it. Implementations hold no state."""
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
@@ -25,11 +26,12 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.arrays import Form, InputArray, OutputArray, array_over, form_like, parse_form
+from ferrodist.arrays import Form, InputArray, array_over, form_like, parse_form
 from ferrodist.backends import failures
 from ferrodist.backends.call_methods import CallMethods
 from ferrodist.backends.failures import LeaveReason
 from ferrodist.backends.progress import Progress, ProgressThread
+from ferrodist.backends.receive import Receive
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer
 from ferrodist.call import Call, Kind, caller_site
@@ -42,6 +44,7 @@ from ferrodist.errors import (
     InvalidRank,
     InvalidWorldSize,
 )
+from ferrodist.message_status import Status
 from ferrodist.work import Work
 
 logger = logging.getLogger("ferrodist")
@@ -90,6 +93,7 @@ class Backend(CallMethods, abc.ABC):
     _fast_sendrecv: Callable[..., Any] | None = None
     _fast_isend: Callable[..., Any] | None = None
     _fast_irecv: Callable[..., Any] | None = None
+    _fast_isendrecv: Callable[..., Any] | None = None
 
     _knows_statuses = True  # whether ranks know of each other that they live, and what holds them
 
@@ -184,26 +188,32 @@ class Backend(CallMethods, abc.ABC):
         """Send a message; the Work is done when ``source`` may change."""
 
     @abc.abstractmethod
-    def _recv(self, target: OutputArray | None, peer: int, tag: int, deadline: Deadline) -> Any:
-        """Receive the next message with this tag; without a target whatever array comes."""
+    def _recv(self, receive: Receive, deadline: Deadline) -> Any:
+        """Receive the next message that matches."""
 
     @abc.abstractmethod
-    def _start_recv(
-        self, target: OutputArray | None, peer: int, tag: int, deadline: Deadline
-    ) -> Work[Any]:
+    def _start_recv(self, receive: Receive, deadline: Deadline) -> Work[Any]:
         """Receive in the background."""
 
     @abc.abstractmethod
     def _sendrecv(
-        self,
-        source: InputArray,
-        to: int,
-        target: OutputArray | None,
-        peer: int,
-        tag: int,
-        deadline: Deadline,
+        self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
     ) -> Any:
         """Send and receive at once; a ring of these never deadlocks."""
+
+    @abc.abstractmethod
+    def _start_sendrecv(
+        self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
+    ) -> Work[Any]:
+        """Send and receive in the background."""
+
+    @abc.abstractmethod
+    def _probe(self, peer: int, tag: int, deadline: Deadline) -> Status:
+        """Wait for a message that a receive would get, and leave it."""
+
+    @abc.abstractmethod
+    def _try_probe(self, peer: int, tag: int) -> Status | None:
+        """Tell which message a receive would get now."""
 
     @abc.abstractmethod
     def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
@@ -370,6 +380,8 @@ class Backend(CallMethods, abc.ABC):
         """Carry out a Work; an error that nobody asks for is logged now and raised by close()."""
         try:
             result = run()
+        except CancelledError:
+            return  # who has cancelled it says so
         except BaseException as error:  # noqa: BLE001 -- the top of a thread: the Work carries it on
             is_asked = work.is_asked
             work.set_exception(error)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ferrodist.backends.running_call import Algorithm
 from ferrodist.config import Timeout
+from ferrodist.message_status import Special, Status
 from ferrodist.reduce_op import CustomOp, ReduceOp
 
 Op = ReduceOp | CustomOp | str
@@ -122,19 +123,26 @@ class CallMethods:
             **options: Unpack[AllOptions],
         ) -> Any: ...
 
-        def barrier(self, *, timeout: Timeout = ...) -> None: ...
+        def barrier(self, *, timeout: Timeout = ..., async_op: bool = ...) -> Any: ...
 
         def send(
-            self, x: Any, dst: int, *, tag: int = ..., timeout: Timeout = ..., async_op: bool = ...
+            self,
+            x: Any,
+            dst: int | Special,
+            *,
+            tag: int = ...,
+            timeout: Timeout = ...,
+            async_op: bool = ...,
         ) -> Any: ...
 
         def recv(
             self,
-            src: int,
+            src: int | Special = ...,
             *,
             out: Any = ...,
             like: Any = ...,
-            tag: int = ...,
+            tag: int | Special = ...,
+            with_status: bool = ...,
             timeout: Timeout = ...,
             async_op: bool = ...,
         ) -> Any: ...
@@ -142,13 +150,49 @@ class CallMethods:
         def sendrecv(
             self,
             x: Any,
-            dst: int,
-            src: int,
+            dst: int | Special,
+            src: int | Special,
             *,
             out: Any = ...,
             like: Any = ...,
             tag: int = ...,
+            recv_tag: int | Special | None = ...,
             timeout: Timeout = ...,
+            async_op: bool = ...,
+        ) -> Any: ...
+
+        def probe(
+            self,
+            src: int | Special = ...,
+            *,
+            tag: int | Special = ...,
+            timeout: Timeout = ...,
+        ) -> Status: ...
+
+        def try_probe(
+            self, src: int | Special = ..., *, tag: int | Special = ...
+        ) -> Status | None: ...
+
+        def send_object(
+            self,
+            obj: Any,
+            dst: int | Special,
+            *,
+            tag: int = ...,
+            pickle: bool | None = ...,
+            timeout: Timeout = ...,
+            async_op: bool = ...,
+        ) -> Any: ...
+
+        def recv_object(
+            self,
+            src: int | Special = ...,
+            *,
+            tag: int | Special = ...,
+            pickle: bool | None = ...,
+            with_status: bool = ...,
+            timeout: Timeout = ...,
+            async_op: bool = ...,
         ) -> Any: ...
 
         def broadcast_object(

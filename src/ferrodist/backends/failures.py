@@ -20,6 +20,7 @@ from ferrodist.call import Call, Kind, Leaf, Site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveTimeout,
+    InvalidArgument,
     OutOfMemory,
     ProtocolError,
     RankLost,
@@ -42,6 +43,8 @@ class StatusCode(enum.IntEnum):
     UNEXPECTED = 8
     GIVEN_UP = 9
     NO_MEMORY = 10
+    OTHER_KIND = 11
+    CANCELLED = 12
 
 
 _BARRED = "barred"  # the fact that those missing never entered the call; not for users
@@ -81,6 +84,11 @@ class LeaveReason(NamedTuple):
 
     how: str
     advice: str
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether it closed, or came to its end, and did not die."""
+        return self.advice == _SAME_NUMBER
 
 
 def closed(after: int, site: Site) -> LeaveReason:
@@ -281,14 +289,22 @@ GONE = died("is gone, and has not said why")
 
 
 def timed_out(
-    what: str, peer: int, this_rank: int, deadline: Deadline, tags: Sequence[int]
+    what: str, peers: Sequence[int], this_rank: int, deadline: Deadline, tags: Sequence[int]
 ) -> CollectiveTimeout:
-    """Make the error of a wait that took too long."""
-    text = (
-        f"{what}: rank {peer} did not answer within {deadline}{_other_tags(tags)}; look at that "
-        "rank, or raise the limit with timeout=, backend.timeout or FERRODIST_TIMEOUT"
+    """Make the error of a wait that took too long, for one rank or for any of several."""
+    is_one = len(peers) == 1
+    who = (
+        f"rank {peers[0]} did not answer"
+        if is_one
+        else f"none of {names_of_ranks(peers)} sent anything"
     )
-    return CollectiveTimeout(text, missing=[peer], rank=peer, this_rank=this_rank)
+    text = (
+        f"{what}: {who} within {deadline}{_other_tags(tags)}; look at "
+        f"{'that rank' if is_one else 'those ranks'}, or raise the limit with timeout=, "
+        "backend.timeout or FERRODIST_TIMEOUT"
+    )
+    rank = peers[0] if is_one else None
+    return CollectiveTimeout(text, missing=list(peers), rank=rank, this_rank=this_rank)
 
 
 def lost(
@@ -297,6 +313,24 @@ def lost(
     """Make the error of a peer that is gone, or takes or sends nothing more."""
     text = f"{what}: rank {peer} {leave_reason.how}{_other_tags(tags)}"
     return RankLost(text, rank=peer, this_rank=this_rank, how=leave_reason.how)
+
+
+def lost_all(
+    what: str, peer: int, this_rank: int, leave_reason: LeaveReason, tags: Sequence[int]
+) -> RankLost:
+    """Make the error of a receive from any rank when nobody is left who sends."""
+    text = (
+        f"{what}: all other ranks have left, the last of them rank {peer}, which "
+        f"{leave_reason.how}{_other_tags(tags)}"
+    )
+    return RankLost(text, rank=peer, this_rank=this_rank, how=leave_reason.how)
+
+
+def other_kind(what: str, peer: int, this_rank: int, *, is_object: bool) -> InvalidArgument:
+    """Make the error of a receive whose message is an object, or is none; it stays."""
+    found, call = ("an object", "recv_object") if is_object else ("an array", "recv")
+    text = f"{what}: the next message of rank {peer} is {found}; receive it with {call}"
+    return InvalidArgument(text, rank=peer, this_rank=this_rank, got=found)
 
 
 def damaged(what: str, peer: int, this_rank: int, reason: str) -> ProtocolError:

@@ -83,12 +83,20 @@ def unpack_shape(header: bytes | memoryview) -> tuple[DType, tuple[int, ...]]:
     return DType(code), struct.unpack_from(f"<{axes}Q", payload, _ARRAY.size)
 
 
+def split_message(payload: memoryview) -> tuple[memoryview, memoryview]:
+    """Cut a message into header and content; raise FrameError if it is none."""
+    end = len(pack_array_form(*unpack_shape(payload))) + 1
+    if len(payload) < end:
+        raise FrameError("the array header has no known kind of array")
+    return payload[:end], payload[end:]
+
+
 def unpack_message(payload: memoryview) -> tuple[DType, tuple[int, ...], ArrayKind, memoryview]:
     """Read dtype, shape, kind and content; raise FrameError unless they fit each other."""
     dtype, shape = unpack_shape(payload)
-    end = _ARRAY.size + 8 * len(shape)
-    code, content = payload[end : end + 1].tobytes(), payload[end + 1 :]
-    if not code or code[0] not in _KINDS:
+    header, content = split_message(payload)
+    code = header[-1:].tobytes()
+    if code[0] not in _KINDS:
         raise FrameError("the array header has no known kind of array")
     if math.prod(shape) * dtype.itemsize != len(content):
         raise FrameError(f"{len(content)} bytes do not fit {dtype.label}{list(shape)}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.arrays import InputArray, as_input, as_output
 from ferrodist.backends.failures import LeaveReason, describe, died, names_of_ranks
+from ferrodist.backends.receive import Receive
 from ferrodist.buffer import DType
 from ferrodist.call import MAX_TAG
 from ferrodist.config import variable
@@ -181,7 +182,7 @@ def _send(backend: ProcessBackend, facts: dict[str, Any], peer: int, deadline: D
 
 def _receive(backend: ProcessBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
     target = as_output(bytearray(_SETTINGS_NBYTES), DType.UINT8, (_SETTINGS_NBYTES,))
-    message = backend._messenger.recv(target, peer, _SETTINGS_TAG, deadline)
+    message = backend._messenger.recv(Receive(peer, _SETTINGS_TAG, target), deadline)
     try:
         found = json.loads(message.rstrip(b"\0").decode())
     except RecursionError as error:

@@ -34,8 +34,9 @@ from ferrodist.backends.failures import (
     unpack_group_error,
     unpack_leave_reason,
 )
-from ferrodist.backends.p2p import MessagingBackend, ProcessMessenger, Target
+from ferrodist.backends.p2p import MessagingBackend, ProcessMessenger
 from ferrodist.backends.peers import ExitStatuses
+from ferrodist.backends.receive import Receive
 from ferrodist.backends.request_work import end_callbacks_thread
 from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
 from ferrodist.backends.waits import Wait
@@ -82,6 +83,7 @@ class ProcessBackend(MessagingBackend):
         self._fast_sendrecv = group.fast_sendrecv
         self._fast_isend = group.fast_isend
         self._fast_irecv = group.fast_irecv
+        self._fast_isendrecv = group.fast_isendrecv
         self._id = 0
         self._parent: ProcessBackend | None = None
         self._children: weakref.WeakSet[ProcessBackend] = weakref.WeakSet()
@@ -110,11 +112,11 @@ class ProcessBackend(MessagingBackend):
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Any:
-        """Receive the next message with this tag."""
+    def _recv(self, receive: Receive, deadline: Deadline) -> Any:
+        """Receive the next message that matches."""
         self._check_usable()
         with self._aborting_on_interrupt("recv"):
-            return self._messenger.recv(target, peer, tag, deadline)
+            return self._messenger.recv(receive, deadline)
 
     def _start_send(
         self, source: InputArray, peer: int, tag: int, deadline: Deadline
@@ -123,10 +125,17 @@ class ProcessBackend(MessagingBackend):
         self._check_usable()
         return self._messenger.start_send(source, peer, tag, deadline)
 
-    def _start_recv(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Work[Any]:
+    def _start_recv(self, receive: Receive, deadline: Deadline) -> Work[Any]:
         """Post a receive."""
         self._check_usable()
-        return self._messenger.start_recv(target, peer, tag, deadline)
+        return self._messenger.start_recv(receive, deadline)
+
+    def _start_sendrecv(
+        self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
+    ) -> Work[Any]:
+        """Post both."""
+        self._check_usable()
+        return self._messenger.start_sendrecv(source, to, tag, receive, deadline)
 
     def _await_works(self, deadline: Deadline) -> None:
         super()._await_works(deadline)
@@ -432,6 +441,8 @@ class ProcessBackend(MessagingBackend):
 
     def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         for child in list(self._children):
+            if leave_reason.is_normal:
+                child._announce_closing()
             child._leave(leave_reason, deadline)
         self.group.stop_progress()
         end_callbacks_thread(deadline)

@@ -6,9 +6,12 @@ Errors and leave reasons travel as control messages; whoever waits for a request
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,26 +26,41 @@ from ferrodist.backends.failures import (
     unpack_group_error,
     unpack_leave_reason,
 )
-from ferrodist.backends.framing import FrameError, pack_array_form, unpack_shape
-from ferrodist.backends.p2p import Lanes, Posted, Target, deliver, header_of, leaf_of_target
+from ferrodist.backends.framing import FrameError, split_message
+from ferrodist.backends.p2p import Posted, header_of
 from ferrodist.backends.provider import Provider, Request
-from ferrodist.buffer import MAX_AXES, DType
-from ferrodist.call import Leaf, caller_site
+from ferrodist.backends.receive import (
+    ANY,
+    MatchQueue,
+    Message,
+    Misfit,
+    PostedReceive,
+    Receive,
+    is_object,
+    status_of,
+)
+from ferrodist.backends.request_work import ANY_PEER, NO_PEER, name_of_message
+from ferrodist.call import caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     BackendClosed,
     DistributedError,
     GroupAborted,
+    InvalidArgument,
     ProtocolError,
     RankLost,
+    SelfSend,
     SizeMismatch,
 )
+from ferrodist.message_status import Status
 
 CONTROL_TAG = 1 << 32
 ENTRY_TAG = CONTROL_TAG + 1  # what ranks compare before a collective
 DATA_TAG = CONTROL_TAG + 2  # collectives that are made of messages
+MESSAGE_TAG = CONTROL_TAG + 3  # point-to-point messages of users, whatever their tag
 SPLIT_TAG = 1 << 62  # with a hash of the members in its lower bits
 
+EAGER_NBYTES = 64 * 1024  # up to here a send does not wait for its receiver
 _ERROR, _LEFT = b"E", b"L"
 _FIRST_NAP = 2e-5  # seconds between two looks at a request that cannot wait; doubled every time
 _LAST_NAP = 1e-3
@@ -69,7 +87,7 @@ class ProviderLink:
         self._abort = b""  # why the group was aborted, for the groups split off it
         self._left: dict[int, LeaveReason] = {}
         self._lock = threading.RLock()  # reentrant, as everything a finalizer may touch
-        self._peers = [rank for rank in range(provider.world_size) if rank != self.rank]
+        self.peers = [rank for rank in range(provider.world_size) if rank != self.rank]
 
     @property
     def group_name(self) -> str:
@@ -148,17 +166,25 @@ class ProviderLink:
         with self._busy(), self._lock:
             if self.has_left:
                 return
-            for peer in self._peers:
-                while (nbytes := self.provider.iprobe(peer, CONTROL_TAG)) is not None:
-                    self._hear(peer, nbytes)
+            for peer in self.peers:
+                while (memory := self.try_read(peer, CONTROL_TAG)) is not None:
+                    self._hear(peer, memory)
             if self._parent is not None and self._parent._abort and not self._abort:
                 self._note_abort(self._parent._abort)
 
-    def _hear(self, peer: int, nbytes: int) -> None:
-        memory = bytearray(nbytes)
-        request = self.provider.irecv(memoryview(memory), peer, CONTROL_TAG)
-        while not request.test():
-            time.sleep(_FIRST_NAP)  # it has come: iprobe said so
+    def try_read(self, peer: int, tag: int) -> memoryview | None:
+        """Receive the next message of a rank with this tag if there is one; else return None."""
+        with self._busy():
+            nbytes = self.provider.iprobe(peer, tag)
+            if nbytes is None:
+                return None
+            memory = memoryview(bytearray(nbytes))
+            request = self.provider.irecv(memory, peer, tag)
+            while not request.test():
+                time.sleep(_FIRST_NAP)  # it has come: iprobe said so
+        return memory
+
+    def _hear(self, peer: int, memory: memoryview) -> None:
         body = bytes(memory[1:])
         if memory[:1] == _LEFT:
             self._left.setdefault(peer, unpack_leave_reason(body))
@@ -195,7 +221,7 @@ class ProviderLink:
         return found
 
     def _tell(self, words: bytes) -> None:
-        for peer in self._peers:
+        for peer in self.peers:
             try:
                 self.provider.isend(memoryview(words), peer, CONTROL_TAG)
             except ConnectionError:
@@ -265,10 +291,115 @@ def _sleep(request: Request, nap: float, deadline: Deadline) -> None:
 # -- point-to-point calls --------------------------------------------------------------------------
 
 
-_LARGEST_HEADER = len(pack_array_form(DType.BOOL, (0,) * MAX_AXES)) + 1
+_TAG = struct.Struct("<I")
 
 
-class _Message:
+class _Arrived:
+    """A message that was pulled from the provider, or that this rank has sent to itself."""
+
+    __slots__ = ("is_object", "is_taken", "payload", "source", "tag")
+
+    def __init__(self, source: int, data: memoryview) -> None:
+        self.source = source
+        (self.tag,) = _TAG.unpack_from(data)
+        self.payload = data[_TAG.size :]
+        self.is_object = is_object(split_message(self.payload)[0])
+        self.is_taken = False
+
+    def take(self) -> None:
+        """Hear that a receive has it."""
+        self.is_taken = True
+
+
+class Arrivals:
+    """The messages of all ranks, matched here: a provider knows neither any source nor any tag.
+
+    They travel with one tag of the provider's, the user's in front. Whoever waits pulls all that
+    has come, beginning with another rank every time, so that none is only heard when the others
+    have nothing to say.
+    """
+
+    def __init__(self, link: ProviderLink) -> None:
+        self._link = link
+        self._queue = MatchQueue()
+        self._lock = threading.RLock()
+        size = link.provider.world_size
+        self._peers = deque(rank for rank in range(size) if rank != link.rank)
+
+    def post(self, receive: PostedReceive) -> None:
+        """Let a receive take its message, or wait for it."""
+        with self._lock:
+            self.pull()
+            self._queue.post(receive)
+
+    def withdraw(self, receive: PostedReceive) -> bool:
+        """Take a receive back; False if it has its message."""
+        with self._lock:
+            return self._queue.withdraw(receive)
+
+    def find(self, peer: int, tag: int) -> Message | None:
+        """Return the message that a receive would get; it stays."""
+        with self._lock:
+            self.pull()
+            return self._queue.find(peer, tag)
+
+    def deliver(self, source: int, data: memoryview) -> _Arrived:
+        """Take a message in."""
+        message = _Arrived(source, data)
+        with self._lock:
+            self._queue.deliver(message)
+        return message
+
+    def remove(self, message: _Arrived) -> bool:
+        """Take a message of this rank to itself back; False if a receive has it."""
+        with self._lock:
+            self._queue.remove(message)
+            return not message.is_taken
+
+    def pull(self) -> None:
+        """Read what has come."""
+        with self._lock:
+            self._peers.rotate(-1)
+            for peer in self._peers:
+                while (data := self._link.try_read(peer, MESSAGE_TAG)) is not None:
+                    self._link.received_nbytes += len(data)
+                    self.deliver(peer, data)
+
+
+class _Awaited:
+    """The wait for the message of a receive, as the link waits for requests."""
+
+    def __init__(self, arrivals: Arrivals, receive: PostedReceive) -> None:
+        self._arrivals, self._receive = arrivals, receive
+
+    def test(self) -> bool:
+        """Tell whether it is over."""
+        if not self._receive.is_over:
+            self._arrivals.pull()
+        return self._receive.is_over
+
+    def cancel(self) -> bool:
+        """Give it up; False if it is over."""
+        return not self._receive.is_cancelled and self._arrivals.withdraw(self._receive)
+
+
+class _SentToSelf:
+    """A message of this rank to itself, as a request."""
+
+    def __init__(self, arrivals: Arrivals, message: _Arrived, *, is_eager: bool) -> None:
+        self._arrivals, self._message = arrivals, message
+        self._is_eager = is_eager
+
+    def test(self) -> bool:
+        """Tell whether it is done."""
+        return self._is_eager or self._message.is_taken
+
+    def cancel(self) -> bool:
+        """Take it back; False if it is done."""
+        return not self._is_eager and self._arrivals.remove(self._message)
+
+
+class _Call:
     """One call: its name in errors, and what its waits look at."""
 
     def __init__(self, link: ProviderLink, name: str, deadline: Deadline) -> None:
@@ -287,21 +418,32 @@ class _Message:
         with self.naming(peer):
             self.link.wait([(peer, request)], self._check, self.deadline)
 
-    def look(self, peer: int) -> float:
-        """Raise if waiting for this peer is over, else say how long to wait on."""
-        self.link.poll()
-        self._check([peer])
-        return min(max(self.deadline.remaining(), 0.0), _POLL)
-
     def _check(self, peers: list[int]) -> None:
         link, (peer,) = self.link, peers
         if link.has_left:
             raise BackendClosed(f"{self.what}: rank {link.rank} has left", this_rank=link.rank)
         link.refuse_if_aborted()
+        awaited = link.peers if peer == ANY else [peer]
         if self.deadline.remaining() <= 0:
-            raise failures.timed_out(self.what, peer, link.rank, self.deadline, [])
-        if link.left(peer) is not None:
-            raise self.lost(peer)
+            raise failures.timed_out(self.what, awaited, link.rank, self.deadline, [])
+        self.raise_if_lost(peer)
+
+    def raise_if_lost(self, peer: int) -> None:
+        """Raise if nothing can be had any more of a rank, or of any."""
+        link = self.link
+        if peer == link.rank:
+            return
+        if peer != ANY:
+            if link.left(peer) is not None:
+                raise self.lost(peer)
+            return
+        reasons = [(rank, link.left(rank)) for rank in link.peers]
+        left = [(rank, reason) for rank, reason in reasons if reason is not None]
+        for rank, reason in left:
+            if not reason.is_normal:
+                raise self.lost(rank)
+        if left and len(left) == len(reasons):
+            raise failures.lost_all(self.what, left[-1][0], link.rank, left[-1][1], [])
 
     @contextmanager
     def naming(self, peer: int) -> Iterator[None]:
@@ -311,7 +453,8 @@ class _Message:
         except DistributedError:
             raise
         except ConnectionError as error:
-            raise self.lost(peer) from error
+            is_told = peer == ANY and error.args and type(error.args[0]) is int
+            raise self.lost(error.args[0] if is_told else peer) from error
 
     def lost(self, peer: int) -> RankLost:
         """Make the error of a peer that is gone."""
@@ -325,7 +468,7 @@ class ProviderMessenger:
 
     def __init__(self, link: ProviderLink) -> None:
         self._link = link
-        self._lanes = Lanes()
+        self._arrivals = Arrivals(link)
 
     def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
@@ -335,102 +478,111 @@ class ProviderMessenger:
 
     def post(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> Posted:
         """Send a message; what is left is to wait until ``source`` may change."""
-        name = f"send(dst={peer}, tag={tag})"
-        message = _Message(self._link, name, deadline)
-        request = self._isend(message, source, peer, tag)
-        return Posted(name, partial(message.wait, request, peer), request.cancel, request.test())
+        call = _Call(self._link, name_of_message(peer, NO_PEER, tag, 0), deadline)
+        request = self._isend(call, source, peer, tag)
+        wait = partial(call.wait, request, peer)
+        return Posted(call.name, wait, request.cancel, request.test())
 
-    def line_up(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Posted:
-        """Take a place among the receivers; what is left is to receive."""
-        name = f"recv(src={peer}, tag={tag})"
-        return self._line_up(_Message(self._link, name, deadline), target, peer, tag)
+    def post_receive(self, receive: Receive, deadline: Deadline) -> Posted:
+        """Take a place among the receives; what is left is to wait for the message."""
+        name = "recv_object" if receive.takes_object else "recv"
+        return self._post_receive(self._call(receive.peer, receive.tag, deadline, name), receive)
 
     def sendrecv(
-        self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
+        self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
     ) -> Any:
         """Send and receive at once; if nothing is received the message is taken back.
 
         A message that came but does not fit is this rank's own affair: its own goes out.
         """
-        name = f"sendrecv(dst={to}, src={peer}, tag={tag})"
-        message = _Message(self._link, name, deadline)
-        request = self._isend(message, source, to, tag)
+        src = ANY_PEER if receive.peer == ANY else receive.peer
+        call = _Call(self._link, name_of_message(to, src, tag, receive.tag), deadline)
+        request = self._isend(call, source, to, tag)
         try:
-            received = self._line_up(message, target, peer, tag).finish()
-        except (SizeMismatch, ProtocolError):
-            message.wait(request, to)
+            posted = self._post_receive(call, receive)
+            if receive.peer == self._link.rank and not posted.is_done:
+                posted.cancel()
+                text = f"{call.what}: rank {self._link.rank} has sent itself nothing with that tag"
+                raise SelfSend(text, rank=self._link.rank, this_rank=self._link.rank)
+            received = posted.finish()
+        except (SizeMismatch, ProtocolError, InvalidArgument):
+            call.wait(request, to)
             raise
         except BaseException:
             request.cancel()
             raise
-        message.wait(request, to)
+        call.wait(request, to)
         return received
 
-    def _isend(self, message: _Message, source: InputArray, peer: int, tag: int) -> Request:
+    def probe(self, peer: int, tag: int, deadline: Deadline) -> Status:
+        """Wait for a message and leave it."""
         self._check_open()
-        if self._link.left(peer) is not None:
-            raise message.lost(peer)
-        data = header_of(source) + source.buffer.memory
-        with message.naming(peer):
-            return self._link.isend(data, peer, tag)
+        call = self._call(peer, tag, deadline, "probe")
+        posted = PostedReceive(peer, tag, is_probe=True)
+        self._arrivals.post(posted)
+        call.wait(_Awaited(self._arrivals, posted), peer)
+        return _status_of(posted.message)
 
-    def _line_up(self, message: _Message, target: Target, peer: int, tag: int) -> Posted:
+    def try_probe(self, peer: int, tag: int) -> Status | None:
+        """Tell what a receive would get now; raise if nothing can come any more."""
         self._check_open()
-        lane, number = self._lanes.draw(peer, tag)
-
-        def receive() -> Any:
+        found = self._arrivals.find(peer, tag)
+        if found is None:
             try:
-                lane.wait(number, lambda: message.look(peer))
-                return self._receive(message, target, peer, tag)
-            finally:
-                self._lanes.leave(lane, number, peer, tag)
+                self._call(peer, tag, Deadline(None), "try_probe").raise_if_lost(peer)
+            except RankLost:
+                found = self._arrivals.find(peer, tag)  # it may have come before that
+                if found is None:
+                    raise
+        return None if found is None else _status_of(found)
 
-        return Posted(message.name, receive, partial(self._lanes.leave, lane, number, peer, tag))
+    def _call(self, peer: int, tag: int, deadline: Deadline, name: str) -> _Call:
+        src = ANY_PEER if peer == ANY else peer
+        return _Call(self._link, name_of_message(NO_PEER, src, 0, tag, name), deadline)
 
-    def _receive(self, message: _Message, target: Target, peer: int, tag: int) -> Any:
-        """Receive when it is this one's turn: no other receive may take the message probed for."""
-        if target is None:
-            probe = _Probe(self._link.provider, peer, tag)
-            message.wait(probe, peer)
-            nbytes = probe.nbytes
-        else:
-            nbytes = _LARGEST_HEADER + target.buffer.nbytes
-        memory = bytearray(nbytes)
-        with message.naming(peer):
-            request = self._link.irecv(memory, peer, tag)
-        message.wait(request, peer)
-        return self._unpack(message, memoryview(memory), target, peer)
+    def _isend(self, call: _Call, source: InputArray, peer: int, tag: int) -> Request:
+        self._check_open()
+        data = b"".join((_TAG.pack(tag), header_of(source), source.buffer.memory))
+        if peer == self._link.rank:
+            message = self._arrivals.deliver(peer, memoryview(data))
+            is_eager = source.buffer.nbytes <= EAGER_NBYTES
+            return _SentToSelf(self._arrivals, message, is_eager=is_eager)
+        if self._link.left(peer) is not None:
+            raise call.lost(peer)
+        with call.naming(peer):
+            return self._link.isend(data, peer, MESSAGE_TAG)
+
+    def _post_receive(self, call: _Call, receive: Receive) -> Posted:
+        self._check_open()
+        posted = PostedReceive(receive.peer, receive.tag, takes_object=receive.takes_object)
+        self._arrivals.post(posted)
+        finish = partial(self._finish, call, posted, receive)
+        cancel = partial(self._arrivals.withdraw, posted)
+        return Posted(call.name, finish, cancel, posted.is_over, is_receive=True)
+
+    def _finish(self, call: _Call, posted: PostedReceive, receive: Receive) -> Any:
+        rank = self._link.rank
+        call.wait(_Awaited(self._arrivals, posted), receive.peer)
+        message = posted.message
+        if message is None:
+            raise CancelledError(f"{call.what} was cancelled")
+        source = message.source
+        if posted.is_refused:
+            raise failures.other_kind(call.what, source, rank, is_object=message.is_object)
+        try:
+            return receive.finish_message(memoryview(message.payload), source, message.tag)
+        except Misfit as error:
+            found, expected = error.found, error.expected
+            raise failures.unexpected(call.what, source, rank, found, expected) from None
+        except FrameError as error:
+            raise failures.damaged(call.what, source, rank, str(error)) from error
 
     def _check_open(self) -> None:
         self._link.poll()
         self._link.refuse_if_aborted()
 
-    def _unpack(self, message: _Message, memory: memoryview, target: Target, peer: int) -> Any:
-        rank = self._link.rank
-        try:
-            if target is not None:  # its memory may be longer than the message
-                found, expected = Leaf("", *unpack_shape(memory)), leaf_of_target(target)
-                if found != expected:
-                    raise failures.unexpected(message.what, peer, rank, found, expected)
-                memory = memory[: len(pack_array_form(*found[1:])) + 1 + target.buffer.nbytes]
-            return deliver(memory, target, message.what, peer, rank)
-        except FrameError as error:
-            raise failures.damaged(message.what, peer, rank, str(error)) from error
 
-
-class _Probe:
-    """A wait for the next message of a rank that nobody receives, to learn its length."""
-
-    def __init__(self, provider: Provider, peer: int, tag: int) -> None:
-        self._provider, self._peer, self._tag = provider, peer, tag
-        self.nbytes = 0
-
-    def test(self) -> bool:
-        """Tell whether it is there."""
-        found = self._provider.iprobe(self._peer, self._tag)
-        self.nbytes = found or 0
-        return found is not None
-
-    def cancel(self) -> bool:
-        """Give it up: there is nothing to take back, but a message that has just come is there."""
-        return not self.test()
+def _status_of(message: Message | None) -> Status:
+    assert message is not None
+    header, _ = split_message(memoryview(message.payload))
+    return status_of(message.source, message.tag, header)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,13 +27,19 @@ T = TypeVar("T")
 _LONGEST_SLEEP = 3600.0  # seconds
 
 
-def name_of_message(dst: int, src: int, tag: int) -> str:
-    """Name a point-to-point call as logs show it; -1 is no rank."""
-    if src < 0:
-        return f"send(dst={dst}, tag={tag})"
-    if dst < 0:
-        return f"recv(src={src}, tag={tag})"
-    return f"sendrecv(dst={dst}, src={src}, tag={tag})"
+NO_PEER, ANY_PEER = -1, -2  # as of Peers in native/bind/messages.cpp
+
+
+def name_of_message(dst: int, src: int, tag: int, recv_tag: int, name: str = "") -> str:
+    """Name a point-to-point call as logs show it; a tag below 0 is any."""
+    if src == NO_PEER:
+        return f"{name or 'send'}(dst={dst}, tag={tag})"
+    source = "ANY_SOURCE" if src == ANY_PEER else src
+    received = "ANY_TAG" if recv_tag < 0 else recv_tag
+    if dst == NO_PEER:
+        return f"{name or 'recv'}(src={source}, tag={received})"
+    second = "" if received == tag else f", recv_tag={received}"
+    return f"sendrecv(dst={dst}, src={source}, tag={tag}{second})"
 
 
 class RequestWork(_native.WorkBase, Work[T]):
@@ -44,8 +50,15 @@ class RequestWork(_native.WorkBase, Work[T]):
         """The call as logs and errors show it."""
         kind, dst, src, number = self._facts
         if kind < 0:
-            return name_of_message(dst, src, number)
+            return name_of_message(dst, src, number, number)
         return f"{Kind(kind).label} #{number}"
+
+    def cancel(self) -> bool:
+        """Withdraw a receive that no message was matched with; else return False."""
+        if self._cancel():
+            self.on_complete()
+            return True
+        return self.cancelled()
 
     def make_state(self) -> None:
         """Make the state of a Future, and have it told when the call is over."""
@@ -57,13 +70,23 @@ class RequestWork(_native.WorkBase, Work[T]):
 
     def on_complete(self) -> None:
         """Hear that the call is over: make its outcome, and tell the Future if there is one."""
+        if self._hear():
+            return  # a part of it is not over
         result, error = self._outcome()
         if "_done_callbacks" not in self.__dict__ or self._state == "FINISHED":
             return
-        if error is not None:
+        if isinstance(error, CancelledError):
+            self._note_cancelled()
+        elif error is not None:
             self.set_exception(error)
         else:
             self.set_result(result)
+
+    def _note_cancelled(self) -> None:
+        with _callbacks.lock:
+            if self._state == "PENDING":
+                Future.cancel(self)
+                self.set_running_or_notify_cancel()
 
     def wait_for_end(self, deadline: Deadline) -> None:
         """Wait as long as the call may take, without asking for its outcome."""

@@ -186,7 +186,7 @@ class SharedMemoryBackend(ProcessBackend):
         try:
             if expected_nbytes is not None:
                 arrived = memoryview(bytearray(expected_nbytes))
-                receiving = group.irecv(peer, _SCHEDULE_TAG, b"", arrived)
+                receiving = group.irecv(peer, _SCHEDULE_TAG, b"", arrived, False, False)
             if payload is not None:
                 sending = group.isend(to, _SCHEDULE_TAG, b"", payload)
             for request, rank in ((receiving, peer), (sending, to)):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 from ferrodist.backends import failures
 from ferrodist.backends.failures import GroupError, LeaveReason
+from ferrodist.backends.receive import ANY
 from ferrodist.backends.thread_links import Switch
 from ferrodist.backends.waits import LogTimes, log_wait
 from ferrodist.call import Call, Kind, caller_site
@@ -273,9 +274,10 @@ class Control:
                         return elsewhere.last_seen() + (other.group_name or " (in the world)")
         return status.last_seen()
 
-    def waiting_tags(self, source: int, target: int) -> list[int]:
-        """List the tags of messages between two ranks that nobody has received. Lock held."""
-        return self.switch.waiting_tags(self.members[source], self.members[target], self.group)
+    def waiting_tags(self, sources: Sequence[int], target: int) -> list[int]:
+        """List the tags of messages to a rank that nobody has received. Lock held."""
+        members = [self.members[source] for source in sources]
+        return self.switch.waiting_tags(members, self.members[target], self.group)
 
     # -- who is to blame ------------------------------------------------------------------------
 
@@ -402,10 +404,18 @@ class CallHook(_LoggingHook):
 class MessageHook(_LoggingHook):
     """The waits of one rank in a point-to-point call: its errors are its own, the group goes on."""
 
-    def __init__(self, control: Control, rank: int, call: str, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        control: Control,
+        rank: int,
+        call: str,
+        deadline: Deadline,
+        *,
+        is_receiving: bool = False,
+    ) -> None:
         super().__init__(control, rank, deadline)
         self.call = call
-        self.is_receiving = False
+        self.is_receiving = is_receiving
         self._site = caller_site()
 
     @property
@@ -415,22 +425,54 @@ class MessageHook(_LoggingHook):
 
     def poll(self, peer: int) -> float:
         """Raise if the group was given up, the peer is gone or the time is over."""
-        control, group_peer = self.control, self.control.rank_of(peer)
-        control.refuse_if_aborted(self.rank)
-        if self.is_over(group_peer):
-            raise self.timed_out(group_peer)
-        source, target = peer, control.members[self.rank]
-        status = control.statuses[group_peer]
-        leave_reason = status.sends_no_more() if self.is_receiving else status.takes_no_more()
-        if leave_reason is not None and not control.switch.is_pending(source, target):
-            tags = control.waiting_tags(group_peer, self.rank)
-            raise failures.lost(self.what, group_peer, self.rank, leave_reason, tags)
-        return self._sleep_limit(lambda: f"{self.call} at {self._site}", lambda: [group_peer])
+        peers = self._others() if peer == ANY else [self.control.rank_of(peer)]
+        self.control.refuse_if_aborted(self.rank)
+        if self.is_over(peers):
+            raise self.timed_out(peers)
+        self.raise_if_lost(peer)
+        return self._sleep_limit(lambda: f"{self.call} at {self._site}", lambda: peers)
 
-    def is_over(self, peer: int) -> bool:
-        """Tell whether the deadline ends the wait for a rank."""
+    def raise_if_lost(self, peer: int) -> None:
+        """Raise if nothing can be had any more of a rank, or of any."""
+        if peer == ANY:
+            self._raise_if_any_lost()
+            return
+        group_peer = self.control.rank_of(peer)
+        status = self.control.statuses[group_peer]
+        if group_peer == self.rank:
+            if status.is_closing:
+                raise BackendClosed(f"{self.what}: this rank is closing", this_rank=self.rank)
+            return
+        leave_reason = status.sends_no_more() if self.is_receiving else status.takes_no_more()
+        if leave_reason is not None and not self._is_pending(group_peer):
+            tags = self.control.waiting_tags([group_peer], self.rank)
+            raise failures.lost(self.what, group_peer, self.rank, leave_reason, tags)
+
+    def _raise_if_any_lost(self) -> None:
+        """Raise if a rank has died, or all others have left, and nothing is on its way."""
+        others = self._others()
+        reasons = {rank: self.control.statuses[rank].sends_no_more() for rank in others}
+        left = {rank: why for rank, why in reasons.items() if why and not self._is_pending(rank)}
+        tags = self.control.waiting_tags(others, self.rank)
+        for rank, leave_reason in left.items():
+            if not leave_reason.is_normal:
+                raise failures.lost(self.what, rank, self.rank, leave_reason, tags)
+        if others and len(left) == len(others):
+            last = others[-1]
+            raise failures.lost_all(self.what, last, self.rank, left[last], tags)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self.control.members)) if rank != self.rank]
+
+    def _is_pending(self, peer: int) -> bool:
+        members = self.control.members
+        return self.control.switch.is_pending(members[peer], members[self.rank])
+
+    def is_over(self, peers: Sequence[int]) -> bool:
+        """Tell whether the deadline ends the wait for a rank, or for any of several."""
         is_late = self.deadline.remaining() <= 0
-        return is_late and not self.control.may_still_come([peer], self.deadline)
+        may_come = (self.control.may_still_come([peer], self.deadline) for peer in peers)
+        return is_late and not any(may_come)
 
     def arrived(self) -> None:
         """Hear that the wait is over."""
@@ -440,10 +482,10 @@ class MessageHook(_LoggingHook):
         rank = self.control.rank_of(peer)
         raise failures.damaged(self.what, rank, self.rank, reason)
 
-    def timed_out(self, peer: int) -> CollectiveTimeout:
+    def timed_out(self, peers: Sequence[int]) -> CollectiveTimeout:
         """Make the error of a wait that took too long."""
-        tags = self.control.waiting_tags(peer, self.rank)
-        return failures.timed_out(self.what, peer, self.rank, self.deadline, tags)
+        tags = self.control.waiting_tags(peers, self.rank)
+        return failures.timed_out(self.what, peers, self.rank, self.deadline, tags)
 
 
 class SendHook(MessageHook):
@@ -458,10 +500,10 @@ class SendHook(MessageHook):
 
     def poll(self, peer: int) -> float:
         """Raise as a message does; whoever finds a ring first tells the others in it."""
-        if not self.ring and self.is_over(self.peer):
+        if not self.ring and self.is_over([self.peer]):
             self._find_ring()
         leave_reason = self.control.statuses[self.peer].takes_no_more()
-        if self.ring and (leave_reason is not None or self.is_over(self.peer)):
+        if self.ring and (leave_reason is not None or self.is_over([self.peer])):
             raise failures.send_cycle(self.what, self.peer, self.rank, self.ring)
         return super().poll(peer)
 

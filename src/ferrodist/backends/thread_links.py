@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ferrodist.backends.framing import POINT_TO_POINT, Frame
 from ferrodist.backends.progress import ProgressThread
+from ferrodist.backends.receive import ANY, MatchQueue, Message, PostedReceive, is_object
 from ferrodist.backends.thread_faults import Faults, FaultyLinks
 
 
@@ -57,13 +58,36 @@ _LONGEST_SLEEP = 0.2
 class SendRequest:
     """A point-to-point message on its way; ``is_taken`` when the receiver has copied it."""
 
-    __slots__ = ("frame", "is_taken", "is_withdrawn", "peer")
+    __slots__ = ("frame", "is_object", "is_taken", "is_withdrawn", "peer", "source", "tag", "taken")
 
-    def __init__(self, peer: int, frame: Frame, is_taken: bool) -> None:
+    def __init__(
+        self,
+        source: int,
+        peer: int,
+        frame: Frame,
+        taken: threading.Condition,
+        *,
+        is_object: bool,
+        is_taken: bool,
+    ) -> None:
+        self.source = source
         self.peer = peer
         self.frame = frame
+        self.tag = frame.tag
+        self.taken = taken  # what its sender sleeps on
+        self.is_object = is_object
         self.is_taken = is_taken
         self.is_withdrawn = False
+
+    @property
+    def payload(self) -> bytes | memoryview:
+        """Header and content."""
+        return self.frame.payload
+
+    def take(self) -> None:
+        """Hear that a receive has it. The lock is held by the caller."""
+        self.is_taken = True
+        self.taken.notify_all()
 
 
 class _Mailbox:
@@ -72,7 +96,7 @@ class _Mailbox:
     def __init__(self, lock: Any) -> None:  # RLock is a function, not a type
         self.changed = threading.Condition(lock)
         self.frames: defaultdict[tuple[int, int], deque[Frame]] = defaultdict(deque)
-        self.requests: defaultdict[tuple[int, int, int], deque[SendRequest]] = defaultdict(deque)
+        self.queues: defaultdict[int, MatchQueue] = defaultdict(MatchQueue)  # by group
         self.damage: dict[int, str] = {}
         self.awaited: list[int] = []  # the peers that threads of this rank sleep for
         self.held: dict[int, float] = {}  # since when threads of this rank wait, each in one call
@@ -106,7 +130,7 @@ class Switch:
         self, source: int, target: int, item: Frame | SendRequest, hook: ProgressHook
     ) -> None:
         """Take an item to its mailbox, through the injected faults if there are any."""
-        if self.links is not None:
+        if self.links is not None and source != target:
             self.links.carry(source, target, item, hook)
             return
         with self.lock:
@@ -123,10 +147,11 @@ class Switch:
         if isinstance(item, SendRequest) and item.is_withdrawn:
             return
         if isinstance(item, SendRequest):
-            mailbox.requests[source, frame.group, frame.tag].append(item)
+            is_awaited = mailbox.queues[frame.group].deliver(item)
         else:
             mailbox.frames[source, frame.group].append(item)
-        if source in mailbox.awaited:  # waking a thread costs more than anything else here
+            is_awaited = source in mailbox.awaited
+        if is_awaited:  # waking a thread costs more than anything else here
             mailbox.changed.notify_all()
 
     def damage(self, source: int, target: int, reason: str) -> None:
@@ -144,19 +169,17 @@ class Switch:
         for mailbox in self.mailboxes:
             for frame_key in [key for key in mailbox.frames if key[1] == group]:
                 del mailbox.frames[frame_key]
-            for request_key in [key for key in mailbox.requests if key[1] == group]:
-                del mailbox.requests[request_key]
+            mailbox.queues.pop(group, None)
 
     def close(self) -> None:
         """End the thread that carries delayed messages, if there is one."""
         if self.links is not None:
             self.links.close()
 
-    def waiting_tags(self, source: int, target: int, group: int) -> list[int]:
+    def waiting_tags(self, sources: Iterable[int], target: int, group: int) -> list[int]:
         """List the tags of messages that nobody has received. The lock is held by the caller."""
-        requests = self.mailboxes[target].requests
-        found = [key[2] for key, queue in requests.items() if key[:2] == (source, group) and queue]
-        return sorted(found)
+        queue = self.mailboxes[target].queues.get(group)
+        return [] if queue is None else queue.tags_of(sources)
 
     @contextmanager
     def holding(self, rank: int) -> Iterator[None]:
@@ -228,7 +251,14 @@ class ThreadTransport:
         with self.switch.lock:
             hook.poll(peer)
         frame = Frame(group, POINT_TO_POINT, 0, b"".join((header, content)), tag)
-        request = SendRequest(peer, frame, is_taken=len(content) <= EAGER_NBYTES)
+        request = SendRequest(
+            self.rank,
+            peer,
+            frame,
+            self._mailbox.changed,
+            is_object=is_object(header),
+            is_taken=len(content) <= EAGER_NBYTES,
+        )
         self.switch.carry(self.rank, peer, request, hook)
         return request
 
@@ -241,18 +271,23 @@ class ThreadTransport:
                 self.take_back(request)
                 raise
 
-    def collect(self, peer: int, group: int, tag: int, hook: ProgressHook) -> bytes | memoryview:
-        """Wait for the next point-to-point message with this tag and return its payload."""
+    def post_receive(self, receive: PostedReceive, group: int) -> None:
+        """Let a receive, or a probe, take its message or wait for it."""
         with self.switch.lock:
-            boxes, key = self._mailbox.requests, (peer, group, tag)
-            self.sleep_until(lambda: bool(boxes.get(key)), peer, hook)
-            requests = boxes[key]
-            request = requests.popleft()
-            if not requests:  # tags may be many: an empty queue is not kept
-                del self._mailbox.requests[peer, group, tag]
-            request.is_taken = True
-            self.switch.mailboxes[peer].changed.notify_all()
-            return request.frame.payload
+            self._mailbox.queues[group].post(receive)
+
+    def withdraw(self, receive: PostedReceive, group: int) -> bool:
+        """Take a receive back; False if it has its message."""
+        with self.switch.lock:
+            is_withdrawn = self._mailbox.queues[group].withdraw(receive)
+            if is_withdrawn:
+                self._mailbox.changed.notify_all()
+            return is_withdrawn
+
+    def find(self, peer: int, tag: int, group: int) -> Message | None:
+        """Return the message that a receive would get; it stays."""
+        with self.switch.lock:
+            return self._mailbox.queues[group].find(peer, tag)
 
     def sleep_until(self, is_ready: Callable[[], bool], peer: int, hook: ProgressHook) -> None:
         """Wait for what is one step of a call. The lock is held by the caller."""
@@ -264,8 +299,9 @@ class ThreadTransport:
 
     def sleep(self, peer: int, hook: ProgressHook) -> None:
         """Sleep until something changes or it is time to look. The lock is held by the caller."""
-        if peer in self._mailbox.damage:
-            hook.damaged(peer, self._mailbox.damage[peer])
+        for source, reason in list(self._mailbox.damage.items()):
+            if peer in (ANY, source):
+                hook.damaged(source, reason)
         seconds = hook.poll(peer)
         self._mailbox.awaited.append(peer)
         try:
@@ -273,17 +309,13 @@ class ThreadTransport:
         finally:
             self._mailbox.awaited.remove(peer)
 
-    def take_back(self, request: SendRequest) -> None:
-        """Remove a message that its receiver has not looked at yet."""
-        key = self.rank, request.frame.group, request.frame.tag
+    def take_back(self, request: SendRequest) -> bool:
+        """Remove a message that its receiver has not looked at yet; False if it has."""
         with self.switch.lock:
             request.is_withdrawn = not request.is_taken  # it may still be on its way
-            requests = self.switch.mailboxes[request.peer].requests
-            queue = requests.get(key)
-            if request.is_withdrawn and queue is not None and request in queue:
-                queue.remove(request)
-            if queue is not None and not queue:
-                del requests[key]
+            if request.is_withdrawn:
+                self.switch.mailboxes[request.peer].queues[request.frame.group].remove(request)
+            return request.is_withdrawn
 
 
 def _no_kill(rank: int, how: str) -> NoReturn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -19,15 +20,10 @@ from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.executor import Planner, execute_plan
 from ferrodist.backends.failures import LeaveReason
-from ferrodist.backends.framing import Frame, FrameError
-from ferrodist.backends.p2p import (
-    Lanes,
-    Posted,
-    Target,
-    ThreadMessagingBackend,
-    deliver,
-    header_of,
-)
+from ferrodist.backends.framing import Frame, FrameError, split_message
+from ferrodist.backends.p2p import Posted, ThreadMessagingBackend, header_of
+from ferrodist.backends.receive import ANY, Message, Misfit, PostedReceive, Receive, status_of
+from ferrodist.backends.request_work import ANY_PEER, NO_PEER, name_of_message
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.backends.thread_control import (
     CallHook,
@@ -45,15 +41,18 @@ from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveMismatch,
+    InvalidArgument,
     InvalidWorldSize,
     ProtocolError,
     RankLost,
+    SelfSend,
     SizeMismatch,
 )
+from ferrodist.message_status import Status
 from ferrodist.schedules.cost import LinkModel
 
 _WORLD = 0  # the group number of the first group
-_QUEUE_POLL = 0.05  # seconds between polls while a call, or a receive, waits for its ticket
+_QUEUE_POLL = 0.05  # seconds between polls while a call waits for its ticket
 
 
 class _World:
@@ -334,18 +333,17 @@ def _whole_number(value: object) -> int | None:
 
 
 class Messenger:
-    """Sends and receives arrays; receives from one peer with one tag keep program order."""
+    """Sends and receives arrays."""
 
     def __init__(self, transport: ThreadTransport, control: Control, rank: int) -> None:
         self._transport = transport
         self._control = control
         self._rank = rank
         self._status = control.statuses[rank]
-        self._lanes = Lanes()
 
     def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         """Send a message and wait until ``source`` may change."""
-        what = f"send(dst={peer}, tag={tag})"
+        what = name_of_message(peer, NO_PEER, tag, 0)
         hook = SendHook(self._control, self._rank, peer, what, deadline)
         request = self._post(source, peer, tag, hook)
         sends = self._control.sends
@@ -357,35 +355,42 @@ class Messenger:
 
     def post(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> Posted:
         """Send a message; what is left is to wait until ``source`` may change."""
-        what = f"send(dst={peer}, tag={tag})"
+        what = name_of_message(peer, NO_PEER, tag, 0)
         hook = MessageHook(self._control, self._rank, what, deadline)
         request = self._post(source, peer, tag, hook)
         settle = partial(self._transport.settle, request, hook)
         take_back = partial(self._transport.take_back, request)
         return Posted(what, settle, take_back, request.is_taken)
 
-    def line_up(self, target: Target, peer: int, tag: int, deadline: Deadline) -> Posted:
-        """Take a place among the receivers; what is left is to receive."""
-        what = f"recv(src={peer}, tag={tag})"
-        hook = MessageHook(self._control, self._rank, what, deadline)
-        lane, number = self._draw(peer, tag)
-        receive = partial(self._receive, lane, number, target, peer, tag, hook)
-        return Posted(what, receive, partial(self._give_back, lane, number, peer, tag))
+    def post_receive(self, receive: Receive, deadline: Deadline) -> Posted:
+        """Take a place among the receives; what is left is to wait for the message."""
+        name = "recv_object" if receive.takes_object else "recv"
+        hook = self._hook(receive.peer, receive.tag, deadline, name)
+        posted = self._post_receive(receive)
+        finish = partial(self._finish, posted, receive, hook)
+        cancel = partial(self._cancel, posted)
+        return Posted(hook.call, finish, cancel, posted.is_over, is_receive=True)
 
     def sendrecv(
-        self, source: InputArray, to: int, target: Target, peer: int, tag: int, deadline: Deadline
+        self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
     ) -> Any:
         """Send and receive at once; if nothing is received the message is taken back.
 
         A message that came but does not fit is this rank's own affair: its own goes out.
         """
-        what = f"sendrecv(dst={to}, src={peer}, tag={tag})"
+        src = ANY_PEER if receive.peer == ANY else receive.peer
+        what = name_of_message(to, src, tag, receive.tag)
         sending = MessageHook(self._control, self._rank, what, deadline)
-        receiving = MessageHook(self._control, self._rank, what, deadline)
+        receiving = MessageHook(self._control, self._rank, what, deadline, is_receiving=True)
         request = self._post(source, to, tag, sending)
         try:
-            received = self._receive(*self._draw(peer, tag), target, peer, tag, receiving)
-        except (SizeMismatch, ProtocolError):
+            posted = self._post_receive(receive)
+            if receive.peer == self._rank and not posted.is_over:
+                self._cancel(posted)
+                text = f"{receiving.what}: rank {self._rank} has sent itself nothing with that tag"
+                raise SelfSend(text, rank=self._rank, this_rank=self._rank)
+            received = self._finish(posted, receive, receiving)
+        except (SizeMismatch, ProtocolError, InvalidArgument):
             self._transport.settle(request, sending)
             raise
         except BaseException:
@@ -394,47 +399,92 @@ class Messenger:
         self._transport.settle(request, sending)
         return received
 
+    def probe(self, peer: int, tag: int, deadline: Deadline) -> Status:
+        """Wait for a message and leave it."""
+        hook = self._hook(peer, tag, deadline, "probe")
+        source, group = self._world_rank(peer), self._control.group
+        posted = PostedReceive(source, tag, is_probe=True)
+        self._transport.post_receive(posted, group)
+        self._await(posted, hook)
+        return self._status_of(posted.message)
+
+    def try_probe(self, peer: int, tag: int) -> Status | None:
+        """Tell what a receive would get now; raise if nothing can come any more."""
+        source, control = self._world_rank(peer), self._control
+        with control.switch.lock:
+            found = self._transport.find(source, tag, control.group)
+            if found is None:
+                control.refuse_if_aborted(self._rank)
+                self._hook(peer, tag, Deadline(None), "try_probe").raise_if_lost(source)
+                return None
+        return self._status_of(found)
+
+    def _status_of(self, message: Message | None) -> Status:
+        assert message is not None
+        header, _ = split_message(memoryview(message.payload))
+        return status_of(self._control.rank_of(message.source), message.tag, header)
+
+    def _world_rank(self, peer: int) -> int:
+        return ANY if peer == ANY else self._control.members[peer]
+
+    def _hook(self, peer: int, tag: int, deadline: Deadline, name: str) -> MessageHook:
+        call = name_of_message(NO_PEER, ANY_PEER if peer == ANY else peer, 0, tag, name)
+        return MessageHook(self._control, self._rank, call, deadline, is_receiving=True)
+
     def _post(self, source: InputArray, peer: int, tag: int, hook: MessageHook) -> SendRequest:
         to, group, memory = self._control.members[peer], self._control.group, source.buffer.memory
         return self._transport.post(to, group, tag, header_of(source), memory, hook)
 
-    def _draw(self, peer: int, tag: int) -> tuple[_native.Tickets, int]:
+    def _post_receive(self, receive: Receive) -> PostedReceive:
         self._count_receive(1)
-        return self._lanes.draw(peer, tag)
+        peer = self._world_rank(receive.peer)
+        posted = PostedReceive(peer, receive.tag, takes_object=receive.takes_object)
+        self._transport.post_receive(posted, self._control.group)
+        return posted
 
-    def _receive(
-        self,
-        lane: _native.Tickets,
-        number: int,
-        target: Target,
-        peer: int,
-        tag: int,
-        hook: MessageHook,
-    ) -> Any:
-        source = self._control.members[peer]
-        hook.is_receiving = True
+    def _finish(self, posted: PostedReceive, receive: Receive, hook: MessageHook) -> Any:
         try:
-            lane.wait(number, lambda: min(self._poll(hook, source), _QUEUE_POLL))
-            payload = self._transport.collect(source, self._control.group, tag, hook)
+            self._await(posted, hook)
         finally:
-            self._give_back(lane, number, peer, tag)
+            if not posted.is_cancelled:
+                self._count_receive(-1)
+        message = posted.message
+        assert message is not None
+        source = self._control.rank_of(message.source)
+        if posted.is_refused:
+            is_object = message.is_object
+            raise failures.other_kind(hook.what, source, self._rank, is_object=is_object)
         try:
-            return deliver(memoryview(payload), target, hook.what, peer, hook.rank)
+            return receive.finish_message(memoryview(message.payload), source, message.tag)
+        except Misfit as error:
+            found, expected = error.found, error.expected
+            raise failures.unexpected(hook.what, source, self._rank, found, expected) from None
         except FrameError as error:
-            hook.damaged(source, str(error))
+            hook.damaged(message.source, str(error))
             raise
 
-    def _give_back(self, lane: _native.Tickets, number: int, peer: int, tag: int) -> None:
-        """Leave the line of receivers, after the receive or without it."""
-        self._count_receive(-1)
-        self._lanes.leave(lane, number, peer, tag)
+    def _await(self, posted: PostedReceive, hook: MessageHook) -> None:
+        """Wait for the message of a receive; one that fails is withdrawn."""
+        transport, group = self._transport, self._control.group
+        with self._control.switch.lock:
+            try:
+                transport.sleep_until(lambda: posted.is_over, posted.peer, hook)
+            except BaseException:
+                if transport.withdraw(posted, group):
+                    posted.is_cancelled = False  # nobody has asked for it
+                raise
+        if posted.is_cancelled:
+            raise CancelledError(f"{hook.what} was cancelled")
+
+    def _cancel(self, posted: PostedReceive) -> bool:
+        """Take a receive back, unless it has its message."""
+        is_withdrawn = self._transport.withdraw(posted, self._control.group)
+        if is_withdrawn:
+            self._count_receive(-1)
+        return is_withdrawn
 
     def _count_receive(self, change: int) -> None:
         with self._control.switch.lock:
             self._status.receives += change
             if self._status.is_closing:  # senders may wait for a receive that never comes
                 self._control.switch.wake_all()
-
-    def _poll(self, hook: MessageHook, source: int) -> float:
-        with self._control.switch.lock:
-            return hook.poll(source)

@@ -19,7 +19,17 @@ from ferrodist.collectives.dense import (
     reduce_scatter,
     scan,
 )
-from ferrodist.collectives.messages import recv, send, sendrecv
+from ferrodist.collectives.messages import (
+    probe,
+    recv,
+    recv_object,
+    send,
+    send_object,
+    sendrecv,
+    try_probe,
+    wait_all,
+    wait_any,
+)
 from ferrodist.collectives.methods import attach
 from ferrodist.collectives.objects import (
     all_gather_object,
@@ -57,6 +67,10 @@ __all__ = [
     "send",
     "recv",
     "sendrecv",
+    "probe",
+    "try_probe",
+    "send_object",
+    "recv_object",
     "broadcast_object",
     "all_gather_object",
     "gather_object",
@@ -65,3 +79,5 @@ __all__ = [
 
 for _name in __all__:
     attach(globals()[_name])
+
+__all__ += ["wait_all", "wait_any"]  # of calls, whatever their group

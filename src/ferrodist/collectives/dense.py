@@ -589,8 +589,14 @@ def all_to_all(
 
 
 @hide_mistaken
-def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT, **mistaken: Any) -> None:
-    """Return when every rank has called it.
+def barrier(
+    backend: Group = None,
+    *,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    **mistaken: Any,
+) -> Any:
+    """Return when every rank has called it; with ``async_op`` a Work that is over by then.
 
     Example:
         >>> import ferrodist
@@ -600,6 +606,9 @@ def barrier(backend: Group = None, *, timeout: Timeout = DEFAULT, **mistaken: An
     """
     if mistaken:
         raise refuse_keyword("barrier", mistaken)
-    if timeout is DEFAULT and fast_path(BARRIER, backend, None, None, None, -1) is None:
-        return
-    execute_barrier(Request(Kind.BARRIER, backend, timeout=timeout))
+    if timeout is DEFAULT:
+        start = fast_start if async_op else fast_path
+        done = start(BARRIER, backend, None, None, None, -1)
+        if done is not NotImplemented:
+            return done
+    return execute_barrier(Request(Kind.BARRIER, backend, timeout=timeout, is_async=async_op))

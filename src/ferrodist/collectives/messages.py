@@ -1,34 +1,64 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Point to point: send, recv and sendrecv, with tags to keep conversations apart."""
+"""Point to point: send, recv, sendrecv and probe, of arrays and objects; waiting for several Works.
+
+Tags keep conversations apart. Messages between two ranks with one tag stay in order, whichever of
+these calls, blocking or not, from any source or with any tag, receives them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
-from typing import Any, overload
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError
+from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, overload
+
+import numpy as np
 
 from ferrodist.arrays import (
+    InputArray,
     OutputArray,
     OverlapKind,
     as_input,
     as_output,
+    is_writable_in_part,
     new_result,
     overlap,
     type_name,
 )
 from ferrodist.backends.base import Backend
+from ferrodist.backends.receive import ANY, Receive
 from ferrodist.backends.registry import current_backend
+from ferrodist.buffer import ArrayKind
 from ferrodist.call import MAX_TAG
+from ferrodist.collectives.codec import decode, encode
 from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import Group, No, Yes, open_backend, open_deadline
-from ferrodist.config import DEFAULT, Timeout
+from ferrodist.config import DEFAULT, Timeout, check_timeout
 from ferrodist.errors import InvalidArgument, SelfSend
+from ferrodist.message_status import (
+    ANY_SOURCE,
+    ANY_TAG,
+    NO_MESSAGE,
+    PROC_NULL,
+    Special,
+    Status,
+)
 from ferrodist.work import Work
+
+Peer = int | Special
+Tag = int | Special
 
 
 @overload
 def send(
     x: Any,
-    dst: int,
+    dst: Peer,
     backend: Group = None,
     *,
     tag: int = ...,
@@ -38,7 +68,7 @@ def send(
 @overload
 def send(
     x: Any,
-    dst: int,
+    dst: Peer,
     backend: Group = None,
     *,
     tag: int = ...,
@@ -48,7 +78,7 @@ def send(
 @hide_mistaken
 def send(
     x: Any,
-    dst: int,
+    dst: Peer,
     backend: Group = None,
     *,
     tag: int = 0,
@@ -59,7 +89,8 @@ def send(
     """Send an array to rank ``dst``; returns when ``x`` may change.
 
     Up to 64 KB it does not wait for the receiver, beyond that it may. Messages between two ranks
-    with one tag stay in order.
+    with one tag stay in order. With ``async_op=True`` a rank may send to itself. To ``PROC_NULL``
+    nothing is sent.
 
     Example:
         >>> import numpy as np, ferrodist
@@ -86,70 +117,115 @@ def send(
                 return None
     _refuse_backend(dst, "send(x, dst, backend)")
     backend = open_backend(backend, "send")
-    peer = _check_peer(backend, dst, "send")
+    peer = _check_destination(backend, dst, "send", async_op=async_op)
     deadline = open_deadline(backend, timeout)
-    source = as_input(x, "send: x")
+    return _send(backend, as_input(x, "send: x"), peer, _check_tag(tag), deadline, async_op)
+
+
+def _send(
+    backend: Backend, source: InputArray, peer: int | None, tag: int, deadline: Any, async_op: bool
+) -> Work[None] | None:
+    if peer is None:
+        return _done(None) if async_op else None
     start = backend._start_send if async_op else backend._send
-    return start(source, peer, _check_tag(tag), deadline)
+    return start(source, peer, tag, deadline)
+
+
+def _done(result: Any) -> Work[Any]:
+    """Make the Work of a call that had nothing to do."""
+    work: Work[Any] = Work("a call with PROC_NULL")
+    work.set_result(result)
+    return work
 
 
 @overload
 def recv(
-    src: int,
+    src: Peer = ...,
     backend: Group = None,
     *,
     out: Any = ...,
     like: Any = ...,
-    tag: int = ...,
+    tag: Tag = ...,
+    with_status: Literal[False] = ...,
     timeout: Timeout = ...,
     async_op: Yes,
 ) -> Work[Any]: ...
 @overload
 def recv(
-    src: int,
+    src: Peer = ...,
     backend: Group = None,
     *,
     out: Any = ...,
     like: Any = ...,
-    tag: int = ...,
+    tag: Tag = ...,
+    with_status: Literal[True],
+    timeout: Timeout = ...,
+    async_op: Yes,
+) -> Work[tuple[Any, Status]]: ...
+@overload
+def recv(
+    src: Peer = ...,
+    backend: Group = None,
+    *,
+    out: Any = ...,
+    like: Any = ...,
+    tag: Tag = ...,
+    with_status: Literal[True],
     timeout: Timeout = ...,
     async_op: No = ...,
+) -> tuple[Any, Status]: ...
+@overload
+def recv(
+    src: Peer = ...,
+    backend: Group = None,
+    *,
+    out: Any = ...,
+    like: Any = ...,
+    tag: Tag = ...,
+    with_status: bool = ...,
+    timeout: Timeout = ...,
+    async_op: bool = ...,
 ) -> Any: ...
 @hide_mistaken
 def recv(
-    src: int,
+    src: Peer = ANY_SOURCE,
     backend: Group = None,
     *extra: Any,
     out: Any = None,
     like: Any = None,
-    tag: int = 0,
+    tag: Tag = 0,
+    with_status: bool = False,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
     **mistaken: Any,
 ) -> Any:
-    """Receive the next message of rank ``src`` with this tag and return what was sent.
+    """Receive the next message of rank ``src``, or of any, with this tag; return what was sent.
 
     It has the dtype and shape of what was sent, and its kind where that library is imported here;
     else it is a NumPy array. ``out`` is filled and returned instead. ``like`` gives the dtype and
     shape that must come, and the kind of the result. A message that does not fit ``out`` or
     ``like`` raises SizeMismatch here, is dropped, and harms nobody else.
 
+    ``with_status=True`` returns the array and a ``Status``; then a message may have fewer rows than
+    ``out``, and the rows that came are returned. ``tag`` may be ``ANY_TAG``. From ``PROC_NULL``
+    comes ``out`` as it is, or None.
+
     Example:
         >>> import ferrodist
         >>> from ferrodist.testing import run_ranks
         >>> def pass_on(backend):
         ...     if backend.rank == 0:
-        ...         return ferrodist.send(2.5, 1, backend)
-        ...     return ferrodist.recv(0, backend)
+        ...         return ferrodist.send(2.5, 1, backend, tag=3)
+        ...     return backend.recv(ferrodist.ANY_SOURCE, tag=3, with_status=True)
         >>> run_ranks(2, pass_on)
-        [None, 2.5]
+        [None, (2.5, Status(source=0, tag=3, dtype='float64', shape=()))]
     """
     if mistaken:
         raise refuse_keyword("recv", mistaken)
     if timeout is DEFAULT and not extra:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_irecv" if async_op else "_fast_recv", None)
-        done = NotImplemented if fast is None else fast(group, src, out, like, tag)
+        done = NotImplemented if fast is None else fast(group, src, out, like, tag, with_status)
         if done is not NotImplemented:
             return done
     _refuse_backend(src, "recv(src, backend)")
@@ -157,29 +233,38 @@ def recv(
     if extra:
         raise TypeError(f"recv() takes src and backend by position, got {2 + len(extra)}")
     backend = open_backend(backend, "recv")
-    peer = _check_peer(backend, src, "recv")
+    peer = _check_source(backend, src, "recv")
     deadline = open_deadline(backend, timeout)
-    target = _target(out, like, "recv")
+    number, target = _check_recv_tag(tag), _target(out, like, "recv")
+    if peer is None:
+        nothing = (out, NO_MESSAGE) if with_status else out
+        return _done(nothing) if async_op else nothing
+    takes_shorter = with_status and out is not None and is_writable_in_part(target)
+    receive = Receive(peer, number, target, None, bool(with_status), takes_shorter)
     start = backend._start_recv if async_op else backend._recv
-    return start(target, peer, _check_tag(tag), deadline)
+    return start(receive, deadline)
 
 
 @hide_mistaken
 def sendrecv(
     x: Any,
-    dst: int,
-    src: int,
+    dst: Peer,
+    src: Peer,
     backend: Group = None,
     *,
     out: Any = None,
     like: Any = None,
     tag: int = 0,
+    recv_tag: Tag | None = None,
     timeout: Timeout = DEFAULT,
+    async_op: bool = False,
     **mistaken: Any,
 ) -> Any:
     """Send ``x`` to ``dst`` and receive from ``src`` at once: a ring of these never deadlocks.
 
-    Returns what was received, as ``recv`` does. ``out`` may be ``x``.
+    Returns what was received, as ``recv`` does. ``out`` may be ``x``. What is received has the tag
+    ``recv_tag``, or ``tag`` if that is not given. Either rank may be this one itself, or
+    ``PROC_NULL``: then that half is left out.
 
     Example:
         >>> import ferrodist
@@ -194,20 +279,288 @@ def sendrecv(
         raise refuse_keyword("sendrecv", mistaken)
     if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
-        fast = getattr(group, "_fast_sendrecv", None)
-        done = NotImplemented if fast is None else fast(group, x, dst, src, out, like, tag)
-        if done is not NotImplemented:
-            return done
+        fast = getattr(group, "_fast_isendrecv" if async_op else "_fast_sendrecv", None)
+        if fast is not None:
+            done = fast(group, x, dst, src, out, like, tag, recv_tag)
+            if done is not NotImplemented:
+                return done
     _refuse_backend(dst, "sendrecv(x, dst, src, backend)")
     _refuse_array(src, "sendrecv(x, dst, src, out=y) fills y")
     backend = open_backend(backend, "sendrecv")
-    to, peer = _check_peer(backend, dst, "sendrecv"), _check_peer(backend, src, "sendrecv")
+    to = _check_destination(backend, dst, "sendrecv", async_op=True)
+    peer = _check_source(backend, src, "sendrecv")
     deadline = open_deadline(backend, timeout)
-    source = as_input(x, "sendrecv: x")
+    source, number = as_input(x, "sendrecv: x"), _check_tag(tag)
+    received = number if recv_tag is None else _check_recv_tag(recv_tag)
     target = _target(out, like, "sendrecv")
+    if peer is None:
+        return _send_alone(backend, source, to, number, deadline, async_op, out)
+    receive = Receive(peer, received, target)
+    if to is None:
+        return (backend._start_recv if async_op else backend._recv)(receive, deadline)
     if target is not None and overlap(source, target).kind is not OverlapKind.NONE:
         source = source._replace(buffer=source.buffer.copy())  # what comes may come first
-    return backend._sendrecv(source, to, target, peer, _check_tag(tag), deadline)
+    start = backend._start_sendrecv if async_op else backend._sendrecv
+    return start(source, to, number, receive, deadline)
+
+
+def _send_alone(
+    backend: Backend,
+    source: InputArray,
+    to: int | None,
+    tag: int,
+    deadline: Any,
+    async_op: bool,
+    out: Any,
+) -> Any:
+    """Send what sendrecv sends where nothing is received; ``out`` comes back as it is."""
+    if to == backend.rank and not async_op:
+        text = "sendrecv: what this rank sends to itself is not received in this call"
+        raise SelfSend(text, rank=to, this_rank=to)
+    sending = _send(backend, source, to, tag, deadline, async_op)
+    if not async_op or out is None:
+        return sending if async_op else out
+    assert sending is not None
+    work: Work[Any] = Work(sending.describe)
+
+    def finish(sent: Any) -> None:
+        error = sent.exception()
+        work.set_result(out) if error is None else work.set_exception(error)
+
+    sending.add_done_callback(finish)
+    return work
+
+
+@hide_mistaken
+def probe(
+    src: Peer = ANY_SOURCE,
+    backend: Group = None,
+    *,
+    tag: Tag = ANY_TAG,
+    timeout: Timeout = DEFAULT,
+    **mistaken: Any,
+) -> Status:
+    """Wait for a message and tell what it is; it stays for ``recv`` or ``recv_object``.
+
+    Example:
+        >>> import numpy as np, ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def pass_on(backend):
+        ...     if backend.rank == 0:
+        ...         return backend.send(np.ones((2, 3)), 1, tag=7)
+        ...     status = ferrodist.probe(backend=backend)
+        ...     out = np.empty(status.shape, status.dtype)
+        ...     return backend.recv(status.source, out=out, tag=status.tag).shape
+        >>> run_ranks(2, pass_on)
+        [None, (2, 3)]
+    """
+    if mistaken:
+        raise refuse_keyword("probe", mistaken)
+    _refuse_backend(src, "probe(src, backend)")
+    backend = open_backend(backend, "probe")
+    peer, number = _check_source(backend, src, "probe"), _check_recv_tag(tag)
+    deadline = open_deadline(backend, timeout)
+    return NO_MESSAGE if peer is None else backend._probe(peer, number, deadline)
+
+
+@hide_mistaken
+def try_probe(
+    src: Peer = ANY_SOURCE, backend: Group = None, *, tag: Tag = ANY_TAG, **mistaken: Any
+) -> Status | None:
+    """Tell what ``recv`` would get now, None if nothing is there; never waits.
+
+    Raises RankLost if nothing can come any more.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def look(backend):
+        ...     before = ferrodist.try_probe(backend.rank, backend)
+        ...     backend.send(1.5, backend.rank, tag=2, async_op=True)  # to itself
+        ...     return before, ferrodist.try_probe(backend.rank, backend)
+        >>> run_ranks(1, look)
+        [(None, Status(source=0, tag=2, dtype='float64', shape=()))]
+    """
+    if mistaken:
+        raise refuse_keyword("try_probe", mistaken)
+    _refuse_backend(src, "try_probe(src, backend)")
+    backend = open_backend(backend, "try_probe")
+    peer, number = _check_source(backend, src, "try_probe"), _check_recv_tag(tag)
+    return NO_MESSAGE if peer is None else backend._try_probe(peer, number)
+
+
+# -- objects ---------------------------------------------------------------------------------------
+
+
+@hide_mistaken
+def send_object(
+    obj: Any,
+    dst: Peer,
+    backend: Group = None,
+    *,
+    tag: int = 0,
+    pickle: bool | None = None,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    **mistaken: Any,
+) -> Any:
+    """Send a Python object to rank ``dst``, which takes it with ``recv_object``.
+
+    Which objects travel is as for ``broadcast_object``; ``pickle=True`` sends any other.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def pass_on(backend):
+        ...     if backend.rank == 0:
+        ...         return ferrodist.send_object({"lr": 0.1}, 1, backend)
+        ...     return ferrodist.recv_object(0, backend)
+        >>> run_ranks(2, pass_on)
+        [None, {'lr': 0.1}]
+    """
+    if mistaken:
+        raise refuse_keyword("send_object", mistaken)
+    _refuse_backend(dst, "send_object(obj, dst, backend)")
+    backend = open_backend(backend, "send_object")
+    peer = _check_destination(backend, dst, "send_object", async_op=async_op)
+    number, deadline = _check_tag(tag), open_deadline(backend, timeout)
+    use_pickle = backend._pickle if pickle is None else bool(pickle)
+    data = np.frombuffer(encode(obj, use_pickle, "the object"), np.uint8)
+    kind = ArrayKind.PICKLE if use_pickle else ArrayKind.OBJECT
+    source = as_input(data, "send_object: obj")._replace(kind=kind)
+    return _send(backend, source, peer, number, deadline, async_op)
+
+
+@hide_mistaken
+def recv_object(
+    src: Peer = ANY_SOURCE,
+    backend: Group = None,
+    *,
+    tag: Tag = 0,
+    pickle: bool | None = None,
+    with_status: bool = False,
+    timeout: Timeout = DEFAULT,
+    async_op: bool = False,
+    **mistaken: Any,
+) -> Any:
+    """Receive the next object of rank ``src``, or of any, with this tag.
+
+    What was sent with ``pickle=True`` is only read with ``pickle=True``, or after
+    ``init(pickle=True)``: unpickling runs code of the sender's choice.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def pass_on(backend):
+        ...     if backend.rank == 0:
+        ...         return backend.send_object(["a", 1], 1)
+        ...     return ferrodist.recv_object(backend=backend, with_status=True)
+        >>> run_ranks(2, pass_on)
+        [None, (['a', 1], Status(source=0, tag=0, dtype='object', shape=()))]
+    """
+    if mistaken:
+        raise refuse_keyword("recv_object", mistaken)
+    _refuse_backend(src, "recv_object(src, backend)")
+    backend = open_backend(backend, "recv_object")
+    peer, number = _check_source(backend, src, "recv_object"), _check_recv_tag(tag)
+    deadline = open_deadline(backend, timeout)
+    if peer is None:
+        nothing = (None, NO_MESSAGE) if with_status else None
+        return _done(nothing) if async_op else nothing
+    use_pickle = backend._pickle if pickle is None else bool(pickle)
+    read = partial(_decode, may_unpickle=use_pickle, this_rank=backend.rank)
+    receive = Receive(peer, number, None, read, bool(with_status))
+    start = backend._start_recv if async_op else backend._recv
+    return start(receive, deadline)
+
+
+def _decode(
+    data: memoryview, is_pickled: bool, source: int, *, may_unpickle: bool, this_rank: int
+) -> Any:
+    if is_pickled and not may_unpickle:
+        raise InvalidArgument(
+            f"recv_object: rank {source} sent a pickled object, which was dropped; unpickling runs "
+            "code of the sender's choice, so this rank must say pickle=True, too",
+            rank=source,
+            this_rank=this_rank,
+        )
+    return decode(data, is_pickled)
+
+
+# -- several calls in flight -----------------------------------------------------------------------
+
+
+def wait_all(works: Sequence[Work[Any]], timeout: float | timedelta | None = None) -> list[Any]:
+    """Wait for all of these calls and return their results, in this order.
+
+    If some failed, the error of the first of them is raised when all are over. After ``timeout``
+    TimeoutError is raised, and those not over go on.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def swap(backend):
+        ...     peer = 1 - backend.rank
+        ...     coming = backend.recv(peer, async_op=True)
+        ...     return ferrodist.wait_all([coming, backend.send(backend.rank, peer, async_op=True)])
+        >>> run_ranks(2, swap)
+        [[1, None], [0, None]]
+    """
+    seconds = 0 if timeout == 0 else check_timeout(timeout)
+    end = None if seconds is None else time.monotonic() + seconds
+    works = _check_works(works, "wait_all")
+    for work in works:
+        with suppress(CancelledError):
+            work.exception(None if end is None else max(0.0, end - time.monotonic()))
+    return [work.result() for work in works]
+
+
+def wait_any(works: Sequence[Work[Any]], timeout: float | timedelta | None = None) -> int:
+    """Wait until one of these calls is over and return its index; ``works[i].wait()`` tells more.
+
+    If several are over, it is now one of them and now another, so that none is always the last.
+    After ``timeout`` TimeoutError is raised.
+
+    Example:
+        >>> import ferrodist
+        >>> from ferrodist.testing import run_ranks
+        >>> def first(backend):
+        ...     if backend.rank > 0:
+        ...         return backend.send(backend.rank, 0)
+        ...     works = [backend.recv(peer, async_op=True) for peer in (1, 2)]
+        ...     index = ferrodist.wait_any(works)
+        ...     return works[index].wait() == index + 1, works[1 - index].wait() == 2 - index
+        >>> run_ranks(3, first)
+        [(True, True), None, None]
+    """
+    works = _check_works(works, "wait_any")
+    if not works:
+        raise InvalidArgument("wait_any needs at least one Work, got none")
+    seconds = 0 if timeout == 0 else check_timeout(timeout)
+    start = next(_STARTS) % len(works)
+    order = [*range(start, len(works)), *range(start)]
+    for is_last in (seconds == 0, True):
+        for index in order:
+            if works[index].done():
+                return index
+        if not is_last:
+            wait_for_futures(works, seconds, FIRST_COMPLETED)
+    raise TimeoutError(f"none of {len(works)} calls is over after {seconds:g} s")
+
+
+_STARTS = itertools.count()
+
+
+def _check_works(works: Any, name: str) -> list[Work[Any]]:
+    found = list(works) if isinstance(works, (list, tuple)) else None
+    wrong = works if found is None else next((w for w in found if not isinstance(w, Work)), None)
+    if found is None or wrong is not None:
+        text = f"{name} takes a list of what calls with async_op=True returned"
+        raise InvalidArgument(f"{text}, got a {type_name(wrong)}", got=type_name(wrong))
+    return found
+
+
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _refuse_backend(peer: Any, form: str) -> None:
@@ -224,16 +577,41 @@ def _refuse_array(src: Any, advice: str) -> None:
         )
 
 
-def _check_peer(backend: Backend, peer: int, what: str) -> int:
-    peer = backend._check_rank(peer, f"{what}: peer")
-    if peer == backend.rank:
-        raise SelfSend(f"{what}: rank {peer} is this rank itself", rank=peer, this_rank=peer)
+def _check_destination(backend: Backend, dst: Any, what: str, *, async_op: bool) -> int | None:
+    """Return whom to send to; None if that is nobody."""
+    if dst is PROC_NULL:
+        return None
+    _refuse_special(dst, f"{what}: dst", PROC_NULL)
+    peer = backend._check_rank(dst, f"{what}: peer")
+    if peer == backend.rank and not async_op:
+        text = f"{what}: rank {peer} is this rank itself; pass async_op=True, or use sendrecv"
+        raise SelfSend(text, rank=peer, this_rank=peer)
     return peer
 
 
-def _check_tag(tag: int) -> int:
+def _check_source(backend: Backend, src: Any, what: str) -> int | None:
+    """Return whom to receive from, or ANY; None if that is nobody."""
+    if src is PROC_NULL:
+        return None
+    if src is ANY_SOURCE:
+        return ANY
+    _refuse_special(src, f"{what}: src", ANY_SOURCE)
+    return backend._check_rank(src, f"{what}: peer")
+
+
+def _refuse_special(peer: Any, what: str, meant: Special) -> None:
+    if isinstance(peer, Special):
+        raise InvalidArgument(f"{what} is {peer!r}; pass a rank or {meant!r}", got=repr(peer))
+
+
+def _check_recv_tag(tag: Any) -> int:
+    """Return the tag to receive, or ANY."""
+    return ANY if tag is ANY_TAG else _check_tag(tag)
+
+
+def _check_tag(tag: Any) -> int:
     try:
-        number = -1 if isinstance(tag, bool) else operator.index(tag)
+        number = -1 if isinstance(tag, bool) else int(operator.index(tag))
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_TAG:

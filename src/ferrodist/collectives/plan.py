@@ -308,10 +308,10 @@ def _make_parts(request: Request, items: list[Item]) -> tuple[list[Part], Sequen
     return parts or [Part(Kind.BARRIER, args=request.args)], packed  # an empty tree synchronises
 
 
-def execute_barrier(request: Request) -> None:
+def execute_barrier(request: Request) -> Any:
     """Hand the call that has no arrays to the backend."""
     part = Part(Kind.BARRIER, args=request.args)
-    request.execute(DenseCall(request.call(), request.deadline, parts=[part]))
+    return request.execute(DenseCall(request.call(), request.deadline, parts=[part]))
 
 
 @dataclass(slots=True, eq=False)

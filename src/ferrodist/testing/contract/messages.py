@@ -11,6 +11,7 @@ import numpy as np
 
 from ferrodist import CollectiveTimeout, SizeMismatch, Work, barrier, recv, send, sendrecv
 from ferrodist.testing.contract.inputs import make_input, values_of
+from ferrodist.testing.contract.matching import MATCHING
 from ferrodist.testing.contract.trial import Trial
 from ferrodist.testing.contract.values import Array
 
@@ -233,6 +234,7 @@ SCENARIOS: dict[str, Callable[[Trial], None]] = {
     "sender_may_write": _sender_may_write,
     "unexpected_message": _unexpected_message,
     "nobody_sends": _nobody_sends,
+    **MATCHING,
 }
 
 RINGS = (

@@ -235,8 +235,22 @@ def _ranks() -> Refusals:
     yield "root is a bool", Refusal(InvalidRank, _bad_root("reduce", lambda b: False))
     yield "send to self", Refusal(SelfSend, lambda b: ferrodist.send(1, b.rank, b))
     yield "recv from self", Refusal(SelfSend, lambda b: ferrodist.recv(b.rank, b))
-    both = Refusal(SelfSend, lambda b: ferrodist.sendrecv(1, b.rank, b.rank, b))
-    yield "sendrecv with self", both
+    yield "probe of self", Refusal(SelfSend, lambda b: ferrodist.probe(b.rank, b))
+    yield "recv_object from self", Refusal(SelfSend, lambda b: ferrodist.recv_object(b.rank, b))
+    any_rank = Refusal(InvalidArgument, lambda b: ferrodist.send(1, ferrodist.ANY_SOURCE, b))
+    yield "send to any rank", any_rank
+    wrong: Any = ferrodist.ANY_TAG
+    any_tag = Refusal(InvalidArgument, lambda b: b.send(1, ferrodist.PROC_NULL, tag=wrong))
+    yield "send with any tag", any_tag
+    yield "recv from a tag", Refusal(InvalidArgument, lambda b: b.recv(ferrodist.ANY_TAG))
+    yield "wait_any of nothing", Refusal(InvalidArgument, lambda b: ferrodist.wait_any([]))
+    yield "wait_all of no Work", Refusal(InvalidArgument, lambda b: ferrodist.wait_all([wrong]))
+    unsendable = Refusal(
+        UnsupportedArray,
+        lambda b: b.send_object(object(), (b.rank + 1) % b.world_size),
+        min_world=2,
+    )
+    yield "send_object of an object", unsendable
     yield "send to rank W", Refusal(InvalidRank, lambda b: ferrodist.send(1, b.world_size, b))
     yield "recv from rank -1", Refusal(InvalidRank, lambda b: ferrodist.recv(-1, b))
 
