@@ -592,6 +592,15 @@ def receive_into(backend: Any, library: str) -> list[Any]:
             wrong.append((dtype, path, "another object came back"))
         if any(described(got) != described(theirs) for got in found):
             wrong.append((dtype, path, found))
+        with messages_on(path, backend):  # fewer rows than there is room for
+            work = ferrodist.send(mine[:2], peer, backend, async_op=True)
+            long = to_library(np.zeros((9, 2), numpy_dtype(dtype)), library)
+            rows, status = ferrodist.recv(peer, backend, out=long, with_status=True)
+            work.wait(60)
+        if described(rows) != described(theirs[:2]) or described(long[:2]) != described(rows):
+            wrong.append((dtype, path, rows, long))
+        if status[:2] + status[3:] != (peer, 0, (2, 2)) or long[2:].any():
+            wrong.append((dtype, path, status, "or more was written"))
         if library == "torch" and [out._version for out in outs] != [1, 1, 1]:
             wrong.append((dtype, path, "autograd does not know that they were written"))
     return wrong

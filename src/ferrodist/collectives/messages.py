@@ -515,6 +515,9 @@ def wait_all(works: Sequence[Work[Any]], timeout: float | timedelta | None = Non
     return [work.result() for work in works]
 
 
+_STARTS = itertools.count()
+
+
 def wait_any(works: Sequence[Work[Any]], timeout: float | timedelta | None = None) -> int:
     """Wait until one of these calls is over and return its index; ``works[i].wait()`` tells more.
 
@@ -538,7 +541,7 @@ def wait_any(works: Sequence[Work[Any]], timeout: float | timedelta | None = Non
         raise InvalidArgument("wait_any needs at least one Work, got none")
     seconds = 0 if timeout == 0 else check_timeout(timeout)
     start = next(_STARTS) % len(works)
-    order = [*range(start, len(works)), *range(start)]
+    order: list[int] = [*range(start, len(works)), *range(start)]
     for is_last in (seconds == 0, True):
         for index in order:
             if works[index].done():
@@ -546,9 +549,6 @@ def wait_any(works: Sequence[Work[Any]], timeout: float | timedelta | None = Non
         if not is_last:
             wait_for_futures(works, seconds, FIRST_COMPLETED)
     raise TimeoutError(f"none of {len(works)} calls is over after {seconds:g} s")
-
-
-_STARTS = itertools.count()
 
 
 def _check_works(works: Any, name: str) -> list[Work[Any]]:
