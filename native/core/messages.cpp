@@ -66,9 +66,10 @@ void Messages::irecv(Request& receive) {
     if (match(receive)) {
         return;
     }
-    std::size_t* const lost = find_lost(receive);
+    std::size_t* const lost = num_lost_in_all_ == 0 ? nullptr : find_lost(receive);
     if (lost != nullptr && !receive.is_probe) {
         --*lost;
+        --num_lost_in_all_;
         complete(receive, {StatusCode::no_memory, receive.peer});
     } else {
         queue_.post(receive);
@@ -395,6 +396,7 @@ void Messages::on_lost(int peer, std::uint32_t tag, std::uint64_t number) {
         complete(*receive, {StatusCode::no_memory, peer});
     } else {
         ++num_lost_[static_cast<std::size_t>(peer)];
+        ++num_lost_in_all_;
     }
     tell_no_memory(peer, number);
 }

@@ -231,6 +231,7 @@ private:
     std::set<std::pair<std::int64_t, Request*>> deadlines_;
     std::vector<std::uint64_t> eager_sent_ = std::vector<std::uint64_t>(in_flight_.size());  // bytes, by peer
     std::vector<std::size_t> num_lost_ = std::vector<std::size_t>(in_flight_.size());  // no receive has been told of
+    std::size_t num_lost_in_all_ = 0;
     std::vector<bool> is_refused_ = std::vector<bool>(in_flight_.size());  // the next send to it is told
     std::uint64_t last_number_ = 0, unexpected_limit_ = default_unexpected_limit;
 };

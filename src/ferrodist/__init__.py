@@ -41,9 +41,8 @@ from ferrodist.collectives import (
     send_object,
     sendrecv,
     try_probe,
-    wait_all,
-    wait_any,
 )
+from ferrodist.collectives.messages import wait_all, wait_any
 from ferrodist.config import DEFAULT, DEFAULT_COLLECTIVE_TIMEOUT, Config
 from ferrodist.errors import (
     AuthenticationError,

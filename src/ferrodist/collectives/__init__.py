@@ -27,8 +27,6 @@ from ferrodist.collectives.messages import (
     send_object,
     sendrecv,
     try_probe,
-    wait_all,
-    wait_any,
 )
 from ferrodist.collectives.methods import attach
 from ferrodist.collectives.objects import (
@@ -79,5 +77,3 @@ __all__ = [
 
 for _name in __all__:
     attach(globals()[_name])
-
-__all__ += ["wait_all", "wait_any"]  # of calls, whatever their group

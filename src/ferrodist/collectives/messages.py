@@ -40,7 +40,7 @@ from ferrodist.collectives.codec import decode, encode
 from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import Group, No, Yes, open_backend, open_deadline
 from ferrodist.config import DEFAULT, Timeout, check_timeout
-from ferrodist.errors import InvalidArgument, SelfSend
+from ferrodist.errors import InvalidArgument, ProtocolError, SelfSend
 from ferrodist.message_status import (
     ANY_SOURCE,
     ANY_TAG,
@@ -280,10 +280,11 @@ def sendrecv(
     if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_isendrecv" if async_op else "_fast_sendrecv", None)
+        done = NotImplemented
         if fast is not None:
             done = fast(group, x, dst, src, out, like, tag, recv_tag)
-            if done is not NotImplemented:
-                return done
+        if done is not NotImplemented:
+            return done
     _refuse_backend(dst, "sendrecv(x, dst, src, backend)")
     _refuse_array(src, "sendrecv(x, dst, src, out=y) fills y")
     backend = open_backend(backend, "sendrecv")
@@ -484,7 +485,11 @@ def _decode(
             rank=source,
             this_rank=this_rank,
         )
-    return decode(data, is_pickled)
+    try:
+        return decode(data, is_pickled)
+    except ProtocolError as error:
+        text = f"recv_object: of rank {source}: {error}"
+        raise ProtocolError(text, rank=source, this_rank=this_rank) from error
 
 
 # -- several calls in flight -----------------------------------------------------------------------
@@ -552,12 +557,13 @@ def wait_any(works: Sequence[Work[Any]], timeout: float | timedelta | None = Non
 
 
 def _check_works(works: Any, name: str) -> list[Work[Any]]:
-    found = list(works) if isinstance(works, (list, tuple)) else None
-    wrong = works if found is None else next((w for w in found if not isinstance(w, Work)), None)
-    if found is None or wrong is not None:
-        text = f"{name} takes a list of what calls with async_op=True returned"
-        raise InvalidArgument(f"{text}, got a {type_name(wrong)}", got=type_name(wrong))
-    return found
+    is_list = isinstance(works, (list, tuple))
+    wrong = [work for work in works if not isinstance(work, Work)] if is_list else [works]
+    if wrong:
+        got = type_name(wrong[0])
+        text = f"{name} takes a list of what calls with async_op=True returned, got a {got}"
+        raise InvalidArgument(text, got=got)
+    return list(works)
 
 
 # -- checks ----------------------------------------------------------------------------------------
