@@ -280,9 +280,9 @@ def sendrecv(
     if timeout is DEFAULT:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_isendrecv" if async_op else "_fast_sendrecv", None)
-        done = NotImplemented
-        if fast is not None:
-            done = fast(group, x, dst, src, out, like, tag, recv_tag)
+        done = (
+            NotImplemented if fast is None else fast(group, x, dst, src, out, like, tag, recv_tag)
+        )
         if done is not NotImplemented:
             return done
     _refuse_backend(dst, "sendrecv(x, dst, src, backend)")
