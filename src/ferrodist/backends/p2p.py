@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ferrodist import _native
@@ -195,9 +195,13 @@ class ThreadMessagingBackend(MessagingBackend):
 
         def finish() -> Any:
             try:
-                return receiving.finish()
-            finally:
-                sending.finish()
+                received = receiving.finish()
+            except BaseException:
+                with suppress(DistributedError):  # the first error is the one that is told
+                    sending.finish()
+                raise
+            sending.finish()
+            return received
 
         def cancel() -> bool:
             return sending.cancel() and receiving.cancel()
