@@ -124,6 +124,18 @@ struct SharedBlock {
     ~SharedBlock() { arena->free(offset); }
 };
 
+// A flat array of bytes that deletes its owner in the end.
+template <class Owner>
+nb::object bytes_over(std::byte* memory, std::size_t nbytes, Owner* owner) {
+    nb::capsule held(owner, [](void* it) noexcept { delete static_cast<Owner*>(it); });
+    npy_intp length = static_cast<npy_intp>(nbytes);
+    PyObject* array = PyArray_SimpleNewFromData(1, &length, NPY_UINT8, memory);
+    if (array == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(as_base(array, held.release().ptr()));
+}
+
 }  // namespace
 
 void load_numpy() {
@@ -212,13 +224,12 @@ nb::object packed_copy(PyObject* object, const std::byte*& begin, const std::byt
 
 nb::object new_shared_array(const std::shared_ptr<shm::Arena>& arena, std::size_t nbytes) {
     auto* block = new SharedBlock{arena, arena->allocate(nbytes)};
-    nb::capsule owner(block, [](void* held) noexcept { delete static_cast<SharedBlock*>(held); });
-    npy_intp length = static_cast<npy_intp>(nbytes);
-    PyObject* array = PyArray_SimpleNewFromData(1, &length, NPY_UINT8, arena->base() + block->offset);
-    if (array == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(as_base(array, owner.release().ptr()));
+    return bytes_over(arena->base() + block->offset, nbytes, block);
+}
+
+nb::object array_over_block(std::unique_ptr<shm::CommonBlock> block, std::size_t nbytes) {
+    std::byte* const data = block->data();
+    return bytes_over(data, nbytes, block.release());
 }
 
 }  // namespace ferrodist::bind

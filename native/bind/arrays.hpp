@@ -10,6 +10,7 @@
 
 #include "reduce/reduce.hpp"
 #include "shm/arena.hpp"
+#include "shm/common_block.hpp"
 
 namespace ferrodist::bind {
 
@@ -56,5 +57,8 @@ nanobind::object packed_copy(PyObject* object, const std::byte*& begin, const st
 
 // A flat array of bytes in an arena. The block is freed with the last view of it.
 nanobind::object new_shared_array(const std::shared_ptr<shm::Arena>& arena, std::size_t nbytes);
+
+// A flat array of bytes over a block that other ranks index, too; it is dropped with the last view of it.
+nanobind::object array_over_block(std::unique_ptr<shm::CommonBlock> block, std::size_t nbytes);
 
 }  // namespace ferrodist::bind

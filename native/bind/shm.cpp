@@ -263,6 +263,15 @@ void add_group(nb::module_& module) {
             const WithoutGil unlocked;
             return self.group->set_error(sequence, {text.c_str(), text.size()});
         }, "sequence"_a, "text"_a, "Set the group error; False if there is one.")
+        .def("allocate_block", [](const SharedGroup& self, std::size_t nbytes) {
+            return shm::CommonBlock::allocate(*self.group, nbytes);
+        }, "nbytes"_a, "Take zeroed memory that all ranks are to index; return its offset.")
+        .def("free_block", [](const SharedGroup& self, std::size_t offset) {
+            self.group->world().arena().free(offset);
+        }, "offset"_a, "Give back what nobody has opened.")
+        .def("open_block", [](const SharedGroup& self, int owner, std::uint64_t offset, std::size_t nbytes) {
+            return array_over_block(std::make_unique<shm::CommonBlock>(*self.group, owner, offset, nbytes), nbytes);
+        }, "owner"_a, "offset"_a, "nbytes"_a, "Return memory that a rank has taken, as a flat array of bytes.")
         .def("announce_closing", [](SharedGroup& self) { self.group->announce_closing(); },
              "Say that no new calls come from this rank.")
         .def("leave", [](SharedGroup& self, const nb::bytes& leave_reason) {

@@ -502,6 +502,15 @@ class SharedGroup:
     def set_error(self, sequence: int, text: bytes) -> bool:
         """Set the group error; False if there is one."""
 
+    def allocate_block(self, nbytes: int) -> int:
+        """Take zeroed memory that all ranks are to index; return its offset."""
+
+    def free_block(self, offset: int) -> None:
+        """Give back what nobody has opened."""
+
+    def open_block(self, owner: int, offset: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """Return memory that a rank has taken, as a flat array of bytes."""
+
     def announce_closing(self) -> None:
         """Say that no new calls come from this rank."""
 
