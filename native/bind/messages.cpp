@@ -60,7 +60,7 @@ struct Peers {
     static constexpr int none = -1, any_source = -2, any_tag = -1;
 
     int dst = none, src = none;  // none: it does not send, or not receive
-    int tag = 0, recv_tag = 0;
+    long tag = 0, recv_tag = 0;
 
     static Peers of(const Request& request) {
         Peers peers;
@@ -77,10 +77,10 @@ private:
     void add(const Request& request) {
         if (request.is_send) {
             dst = request.peer;
-            tag = static_cast<int>(request.tag);
+            tag = static_cast<long>(request.tag);
         } else {
             src = request.takes_any_source ? any_source : request.peer;
-            recv_tag = request.takes_any_tag ? any_tag : static_cast<int>(request.tag);
+            recv_tag = request.takes_any_tag ? any_tag : static_cast<long>(request.tag);
         }
     }
 };
@@ -99,7 +99,7 @@ nb::object make_error(nb::handle backend, const Failure& failure, const MessageF
     const nb::object cycle = nb::cast(failure.cycle), timeout = facts.timeout < 0 ? nb::none() : nb::cast(facts.timeout);
     const nb::bytes found(failure.found.data(), failure.found.size()), expected(facts.expected.data(), facts.expected.size());
     nb::object made = nb::steal(call_python_with(
-        hooks().message_error, "OiiOOOO(iiii)OOz", backend.ptr(), static_cast<int>(failure.status.code),
+        hooks().message_error, "OiiOOOO(iill)OOz", backend.ptr(), static_cast<int>(failure.status.code),
         failure.status.failed_rank, failure.error.is_valid() ? failure.error.ptr() : Py_None, found.ptr(), cycle.ptr(),
         expected.ptr(), facts.peers.dst, facts.peers.src, facts.peers.tag, facts.peers.recv_tag, timeout.ptr(),
         facts.site.ptr(), facts.waits_in));
@@ -112,13 +112,15 @@ public:
     MessageHook(nb::handle backend, const Peers& peers, nb::handle site)
         : backend_(backend), site_(site), peers_(peers) {}
 
+    // Whom a call of several messages waits for now.
+    void turn_to(const Peers& peers) {
+        peers_ = peers;
+        has_turned_ = true;
+    }
     // The call is over: takes the GIL back, and the log is told.
     void end() {
         take_back();
-        if (wait_.is_valid() && !nb::steal(call_python(hooks().on_message_wait_end, wait_.ptr())).is_valid()) {
-            PyErr_WriteUnraisable(hooks().on_message_wait_end);
-        }
-        wait_.reset();
+        end_log();
     }
 
 protected:
@@ -129,15 +131,26 @@ protected:
             return true;
         }
         next_ns_ = now + (++num_asked_ < 3 ? 110'000'000 : 500'000'000);
-        wait_ = nb::steal(call_python_with(hooks().on_message_wait, "OO(iiii)O", wait_.is_valid() ? wait_.ptr() : Py_None,
+        if (std::exchange(has_turned_, false)) {
+            end_log();
+        }
+        wait_ = nb::steal(call_python_with(hooks().on_message_wait, "OO(iill)O", wait_.is_valid() ? wait_.ptr() : Py_None,
                                            backend_.ptr(), peers_.dst, peers_.src, peers_.tag, peers_.recv_tag,
                                            site_.ptr()));
         return wait_.is_valid();
     }
 
 private:
+    void end_log() {
+        if (wait_.is_valid() && !nb::steal(call_python(hooks().on_message_wait_end, wait_.ptr())).is_valid()) {
+            PyErr_WriteUnraisable(hooks().on_message_wait_end);
+        }
+        wait_.reset();
+    }
+
     nb::handle backend_, site_;
     Peers peers_;
+    bool has_turned_ = false;
     int num_asked_ = 0;
     std::int64_t next_ns_ = 0;
     nb::object wait_;
@@ -589,6 +602,10 @@ public:
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
         return nullptr;
     }
+    void turn_to(const Request& request) {
+        peers_ = Peers::of(request);
+        hook_.turn_to(peers_);
+    }
     void end() { hook_.end(); }
     Messages& messages() { return messages_; }
 
@@ -596,7 +613,7 @@ private:
     G& self_;
     Messages& messages_;
     const char* name_;
-    const Peers peers_;
+    Peers peers_;
     MessageHook hook_;
     core::WaitOptions options_;
     Failure failure_;
@@ -678,6 +695,117 @@ PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args, Py_ssize_t
     call.end(send);
     call.end(receive);
     return call.raise(args[0], receive.header);
+}
+
+// -- the fast path: exchanges between the neighbors of a grid -----------------------------------------
+
+// What goes to a neighbor and what comes from it.
+struct NeighborMessages {
+    explicit NeighborMessages(Messages& messages) : send(messages), receive(messages) {}
+
+    InputArray x;
+    ReceiveTarget target;
+    OwnRequest send, receive;
+};
+
+// One exchange: everything is posted, then all of it is waited for. Messages of one way have one tag, and come from
+// the other side.
+template <class G>
+class Exchange {
+public:
+    Exchange(G& self, Py_ssize_t num_ways) : self_(self), ways_(static_cast<std::size_t>(num_ways)) {}
+
+    // False: the general path. `peers` has a rank for each way, or none below 0; `out` is a list or None.
+    bool read(PyObject* peers, long first_tag, PyObject* parts, PyObject* out) {
+        for (std::size_t way = 0; way < ways_.size(); ++way) {
+            const auto place = static_cast<Py_ssize_t>(way);
+            const int peer = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(peers, place)));
+            if (peer < 0) {
+                continue;
+            }
+            NeighborMessages& one = ways_[way].emplace(GroupAccess<G>::messages(self_));
+            one.send.peer = one.receive.peer = peer;
+            one.send.tag = static_cast<std::uint32_t>(first_tag + place);
+            one.receive.tag = static_cast<std::uint32_t>(first_tag + (place ^ 1));
+            PyObject* const room = out == Py_None ? Py_None : PyList_GET_ITEM(out, place);
+            if (!GroupAccess<G>::can_call(self_, peer) || !one.x.read(PyList_GET_ITEM(parts, place)) ||
+                !one.target.read(one.receive, room, Py_None, false)) {
+                return false;
+            }
+            one.send.source = one.x.data;
+            one.send.nbytes = one.x.nbytes;
+        }
+        return out == Py_None || !has_overlap();
+    }
+
+    // New reference: a list of what has come, with None where there is no neighbor.
+    PyObject* run(PyObject* backend) {
+        FastCall<G> call(self_, "an exchange with neighbors", backend, {});
+        for_each([&](NeighborMessages& one) { call.messages().isend(one.send, ArrayHeader(one.x).all()); });
+        for_each([&](NeighborMessages& one) { call.messages().irecv(one.receive); });
+        // A message that came but does not fit is this rank's own affair: the neighbors get theirs.
+        NeighborMessages* misfit = nullptr;
+        for (auto& one : ways_) {
+            if (one && !wait(call, one->receive)) {
+                misfit = &*one;
+                if (!call.has_misfit()) {
+                    return call.raise(backend, misfit->receive.header);
+                }
+            }
+        }
+        for (auto& one : ways_) {
+            if (one && !wait(call, one->send)) {
+                return call.raise(backend);
+            }
+        }
+        if (misfit != nullptr) {
+            call.turn_to(misfit->receive);
+            return call.raise(backend, misfit->receive.header);
+        }
+        call.end();
+        return results();
+    }
+
+private:
+    template <class Act>
+    void for_each(const Act& act) {
+        for (auto& one : ways_) {
+            if (one) {
+                act(*one);
+            }
+        }
+    }
+    bool wait(FastCall<G>& call, Request& request) {
+        call.turn_to(request);
+        return call.wait(request, false);
+    }
+    bool has_overlap() {
+        bool found = false;
+        for_each([&](NeighborMessages& one) {
+            for_each([&](NeighborMessages& other) { found = found || one.target.overlaps(other.x); });
+        });
+        return found;
+    }
+    PyObject* results() {
+        nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(ways_.size())));
+        for (std::size_t way = 0; way < ways_.size(); ++way) {
+            nb::object got = ways_[way] ? ways_[way]->target.finish(ways_[way]->receive) : nb::none();
+            PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(way), got.release().ptr());
+        }
+        return list.release().ptr();
+    }
+
+    G& self_;
+    std::vector<std::optional<NeighborMessages>> ways_;
+};
+
+// args: backend, peers, first tag, parts, out
+template <class G>
+PyObject* fast_exchange(PyObject* self_object, PyObject* const* args, Py_ssize_t) {
+    const Py_ssize_t num_ways = PyTuple_GET_SIZE(args[1]);
+    Exchange<G> exchange(*nb::inst_ptr<G>(self_object), num_ways);
+    const bool is_read = exchange.read(args[1], PyLong_AsLong(args[2]), args[3], args[4]);
+    return is_read ? exchange.run(args[0]) : decline();
 }
 
 // -- the fast path: calls in flight ------------------------------------------------------------------
@@ -796,6 +924,8 @@ void add_messages(nb::class_<G>& group) {
                      "How many requests are in flight.")
         .def_prop_ro("fast_send", [](nb::handle self) { return bind_fast<G, &fast_send<G>, 4>(self); },
                      "The fast path of send: (backend, x, dst, tag).")
+        .def_prop_ro("fast_exchange", [](nb::handle self) { return bind_fast<G, &fast_exchange<G>, 5>(self); },
+                     "An exchange with neighbors: (backend, peers, first tag, list of parts, list of out or None).")
         .def_prop_ro("fast_recv", [](nb::handle self) { return bind_fast<G, &fast_recv<G>, 6>(self); },
                      "The fast path of recv: (backend, src, out, like, tag, with_status).")
         .def_prop_ro("fast_sendrecv", [](nb::handle self) { return bind_fast<G, &fast_sendrecv<G>, 8>(self); },

@@ -72,6 +72,7 @@ from ferrodist.version import __version__ as __version__
 from ferrodist.work import Work
 
 if TYPE_CHECKING:
+    from ferrodist.backends.grid import Grid
     from ferrodist.backends.hybrid import HybridBackend
     from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.tcp import TcpBackend
@@ -149,6 +150,7 @@ __all__ = [
     "ReduceOp",
     "Work",
     "Backend",
+    "Grid",
     "HybridBackend",
     "SharedMemoryBackend",
     "SimulatedBackend",
@@ -187,6 +189,7 @@ _LAZY = {
     "SharedMemoryBackend": "ferrodist.backends.shared_memory",
     "TcpBackend": "ferrodist.backends.tcp",
     "HybridBackend": "ferrodist.backends.hybrid",
+    "Grid": "ferrodist.backends.grid",
     "DDP": "ferrodist.parallel.ddp",
     "Compress": "ferrodist.parallel.compression",
     "PowerSGD": "ferrodist.parallel.compression",

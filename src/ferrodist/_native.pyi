@@ -390,6 +390,10 @@ class SharedGroup:
         """The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag or None)."""
 
     @property
+    def fast_exchange(self) -> Callable[..., Any]:
+        """An exchange with neighbors: (backend, peers, first tag, parts, list of out or None)."""
+
+    @property
     def fast_isend(self) -> Callable[..., Any]:
         """The fast path of an async send: (backend, x, dst, tag) -> its Work."""
 
@@ -687,6 +691,10 @@ class TcpGroup:
     @property
     def fast_sendrecv(self) -> Callable[..., Any]:
         """The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag or None)."""
+
+    @property
+    def fast_exchange(self) -> Callable[..., Any]:
+        """An exchange with neighbors: (backend, peers, first tag, parts, list of out or None)."""
 
     @property
     def fast_isend(self) -> Callable[..., Any]:

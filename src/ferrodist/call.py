@@ -42,6 +42,9 @@ class Kind(enum.IntEnum):
     GATHER_UNEVEN = 17
     SCATTER_UNEVEN = 18
     REDUCE_SCATTER_UNEVEN = 19
+    SPLIT_BY = 20
+    GRID = 21
+    SHARED = 22
 
     @property
     def label(self) -> str:

@@ -7,8 +7,9 @@ import math
 import threading
 import time
 
-from ferrodist.config import DefaultTimeout
+from ferrodist.config import DefaultTimeout, Timeout
 
+_LEAST = 1e-6  # seconds: a timeout is above zero
 _SLACK = 0.5  # seconds after which a wait on the fast path is surely noticed
 
 
@@ -44,6 +45,11 @@ class Deadline:
     def remaining(self) -> float:
         """Seconds left; zero or less when it has passed, infinite when there is no limit."""
         return self.end - time.monotonic()
+
+    def rest_of(self, timeout: Timeout) -> Timeout:
+        """Return what is left of a timeout for the second part of a call; a default stays one."""
+        is_limited = self.end != math.inf and not isinstance(self.seconds, DefaultTimeout)
+        return max(self.remaining(), _LEAST) if is_limited else timeout
 
     def timeout(self) -> float:
         """Return what threads and locks take: seconds left, never below zero nor endless."""

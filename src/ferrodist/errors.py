@@ -16,7 +16,7 @@
       RendezvousError(ConnectionError)     the ranks did not find each other
       AuthenticationError(ConnectionError) a peer could not prove that it belongs to the job
       ProtocolError(ConnectionError)       bytes that cannot be right
-      OutOfMemory(MemoryError)             no memory for a message, here or where it was sent
+      OutOfMemory(MemoryError)             no memory for a message or a shared array, on some rank
       BackendUnavailable(ImportError)      a dependency is missing
       BackendClosed                        used after close(), or in a forked child
       NotInitialized                       no backend was passed and init() was not called
@@ -131,7 +131,7 @@ class ProtocolError(DistributedError, ConnectionError):
 
 
 class OutOfMemory(DistributedError, MemoryError):
-    """There was no memory for a message, here or on the rank it was for; the group goes on."""
+    """A rank had no memory for a message or a shared array; the group goes on."""
 
 
 class BackendUnavailable(DistributedError, ImportError):

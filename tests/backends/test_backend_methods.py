@@ -17,8 +17,8 @@ SHOWN = {
     *CALLS,
     *("rank", "world_size", "local_rank", "local_world_size"),
     *("timeout", "reproducible", "is_closed"),
-    *("empty", "zeros", "like"),
-    *("split", "abort", "close", "statistics"),
+    *("empty", "zeros", "like", "shared"),
+    *("split", "split_by", "dup", "grid", "abort", "close", "statistics"),
 }
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from ferrodist.backends.progress import Progress, ProgressThread
 from ferrodist.backends.receive import Receive
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer
-from ferrodist.call import Call, Kind, caller_site
+from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -43,14 +43,21 @@ from ferrodist.errors import (
     InvalidArgument,
     InvalidRank,
     InvalidWorldSize,
+    OutOfMemory,
+    UnsupportedOp,
 )
 from ferrodist.message_status import Status
 from ferrodist.work import Work
+
+if TYPE_CHECKING:
+    from ferrodist.backends.grid import Grid
 
 logger = logging.getLogger("ferrodist")
 
 T = TypeVar("T")
 
+_NO_COLOR = -1 << 63  # of a rank that joins no group
+_NO_KEY, _NO_MEMORY = -1, -2  # of a rank that takes no shared memory, and of one that cannot
 _FAIL_SECONDS = 2.0  # for what a rank that failed still has to say, and for callbacks that run
 
 
@@ -94,6 +101,7 @@ class Backend(CallMethods, abc.ABC):
     _fast_isend: Callable[..., Any] | None = None
     _fast_irecv: Callable[..., Any] | None = None
     _fast_isendrecv: Callable[..., Any] | None = None
+    _fast_exchange: Callable[..., Any] | None = None
 
     _knows_statuses = True  # whether ranks know of each other that they live, and what holds them
 
@@ -219,6 +227,21 @@ class Backend(CallMethods, abc.ABC):
     def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
         """Make a group of some ranks; only those call it, with the same list."""
 
+    def _sharing_ranks(self) -> Sequence[int]:
+        """List the ranks that can share memory with this one, itself included; none by default."""
+        return ()
+
+    def _allocate_shared(self, nbytes: int) -> int:
+        """Take zeroed memory for the sharing ranks, as the first; return what they find it by."""
+        raise NotImplementedError
+
+    def _open_shared(self, key: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """Return the memory that the first of the sharing ranks has taken."""
+        raise NotImplementedError
+
+    def _release_shared(self, key: int) -> None:
+        """Give memory back that nobody will open."""
+
     @abc.abstractmethod
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up: every rank's call, now and later, raises GroupAborted."""
@@ -311,14 +334,129 @@ class Backend(CallMethods, abc.ABC):
 
     def _new_array(self, form: Form) -> Any:
         self._check_usable()
-        nbytes = math.prod(form.shape) * form.dtype.itemsize
-        if nbytes > sys.maxsize:
-            raise MemoryError(f"an array of {nbytes >> 20} MiB is beyond all address space")
-        return array_over(self._new_memory(nbytes), form)
+        return array_over(self._new_memory(_nbytes_of(form)), form)
 
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Give flat memory for an array."""
         return np.empty(nbytes, np.uint8)
+
+    def shared(
+        self, shape: Any, dtype: Any, kind: str = "numpy", *, timeout: Timeout = DEFAULT
+    ) -> Any:
+        """Make one array of zeros per host, which all ranks of the host see; every rank calls it.
+
+        What a rank writes is seen by those who have come through a ``barrier`` after it. The memory
+        lives until every rank of the host has dropped its array or ended, whoever leaves first. If
+        it cannot be had, every rank raises OutOfMemory. Over TCP alone there is none.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> def write(backend):
+            ...     table = backend.shared(3, "int64")
+            ...     table[backend.rank] = backend.rank + 1
+            ...     backend.barrier()
+            ...     return table.tolist()
+            >>> run_ranks(3, write)
+            [[1, 2, 3], [1, 2, 3], [1, 2, 3]]
+        """
+        self._check_usable()
+        if not self._sharing_ranks():
+            raise UnsupportedOp(
+                f"shared: ranks of a {type(self).__name__} share no memory; use hybrid, which does "
+                "within each host, or shared_memory on one host",
+                this_rank=self.rank,
+            )
+        form = parse_form(shape, dtype, kind)
+        nbytes = _nbytes_of(form)
+        call = Call(Kind.SHARED, (Leaf("", form.dtype, form.shape),), site=caller_site())
+        with self._call(call, self._deadline(timeout)) as running:
+            key, lacking, why = self._offer_shared(running, nbytes)
+        if lacking is not None:
+            text = f"shared #{running.sequence}: rank {lacking} could not take {nbytes} bytes{why}"
+            raise OutOfMemory(text, rank=lacking, this_rank=self.rank, sequence=running.sequence)
+        return array_over(self._open_shared(key, nbytes) if nbytes else self._new_memory(0), form)
+
+    def _offer_shared(self, running: RunningCall, nbytes: int) -> tuple[int, int | None, str]:
+        """Have one rank per host take memory; return its key, or who could not, and why."""
+        first, key, why = self._sharing_ranks()[0], _NO_KEY, ""
+        if self.rank == first and nbytes:
+            try:
+                key = self._allocate_shared(nbytes)
+            except MemoryError as error:
+                key, why = _NO_MEMORY, f": {error}"
+        lacking = None
+        try:
+            keys = [row[0] for row in running.tell_numbers(key)]
+            lacking = keys.index(_NO_MEMORY) if _NO_MEMORY in keys else None
+        except BaseException:
+            lacking = self.rank
+            raise
+        finally:
+            if lacking is not None and key >= 0:
+                self._release_shared(key)
+        return keys[first], lacking, why
+
+    def split_by(
+        self, color: int | None, key: int = 0, *, timeout: Timeout = DEFAULT
+    ) -> Self | None:
+        """Make a group of all ranks with the same color; every rank calls it.
+
+        Ranks follow ``key`` in the new group, and for equal keys their ranks here. A rank whose
+        color is None joins no group and gets None.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> def sum_of_parity(backend):
+            ...     return backend.split_by(backend.rank % 2).allreduce(backend.rank)
+            >>> run_ranks(4, sum_of_parity)
+            [2, 4, 2, 4]
+        """
+        self._check_usable()
+        mine = _NO_COLOR if color is None else _check_int64(color, "color", "an int or None")
+        place = _check_int64(key, "key", "an int")
+        deadline = self._deadline(timeout)
+        with self._call(Call(Kind.SPLIT_BY, site=caller_site()), deadline) as running:
+            table = running.tell_numbers(mine, place)
+        if color is None:
+            return None
+        ranks = [rank for rank, (found, _) in enumerate(table) if found == mine]
+        ranks.sort(key=lambda rank: table[rank][1])  # which keeps the order of equal keys
+        return self.split(ranks, timeout=deadline.rest_of(timeout))
+
+    def dup(self, *, timeout: Timeout = DEFAULT) -> Self:
+        """Make a group of the same ranks, whose calls and messages are apart from this one's.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> run_ranks(2, lambda backend: backend.dup().allreduce(1))
+            [2, 2]
+        """
+        return self.split(range(self.world_size), timeout=timeout)
+
+    def grid(
+        self,
+        shape: int | Sequence[int],
+        periodic: bool | Sequence[bool] = False,
+        *,
+        timeout: Timeout = DEFAULT,
+    ) -> Grid:
+        """Arrange the ranks in a grid, row by row; every rank calls it.
+
+        The grid is a group of its own that also knows ``shape``, ``coords``, ``shift``, ``sub`` and
+        the exchanges with neighbors. ``periodic`` says, for all axes or for each, whether the
+        last rank along it has the first one as its neighbor.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> def neighbors(backend):
+            ...     grid = backend.grid((2, 2), periodic=(False, True))
+            ...     return grid.coords, grid.neighbor_all_gather(grid.rank)
+            >>> run_ranks(4, neighbors)[3]  # lower and higher along axis 0, then along axis 1
+            ((1, 1), [1, None, 2, 2])
+        """
+        from ferrodist.backends.grid import make_grid  # whose Grid is a Backend
+
+        return make_grid(self, shape, periodic, timeout)
 
     def _second_group(self) -> Self:
         """Return a group of the same ranks, for calls made in any order against this one's.
@@ -558,6 +696,26 @@ class Backend(CallMethods, abc.ABC):
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}{state}>"
+
+
+def _nbytes_of(form: Form) -> int:
+    nbytes = math.prod(form.shape) * form.dtype.itemsize
+    if nbytes > sys.maxsize:
+        raise OutOfMemory(f"an array of {nbytes >> 20} MiB is beyond all address space")
+    return nbytes
+
+
+def _check_int64(value: Any, name: str, expected: str) -> int:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not _NO_COLOR < number < 1 << 63:
+        fact = "" if number is None else " of at most 64 bits"
+        raise InvalidArgument(
+            f"split_by: {name} must be {expected}{fact}, got {value!r}", got=value
+        )
+    return number
 
 
 # Children of fork() must not use these; a flag set at fork costs nothing per call.

@@ -122,6 +122,18 @@ class HybridBackend(TcpBackend):
         """Take memory that the ranks of this host reach in place."""
         return self.inside._new_memory(nbytes)
 
+    def _sharing_ranks(self) -> Sequence[int]:
+        return self.host_map.local
+
+    def _allocate_shared(self, nbytes: int) -> int:
+        return self.inside._allocate_shared(nbytes)
+
+    def _open_shared(self, key: int, nbytes: int) -> np.ndarray[Any, Any]:
+        return self.inside._open_shared(key, nbytes)
+
+    def _release_shared(self, key: int) -> None:
+        self.inside._release_shared(key)
+
     def leave_reason_of(self, rank: int) -> LeaveReason:
         """Tell how a rank left; the words of one on this host are in its memory at once."""
         here = self.host_map.local

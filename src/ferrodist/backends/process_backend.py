@@ -84,6 +84,7 @@ class ProcessBackend(MessagingBackend):
         self._fast_isend = group.fast_isend
         self._fast_irecv = group.fast_irecv
         self._fast_isendrecv = group.fast_isendrecv
+        self._fast_exchange = group.fast_exchange
         self._id = 0
         self._parent: ProcessBackend | None = None
         self._children: weakref.WeakSet[ProcessBackend] = weakref.WeakSet()

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
-from ferrodist.buffer import Buffer
+import numpy as np
+
+from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch
@@ -157,6 +159,18 @@ class RunningCall:
         """Do one whole collective from ``input`` to ``output``; None where a rank has none."""
         self.num_collectives += 1
         self.backend._run_collective(self, kind, input, output, args)
+
+    def tell_numbers(self, *numbers: int) -> list[list[int]]:
+        """Gather a few integers of every rank on every rank, one row per rank."""
+        mine = np.array(numbers, np.int64)
+        table = np.empty((self.backend.world_size, len(numbers)), np.int64)
+        given, found = (
+            Buffer(array.reshape(-1).view(np.uint8).data, DType.INT64, array.shape, array)
+            for array in (mine, table)
+        )
+        self.collective(Kind.ALL_GATHER, given, found)
+        rows: list[list[int]] = table.tolist()
+        return rows
 
     def mismatch(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
         """Report to all ranks a difference the fingerprints leave out; return what to raise."""

@@ -108,6 +108,18 @@ class SharedMemoryBackend(ProcessBackend):
         """Take memory of this process's arena; it goes back with the last array over it."""
         return self.arena.empty(nbytes) if nbytes else super()._new_memory(0)
 
+    def _sharing_ranks(self) -> Sequence[int]:
+        return range(self.world_size)
+
+    def _allocate_shared(self, nbytes: int) -> int:
+        return self.group.allocate_block(nbytes)
+
+    def _open_shared(self, key: int, nbytes: int) -> np.ndarray[Any, Any]:
+        return self.group.open_block(0, key, nbytes)
+
+    def _release_shared(self, key: int) -> None:
+        self.group.free_block(key)
+
     # -- collectives ----------------------------------------------------------------------------
 
     def _run_collective(

@@ -19,6 +19,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from ferrodist.backends import failures
 from ferrodist.backends.failures import GroupError, LeaveReason
@@ -123,6 +126,7 @@ class Control:
         self._mismatch: GroupError | None = None
         self._report: tuple[type[CollectiveMismatch], str] | None = None
         self._arrivals: list[float] = []
+        self._shared: dict[int, tuple[np.ndarray[Any, Any], set[int]]] = {}  # until all have it
         self.num_moves = 0  # changes as long as calls of this group get on
         groups[group] = self  # last: a finalizer may look at it from now on
 
@@ -131,6 +135,27 @@ class Control:
         self.joined.add(rank)
         self.is_complete = len(self.joined) == len(self.members) and self.final is None
         self.switch.wake_all()
+
+    def offer(self, memory: np.ndarray[Any, Any]) -> int:
+        """Keep memory until every rank has taken it; return the number to take it by."""
+        with self.switch.lock:
+            key = id(memory)
+            self._shared[key] = memory, set(range(len(self.members)))
+            return key
+
+    def take(self, key: int, rank: int) -> np.ndarray[Any, Any]:
+        """Return memory that is offered."""
+        with self.switch.lock:
+            memory, waiting = self._shared[key]
+            waiting.discard(rank)
+            if not waiting:
+                self.withdraw(key)
+            return memory
+
+    def withdraw(self, key: int) -> None:
+        """Let go of memory that all have, or nobody will take."""
+        with self.switch.lock:
+            self._shared.pop(key, None)
 
     # -- a rank's way through a call ------------------------------------------------------------
 

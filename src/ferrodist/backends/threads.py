@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Self
 
+import numpy as np
+
 from ferrodist import _native
 from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
@@ -192,6 +194,20 @@ class SimulatedBackend(ThreadMessagingBackend):
     @property
     def _group_name(self) -> str:
         return self._control.group_name
+
+    # -- memory that all see --------------------------------------------------------------------
+
+    def _sharing_ranks(self) -> Sequence[int]:
+        return range(self.world_size)
+
+    def _allocate_shared(self, nbytes: int) -> int:
+        return self._control.offer(np.zeros(nbytes, np.uint8))
+
+    def _open_shared(self, key: int, nbytes: int) -> np.ndarray[Any, Any]:
+        return self._control.take(key, self.rank)
+
+    def _release_shared(self, key: int) -> None:
+        self._control.withdraw(key)
 
     # -- collectives ----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ class Case:
     Attributes:
         function: The public function, or the subject of a scenario.
         check: What is looked at: ``result``, ``pair``, ``custom``, ``synchronised``, ``refused``,
-            ``mismatch``, ``message``, ``object`` or ``group``.
+            ``mismatch``, ``message``, ``object``, ``group`` or ``grid``.
         detail: The name of the scenario, where ``check`` has several.
         shape: The shape of the input. Uneven calls take from it how many rows a rank has.
         layout: How the input lies in memory.

@@ -13,6 +13,8 @@ from typing import Any
 from ferrodist.call import Kind
 from ferrodist.schedules import known
 from ferrodist.testing.contract.case import Case
+from ferrodist.testing.contract.grids import NEEDS_TWO as GRIDS_OF_TWO
+from ferrodist.testing.contract.grids import SCENARIOS as GRIDS
 from ferrodist.testing.contract.groups import NEEDS_TWO
 from ferrodist.testing.contract.groups import SCENARIOS as GROUPS
 from ferrodist.testing.contract.inputs import COUNTED, CUT, JOINED, PREFIXES, REDUCTIONS, ROOTED
@@ -495,3 +497,6 @@ def _groups(world: int) -> Iterator[Case]:
     for name in GROUPS:
         if world > 1 or name not in NEEDS_TWO:
             yield Case("split", "group", name)
+    for name in GRIDS:
+        if world > 1 or name not in GRIDS_OF_TWO:
+            yield Case("grid", "grid", name)

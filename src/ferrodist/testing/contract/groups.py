@@ -20,7 +20,7 @@ def check_group(trial: Trial) -> None:
     trial.expect_in_step()
 
 
-def _expect_group(trial: Trial, group: Backend, ranks: Sequence[int]) -> None:
+def expect_group(trial: Trial, group: Backend, ranks: Sequence[int]) -> None:
     """See that a group has its members in order, and moves data between the right ones."""
     trial.expect_equal(group.world_size, len(ranks), "the size of the group")
     trial.expect_equal(group.rank, list(ranks).index(trial.rank), "the rank in the group")
@@ -41,7 +41,7 @@ def _expect_group(trial: Trial, group: Backend, ranks: Sequence[int]) -> None:
 def _check_split(trial: Trial, ranks: Sequence[int]) -> None:
     if trial.rank in ranks:
         with trial.backend.split(ranks) as group:
-            _expect_group(trial, group, ranks)
+            expect_group(trial, group, ranks)
 
 
 def _halves(trial: Trial) -> None:
@@ -76,8 +76,8 @@ def _same_list_twice(trial: Trial) -> None:
             for group, weight in _in_own_order(trial, [(first, 1), (second, 100)])
         ]
         weights = [int(work.wait(trial.backend.timeout)[0]) for work in works]
-        _expect_group(trial, second, everyone)
-        _expect_group(trial, first, everyone)
+        expect_group(trial, second, everyone)
+        expect_group(trial, first, everyone)
     trial.expect_equal(sorted(weights), [trial.world, 100 * trial.world], "sums of two groups")
 
 
@@ -107,7 +107,7 @@ def _nested(trial: Trial) -> None:
         inner = list(range(group.world_size))[::2]
         if group.rank in inner:
             with group.split(inner) as smallest:
-                _expect_group(trial, smallest, [everyone[rank] for rank in inner])
+                expect_group(trial, smallest, [everyone[rank] for rank in inner])
 
 
 def _every_pair(trial: Trial) -> None:
@@ -152,7 +152,7 @@ def _late_member(trial: Trial) -> None:
 def _aborted(trial: Trial) -> None:
     """abort() ends a group on every rank, with its reason, and no other group."""
     with trial.backend.split(list(range(trial.world))) as group:
-        _expect_group(trial, group, range(trial.world))
+        expect_group(trial, group, range(trial.world))
         ferrodist.barrier(trial.backend)  # until all are through with it
         if trial.rank == 0:
             group.abort("enough of it")
@@ -165,7 +165,7 @@ def _aborted(trial: Trial) -> None:
 def _closed_member(trial: Trial) -> None:
     """A rank that has left is named to those who still call."""
     group = trial.backend.split(list(range(trial.world)))
-    _expect_group(trial, group, range(trial.world))
+    expect_group(trial, group, range(trial.world))
     ferrodist.barrier(trial.backend)  # until all are through with it
     if trial.rank == 0:
         group.close()

@@ -18,6 +18,7 @@ import numpy as np
 import ferrodist
 from ferrodist import Backend, CollectiveMismatch, DistributedError
 from ferrodist.testing.contract.case import Case
+from ferrodist.testing.contract.grids import check_grid
 from ferrodist.testing.contract.groups import check_group
 from ferrodist.testing.contract.messages import check_message
 from ferrodist.testing.contract.mismatches import check_mismatch
@@ -90,6 +91,7 @@ _CHECKS: dict[str, Check] = {
     "message": check_message,
     "object": check_object,
     "group": check_group,
+    "grid": check_grid,
 }
 
 

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Grid: a group whose ranks stand in rows and columns, and exchange data with their neighbors.
+
+A grid is whatever ``split`` makes, with a shape: the group's own class, and ``Grid`` before it. An
+exchange is one message per direction, with a tag of its own, so that two ranks that are neighbors
+twice keep the directions apart. Native code posts all of them at once. In Python ranks go through
+the directions in one order, each time sending one way and receiving from the other side: nobody
+waits for a rank that is further on, so it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ferrodist.arrays import (
+    InputArray,
+    OutputArray,
+    OverlapKind,
+    as_input,
+    as_output,
+    overlap,
+)
+from ferrodist.backends.base import Backend
+from ferrodist.backends.receive import Receive
+from ferrodist.buffer import DType
+from ferrodist.call import MAX_TAG, Call, Kind, Leaf, caller_site
+from ferrodist.config import DEFAULT, Timeout
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    CollectiveTimeout,
+    DistributedError,
+    InvalidArgument,
+    InvalidWorldSize,
+    OutOfMemory,
+    ProtocolError,
+    RankLost,
+    SizeMismatch,
+)
+from ferrodist.message_status import PROC_NULL
+
+NOBODY = -1  # in places of ranks, as native code takes them
+_FIRST_TAG = MAX_TAG + 65  # no user's; one for each direction
+_MESSAGE = re.compile(r"(send|recv|sendrecv)\((?:dst=\d+, )?(?:src|dst)=(\d+), tag=(\d{10})\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A grid, and where one of its ranks stands; ``neighbors`` go by direction."""
+
+    shape: tuple[int, ...]
+    periodic: tuple[bool, ...]
+    coords: tuple[int, ...]
+    neighbors: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, rank: int, shape: tuple[int, ...], periodic: tuple[bool, ...]) -> Place:
+        """Find the place of a rank."""
+        coords = tuple(int(at) for at in np.unravel_index(rank, shape))
+        alone = cls(shape, periodic, coords)
+        ways = [(axis, step) for axis in range(len(shape)) for step in (-1, 1)]
+        return replace(alone, neighbors=tuple(alone.rank_beside(*way) for way in ways))
+
+    def rank_beside(self, axis: int, step: int) -> int:
+        """Return who stands so many ranks further along an axis; NOBODY beyond an open edge."""
+        coords, length = list(self.coords), self.shape[axis]
+        coords[axis] += step
+        if not 0 <= coords[axis] < length and not self.periodic[axis]:
+            return NOBODY
+        coords[axis] %= length
+        return int(np.ravel_multi_index(coords, self.shape))
+
+    def check_axis(self, axis: Any, what: str) -> int:
+        """Refuse what is not an axis; count one from the end as NumPy does."""
+        num_axes = len(self.shape)
+        try:
+            number = num_axes if isinstance(axis, bool) else operator.index(axis)
+        except TypeError:
+            number = num_axes
+        if not -num_axes <= number < num_axes:
+            text = f"{what}: axis {axis!r} is not one of the {num_axes} axes of grid {self.shape}"
+            raise InvalidArgument(text, got=axis, expected=num_axes)
+        return number % num_axes
+
+    def list_by_direction(self, items: Any, what: str) -> list[Any]:
+        """List one item per direction."""
+        found = items if type(items) is list else None
+        if found is None and isinstance(items, Iterable):
+            found = list(items)
+        if found is None or len(found) != len(self.neighbors):
+            got = type(items).__name__ if found is None else len(found)
+            raise InvalidArgument(
+                f"{what} must have one entry per direction, {len(self.neighbors)} in a grid of "
+                f"{len(self.shape)} axes, got {got}",
+                expected=len(self.neighbors),
+                got=got,
+            )
+        return found
+
+
+class Grid(Backend):
+    """A group whose ranks stand in a grid, row by row: made by ``backend.grid``, or by ``sub``.
+
+    All that a backend does it does too. Groups that are split off it are plain ones. *Directions*
+    are ordered axis 0 to lower coordinates, axis 0 to higher ones, axis 1 to lower ones, and so on.
+    """
+
+    # All its names that are not public: any other may be one of the group's class.
+    _plain: type[Backend]  # that class
+    _place: Place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many ranks there are along each axis."""
+        return self._place.shape
+
+    @property
+    def periodic(self) -> tuple[bool, ...]:
+        """Whether the last rank along each axis has the first one as its neighbor."""
+        return self._place.periodic
+
+    @property
+    def coords(self) -> tuple[int, ...]:
+        """Where this rank stands; of any rank it is ``np.unravel_index(rank, grid.shape)``."""
+        return self._place.coords
+
+    def shift(self, axis: int, step: int = 1) -> tuple[Any, Any]:
+        """Return whom to receive from and whom to send to when all send ``step`` ranks further.
+
+        Beyond an open edge that is ``ferrodist.PROC_NULL``, to which ``sendrecv`` sends nothing.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> run_ranks(3, lambda backend: backend.grid(3, periodic=True).shift(0))
+            [(2, 1), (0, 2), (1, 0)]
+        """
+        axis = self._place.check_axis(axis, "shift")
+        try:
+            distance = operator.index(step)
+        except TypeError as error:
+            raise InvalidArgument(f"shift: step must be an int, got {step!r}", got=step) from error
+        src, dst = (self._place.rank_beside(axis, by) for by in (-distance, distance))
+        return PROC_NULL if src == NOBODY else src, PROC_NULL if dst == NOBODY else dst
+
+    def sub(self, axes: int | Sequence[int], *, timeout: Timeout = DEFAULT) -> Grid:
+        """Make the grid of those ranks that differ from this one along ``axes`` only.
+
+        Every rank calls it. ``grid.sub(1)`` is this rank's row; its axes follow the order given.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> def sum_of_row(backend):
+            ...     return backend.grid((2, 2)).sub(1).allreduce(backend.rank)
+            >>> run_ranks(4, sum_of_row)
+            [1, 1, 5, 5]
+        """
+        named = axes if isinstance(axes, Iterable) else (axes,)
+        kept = [self._place.check_axis(axis, "sub") for axis in named]
+        if len(set(kept)) < len(kept):
+            raise InvalidArgument(f"sub: an axis is named twice in {axes!r}", got=axes)
+        ranks = np.arange(self.world_size).reshape(self.shape)
+        here = [slice(None) if axis in kept else at for axis, at in enumerate(self.coords)]
+        members = ranks[tuple(here)].transpose([sorted(kept).index(axis) for axis in kept])
+        group = self.split(members.reshape(-1).tolist(), timeout=timeout)
+        return _as_grid(group, members.shape, tuple(self.periodic[axis] for axis in kept))
+
+    def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Any:
+        """Make a group, without a shape, of some ranks; only those call it, with the same list."""
+        group = super().split(ranks, timeout=timeout)  # type: ignore[safe-super] # of the group's class
+        group.__class__ = self._plain  # type: ignore[assignment] # it was made as one like this
+        return group
+
+    # -- exchanges with neighbors -----------------------------------------------------------------
+
+    def neighbor_all_gather(
+        self, x: Any, *, out: Any = None, timeout: Timeout = DEFAULT
+    ) -> list[Any]:
+        """Send ``x`` to all neighbors; return what they send, a list by direction.
+
+        It is axis 0 lower, axis 0 higher, axis 1 lower and so on, with None beyond open edges.
+        ``out`` may give an array, or None, for each. Only neighbors wait for each other.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> run_ranks(3, lambda b: b.grid(3).neighbor_all_gather(10 * b.rank))
+            [[None, 10], [0, 20], [10, None]]
+        """
+        parts = [x] * len(self._place.neighbors)
+        return _exchange(self, "neighbor_all_gather", parts, out, timeout)
+
+    def neighbor_all_to_all(
+        self, parts: Iterable[Any], *, out: Any = None, timeout: Timeout = DEFAULT
+    ) -> list[Any]:
+        """Send one part to each neighbor; return what they send here, a list by direction.
+
+        Parts and results are in the order axis 0 lower, axis 0 higher, axis 1 lower and so on. Of
+        parts beyond an open edge none is looked at, and None comes from there. Neighbors may send
+        other shapes than this rank. ``out`` may give an array, or None, for each.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> def swap(backend):
+            ...     me = backend.rank
+            ...     return backend.grid(3, periodic=True).neighbor_all_to_all([-me, me])
+            >>> run_ranks(3, swap)
+            [[2, -1], [0, -2], [1, 0]]
+        """
+        return _exchange(self, "neighbor_all_to_all", parts, out, timeout)
+
+    def __dir__(self) -> list[str]:
+        own = {name for name in vars(Grid) if not name.startswith("_")}
+        return sorted(own.union(super().__dir__()))
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.is_closed else ""
+        name = f"{self._plain.__name__} grid {self._place.shape}"
+        return f"<{name} rank {self.rank} of {self.world_size} at {self._place.coords}{state}>"
+
+
+def make_grid(backend: Backend, shape: Any, periodic: Any, timeout: Timeout) -> Grid:
+    """Make a grid of all ranks of a backend; ranks that pass different shapes are told so."""
+    backend._check_usable()
+    lengths = _check_shape(shape, backend)
+    wraps = _check_periodic(periodic, len(lengths))
+    deadline = backend._deadline(timeout)
+    leaves = (
+        Leaf("shape", DType.INT64, lengths),
+        Leaf("periodic", DType.BOOL, tuple(map(int, wraps))),
+    )
+    with backend._call(Call(Kind.GRID, leaves, site=caller_site()), deadline) as running:
+        running.collective(Kind.BARRIER)
+    group = backend.split(range(backend.world_size), timeout=deadline.rest_of(timeout))
+    return _as_grid(group, lengths, wraps)
+
+
+def _as_grid(group: Any, shape: tuple[int, ...], periodic: tuple[bool, ...]) -> Grid:
+    plain: type[Backend] = type(group)
+    group.__class__ = _grid_class(plain)
+    group._place = Place.of(group.rank, shape, periodic)
+    made: Grid = group
+    return made
+
+
+@functools.cache
+def _grid_class(kind: type[Backend]) -> type[Grid]:
+    """Put Grid before the class of a group."""
+    return type(f"{kind.__name__}Grid", (Grid, kind), {"_plain": kind, "__doc__": Grid.__doc__})
+
+
+def _check_shape(shape: Any, backend: Backend) -> tuple[int, ...]:
+    try:
+        named = shape if isinstance(shape, Iterable) else (shape,)
+        lengths = tuple(operator.index(length) for length in named)
+    except TypeError as error:
+        text = f"grid: a shape is made of integers, got {shape!r}"
+        raise InvalidArgument(text, got=shape) from error
+    if any(length < 1 for length in lengths) or math.prod(lengths) != backend.world_size:
+        raise InvalidWorldSize(
+            f"grid: shape {lengths} has {math.prod(lengths)} places, the group has "
+            f"{backend.world_size} ranks",
+            got=lengths,
+            world_size=backend.world_size,
+            this_rank=backend.rank,
+        )
+    return lengths
+
+
+def _check_periodic(periodic: Any, num_axes: int) -> tuple[bool, ...]:
+    flags = list(periodic) if isinstance(periodic, Iterable) else [periodic] * num_axes
+    if any(not isinstance(flag, (bool, np.bool_)) and flag not in (0, 1) for flag in flags):
+        text = f"grid: periodic must be a bool, or one for each axis, got {periodic!r}"
+        raise InvalidArgument(text, got=periodic)
+    if len(flags) != num_axes:
+        text = f"grid: periodic must have {num_axes} entries, one for each axis, got {periodic!r}"
+        raise InvalidArgument(text, got=periodic, expected=num_axes)
+    return tuple(map(bool, flags))
+
+
+# -- exchanges with neighbors ----------------------------------------------------------------------
+
+
+def _exchange(grid: Grid, name: str, parts: Any, out: Any, timeout: Timeout) -> list[Any]:
+    place = grid._place
+    given = place.list_by_direction(parts, f"{name}: parts")
+    rooms = None if out is None else place.list_by_direction(out, f"{name}: out")
+    try:
+        if timeout is DEFAULT and grid._fast_exchange is not None:
+            done = grid._fast_exchange(grid, place.neighbors, _FIRST_TAG, given, rooms)
+            if done is not NotImplemented:
+                return done  # type: ignore[no-any-return] # it comes from native code
+        return _exchange_in_python(grid, name, given, rooms, timeout)
+    except (SizeMismatch, CollectiveTimeout, RankLost, ProtocolError, OutOfMemory) as error:
+        raise _failure_of_exchange(grid, error, name) from None
+
+
+def _exchange_in_python(
+    grid: Grid, name: str, parts: list[Any], out: list[Any] | None, timeout: Timeout
+) -> list[Any]:
+    """Go through the directions, each time sending one way and receiving from the other side."""
+    grid._check_usable()
+    deadline, neighbors = grid._deadline(timeout), grid._place.neighbors
+    ways = [way for way, peer in enumerate(neighbors) if peer != NOBODY]
+    sources = {way: _as_source(parts, way, name) for way in ways}
+    targets = {way: _as_target(out, way) for way in ways}
+    for way, source in sources.items():  # what comes may come first
+        rooms = [room for room in targets.values() if room is not None]
+        if any(overlap(source, room).kind is not OverlapKind.NONE for room in rooms):
+            sources[way] = source._replace(buffer=source.buffer.copy())
+    results: list[Any] = [None] * len(parts)
+    misfit: SizeMismatch | None = None
+    for way in range(len(parts)):
+        origin = way ^ 1
+        try:
+            results[origin] = _shift(grid, way, sources.get(way), targets.get(origin), deadline)
+        except SizeMismatch as error:  # this rank's own affair: the neighbors get theirs
+            misfit = misfit or error
+    if misfit is not None:
+        raise misfit
+    return results
+
+
+def _shift(
+    grid: Grid, way: int, source: InputArray | None, target: OutputArray | None, deadline: Deadline
+) -> Any:
+    """Send one way and receive from the other side; at an open edge only one of the two."""
+    to, peer, tag = grid._place.neighbors[way], grid._place.neighbors[way ^ 1], _FIRST_TAG + way
+    if source is not None and peer != NOBODY:
+        return grid._sendrecv(source, to, tag, Receive(peer, tag, target), deadline)
+    if source is not None:
+        grid._send(source, to, tag, deadline)
+    return None if peer == NOBODY else grid._recv(Receive(peer, tag, target), deadline)
+
+
+def _failure_of_exchange(grid: Grid, error: DistributedError, name: str) -> DistributedError:
+    """Name the call that was made, and the neighbor, instead of a message and its tag.
+
+    All ranks are told, unless it concerns this one alone: they would wait for each other.
+    """
+
+    def name_side(message: re.Match[str]) -> str:
+        way = int(message[3]) - _FIRST_TAG
+        side = way if message[1] == "send" else way ^ 1
+        return f"{name}, {_side(side)}, rank {message[2]}"
+
+    text = _MESSAGE.sub(name_side, str(error), count=1)
+    if not isinstance(error, SizeMismatch):
+        grid.abort(f"{type(error).__name__}: {text}")
+    return type(error)(text, **error._facts)
+
+
+def _as_source(parts: list[Any], way: int, name: str) -> InputArray:
+    return as_input(parts[way], f"{name}: the part for {_side(way)}")
+
+
+def _as_target(out: list[Any] | None, way: int) -> OutputArray | None:
+    if out is None or out[way] is None:
+        return None
+    buffer = as_input(out[way], f"out for {_side(way)}").buffer
+    return as_output(out[way], buffer.dtype, buffer.shape)
+
+
+def _side(direction: int) -> str:
+    side = "higher" if direction % 2 else "lower"
+    return f"the {side} neighbor along axis {direction // 2}"
