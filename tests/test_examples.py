@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import io
 import os
 import re
@@ -20,9 +20,11 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from commands import free_port
+from ferrodist.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -39,6 +41,9 @@ SHOWN = {
         "3 ranks made 10 steps: [3. 4.]",
         "RankLost: rank 2 (pid ",
     ],
+    "heat.py": ["degrees, as on one rank: True"],
+    "sample_sort.py": ["numbers, as sorted on one rank: True"],
+    "ring_attention.py": ["(240, 16), as on one rank: True"],
     "every_launcher.py": ["rank 0 of 1: [0.0, 1.0, 2.0, 3.0] [7, 7]"],
     "train_jax_optax.py": ["epoch 30: loss 0.0", "world of 1: final loss 0.00"],
     "train_jax.py": ["step 150: loss 0.0", "all ranks have the same weights: True"],
@@ -72,7 +77,7 @@ NEEDS = {
     "train_resume.py": "torch",
 }
 OPTAX = "train_jax_optax.py"  # compiles for seconds
-LENGTHS = {"own_backend.py": 240, "train_resume.py": 70}
+LENGTHS = {"own_backend.py": 240, "train_resume.py": 70, "heat.py": 75, "ring_attention.py": 70}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -147,6 +152,34 @@ def run_example(start_job) -> Callable[..., list[tuple[str, str]]]:
             return job.results()
 
     return run
+
+
+def example(name: str) -> Any:
+    """Import an example."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+def test_examples_give_what_one_process_gives(world: int) -> None:
+    """The heat equation to the bit, on odd grids with blocks of several sizes."""
+    heat, sort, ring = map(example, ("heat", "sample_sort", "ring_attention"))
+
+    def body(backend):
+        found = heat.solve(backend, heat.make_plate(13, 17), 20)
+        return found, sort.sort_numbers(backend), ring.attend_to_all(backend)
+
+    plates, parts, heads = zip(*run_ranks(world, body), strict=True)
+    alone = heat.make_plate(13, 17)
+    for _ in range(20):
+        heat.step(alone)
+    np.testing.assert_array_equal(plates[0], alone)
+    numbers = np.concatenate([sort.numbers_of(rank) for rank in range(world)])
+    np.testing.assert_array_equal(np.concatenate(parts), np.sort(numbers))
+    whole = ring.attention(*ring.make_sequence())
+    np.testing.assert_allclose(np.concatenate(heads), whole, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow
