@@ -931,7 +931,7 @@ def test_calls_of_ferrodist_give_what_workers_check(
     orders = [Order(call, "", 12, 1, 2) for call in COLLECTIVES]
     orders += [Order("allreduce", variant, 12, 1, 2) for variant in ("new", "float16", "copy")]
     orders += [Order("overlap", variant, 12, 0, 1) for variant in ("compute", "alone", "both")]
-    orders += [Order(call, "", 2, 1, 2) for call in MESSAGES]
+    orders += [Order(call, "", 2, 1, 2) for call in (*MESSAGES, "halo")]
     orders += [Order("allreduce", kind, 2, 1, 2) for kind in KINDS if has_module(kind)]
 
     def carry_out_all(backend: ferrodist.Backend) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.compare.plan import OURS
+from benchmarks.compare.engines import MPI
+from benchmarks.compare.plan import MPI_HALOS, OURS
 
 from ferrodist.launch.bench import KB, MB
 
@@ -99,6 +100,7 @@ _VERSUS = {
     ("allreduce", "asarray"): _versus_numpy(TIME, None),
     ("allreduce", "async"): _versus_numpy(IN_ALL, 15.0),
     ("barrier", "pair"): [Versus("openmpi", "barrier", "pair", SPEED, 0.8)],
+    ("halo", ""): [Versus(mpi, "halo", way, SPEED, 0.9) for mpi in MPI for way in MPI_HALOS],
 } | {
     (call, ""): [
         Versus("mpich", call, "", SPEED, goal),

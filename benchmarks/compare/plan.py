@@ -14,6 +14,7 @@ from benchmarks.compare.engines import (
     DDP_ENGINES,
     ENGINES,
     MESSAGES_ENGINES,
+    MPI,
     TCP_ENGINES,
     Engine,
     missing_module,
@@ -44,6 +45,8 @@ DDP_STEPS = ("plain_step", "ferrodist_step", "torch_step")
 DDP_MODELS = ("", "small", "many")
 KINDS = ("numpy", "torch", "torch new", "number", "dict", "jax", "asarray", "async")
 MESSAGES = ("sendrecv", "posted", "window")
+HALO_NBYTES = 64 * 64 * 8  # a block of float64 per rank
+MPI_HALOS = ("Sendrecv", "Neighbor_alltoall")
 BUSY_COLLECTIVES = ("allreduce", "broadcast")
 PARTS = ("shared_memory", "tcp", "ddp", "calls", "messages", "busy")
 _FLOAT32 = 4
@@ -109,10 +112,16 @@ def make_calls_block(ranks: int, missing: Container[str]) -> Block:
 
 
 def make_messages_blocks(engines: Sequence[str], ranks: int) -> list[Block]:
-    """Compare messages with those of MPI, and the barrier with that of Open MPI."""
+    """Compare messages and a loop of halo exchanges with MPI, and the barrier with Open MPI."""
     barrier = tuple(Lane(engine, "barrier", "pair") for engine in engines if engine != "mpich")
     blocks = [_block(engines, ranks, call, 8) for call in MESSAGES]
-    return [*blocks, Block(f"{_title('barrier', 0, ranks)}, pair", ranks, 0, barrier)]
+    lanes = [Lane(OURS, "halo")] if OURS in engines else []
+    lanes += [Lane(mpi, "halo", way) for mpi in engines if mpi in MPI for way in MPI_HALOS]
+    return [
+        *blocks,
+        Block(_title("halo", HALO_NBYTES, ranks), ranks, HALO_NBYTES, tuple(lanes)),
+        Block(f"{_title('barrier', 0, ranks)}, pair", ranks, 0, barrier),
+    ]
 
 
 def make_busy_blocks(

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +15,11 @@ from ferrodist.launch.bench import make_calls
 
 with contextlib.suppress(ImportError):  # gives NumPy bfloat16; without it only that row is missing
     import ml_dtypes  # noqa: F401
+
+if TYPE_CHECKING or __package__:
+    from benchmarks.compare.worker import halo
+else:
+    import halo  # which stands beside the script that is run
 
 Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
@@ -38,7 +44,17 @@ class Engine:
             "sendrecv": lambda: ferrodist.sendrecv(x, peer, peer, backend, out=out),
             "window": self._window(x, out),
             "posted": self._posted(x, out),
+            "halo": lambda: self._halo(),  # made when it is first called: that is collective
         }
+
+    @functools.cached_property
+    def _halo(self) -> Call:
+        """One turn of the loop of examples/heat.py, as it stands there."""
+        grid, exchange = (
+            self.backend.grid(halo.grid_shape(self.world)),
+            halo.load_example().exchange,
+        )
+        return halo.make_loop(self.rank, self.world, lambda block: exchange(grid, block))
 
     def _window(self, x: Array, out: Array) -> Call:
         """Return as many sends in flight as ``x`` fits into ``out``, and one message back."""

@@ -28,6 +28,7 @@ Call = Callable[[], object]
 _ALIGNMENTS = (0, 64, 1024, 2080)  # bytes by which source and destination of a copy are shifted
 _WINDOW, _POSTED = 64, 1000  # messages in flight
 _PAIR_CALLS = ("send_recv", "sendrecv", "window", "posted")  # between ranks 0 and 1
+_HALO_VARIANTS = ("Sendrecv", "Neighbor_alltoall")  # the ways in which MPI can exchange halos
 _WITHOUT_OUT = ("new", "torch new", "number", "dict", "jax")
 _KINDS = (*_WITHOUT_OUT[1:], "torch")
 _COMPUTE_COUNT, _COMPUTE_ROUNDS = 1 << 14, 1500  # some milliseconds on an array that stays cached
@@ -74,7 +75,7 @@ class Order:
     @property
     def name(self) -> str:
         """The name of the call in the engine."""
-        if self.variant in ("async", "small", "many"):
+        if self.variant in ("async", "small", "many", *_HALO_VARIANTS):
             return f"{self.call} {self.variant}"
         return f"{self.call} new" if self.variant in _WITHOUT_OUT else self.call
 

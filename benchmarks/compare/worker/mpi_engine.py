@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
+
+if TYPE_CHECKING or __package__:
+    from benchmarks.compare.worker import halo
+else:
+    import halo  # which stands beside the script that is run
 
 Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
@@ -46,7 +52,51 @@ class Engine:
             "sendrecv": lambda: comm.Sendrecv(x, peer, recvbuf=out, source=peer),
             "window": self._window(x, out),
             "posted": self._posted(x, out),
+            "halo Sendrecv": lambda: self._halo_by_sendrecv(),
+            "halo Neighbor_alltoall": lambda: self._halo_by_neighbor_alltoall(),
         }
+
+    @functools.cached_property
+    def _grid(self) -> Any:
+        return self.comm.Create_cart(halo.grid_shape(self.world), periods=False, reorder=False)
+
+    @functools.cached_property
+    def _halo_by_sendrecv(self) -> Call:
+        """One turn of the loop, where each direction is a Sendrecv; columns go through buffers."""
+        grid = self._grid
+        (up, down), (left, right) = grid.Shift(0, 1), grid.Shift(1, 1)
+        given, got = np.empty(halo.LENGTH), np.empty(halo.LENGTH)
+
+        def send_column(block: Array, column: int, to: int, into: int, source: int) -> None:
+            given[:] = block[1:-1, column]
+            grid.Sendrecv(given, to, recvbuf=got, source=source)
+            if source != MPI.PROC_NULL:
+                block[1:-1, into] = got
+
+        def exchange(block: Array) -> None:
+            grid.Sendrecv(block[1, 1:-1], up, recvbuf=block[-1, 1:-1], source=down)
+            grid.Sendrecv(block[-2, 1:-1], down, recvbuf=block[0, 1:-1], source=up)
+            send_column(block, 1, left, -1, right)
+            send_column(block, -2, right, 0, left)
+
+        return halo.make_loop(self.rank, self.world, exchange)
+
+    @functools.cached_property
+    def _halo_by_neighbor_alltoall(self) -> Call:
+        """One turn of the loop, where the exchange is one call on one buffer for all edges."""
+        grid = self._grid
+        given, got = np.zeros((4, halo.LENGTH)), np.zeros((4, halo.LENGTH))
+        peers = [rank for axis in (0, 1) for rank in grid.Shift(axis, 1)]
+
+        def exchange(block: Array) -> None:
+            for row, edge in zip(given, halo.edges_of(block), strict=True):
+                row[:] = edge
+            grid.Neighbor_alltoall(given, got)
+            for peer, row, into in zip(peers, got, halo.halos_of(block), strict=True):
+                if peer != MPI.PROC_NULL:
+                    into[:] = row
+
+        return halo.make_loop(self.rank, self.world, exchange)
 
     def _ping_pong(self, x: Array, out: Array) -> Call:
         comm = self.comm
