@@ -43,6 +43,11 @@ SHOWN = {
     ],
     "heat.py": ["degrees, as on one rank: True"],
     "sample_sort.py": ["numbers, as sorted on one rank: True"],
+    "task_farm.py": [
+        "worker 2 is lost, 2 go on",
+        "30 tasks done, as on one rank: True",
+        "RankLost: rank 2 (pid ",
+    ],
     "ring_attention.py": ["(240, 16), as on one rank: True"],
     "every_launcher.py": ["rank 0 of 1: [0.0, 1.0, 2.0, 3.0] [7, 7]"],
     "train_jax_optax.py": ["epoch 30: loss 0.0", "world of 1: final loss 0.00"],
@@ -77,7 +82,13 @@ NEEDS = {
     "train_resume.py": "torch",
 }
 OPTAX = "train_jax_optax.py"  # compiles for seconds
-LENGTHS = {"own_backend.py": 240, "train_resume.py": 70, "heat.py": 75, "ring_attention.py": 70}
+LENGTHS = {
+    "own_backend.py": 240,
+    "train_resume.py": 70,
+    "heat.py": 75,
+    "ring_attention.py": 70,
+    "task_farm.py": 95,
+}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -180,6 +191,16 @@ def test_examples_give_what_one_process_gives(world: int) -> None:
     np.testing.assert_array_equal(np.concatenate(parts), np.sort(numbers))
     whole = ring.attention(*ring.make_sequence())
     np.testing.assert_allclose(np.concatenate(heads), whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("world", [2, 3, 6])
+def test_a_farm_gives_what_one_process_gives(world: int) -> None:
+    farm = example("task_farm")
+
+    def body(backend):
+        return farm.work(backend) if backend.rank else farm.hand_out(backend, range(20))
+
+    assert run_ranks(world, body)[0] == [farm.compute(task) for task in range(20)]
 
 
 @pytest.mark.slow
