@@ -18,7 +18,7 @@ import numpy as np
 from ferrodist.arrays import OutputArray, received_array
 from ferrodist.backends.framing import unpack_message, unpack_shape
 from ferrodist.buffer import ArrayKind, DType
-from ferrodist.call import Leaf
+from ferrodist.call import MAX_TAG, Leaf
 from ferrodist.message_status import Status
 
 ANY = -1
@@ -152,7 +152,7 @@ class PostedReceive:
 
     def matches(self, source: int, tag: int) -> bool:
         """Tell whether it takes messages of this source with this tag."""
-        return self.peer in (ANY, source) and self.tag in (ANY, tag)
+        return self.peer in (ANY, source) and _takes_tag(self.tag, tag)
 
 
 class MatchQueue:
@@ -202,7 +202,7 @@ class MatchQueue:
         heads = (
             queue[0]
             for (source, its_tag), queue in self._unexpected.items()
-            if peer in (ANY, source) and tag in (ANY, its_tag)
+            if peer in (ANY, source) and _takes_tag(tag, its_tag)
         )
         first = min(heads, key=lambda head: head[0], default=None)
         return None if first is None else first[1]
@@ -221,6 +221,11 @@ class MatchQueue:
         """List the tags of the messages of these sources that nobody has received."""
         wanted = set(sources)
         return sorted({tag for source, tag in self._unexpected if source in wanted})
+
+
+def _takes_tag(wanted: int, tag: int) -> bool:
+    """Tell whether a tag is wanted; any stands for those that users have."""
+    return wanted == tag or (wanted == ANY and tag <= MAX_TAG)
 
 
 def _is_taken(receive: PostedReceive, message: Message) -> bool:

@@ -207,6 +207,19 @@ def _in_place_halos(trial: Trial) -> None:
         trial.expect_array(got[1], np.arange(0, 6, 2) + 10 * higher, what="a column as halo")
 
 
+def _halos_beside_receives(trial: Trial) -> None:
+    """A receive from anybody, with any tag, takes nothing of an exchange."""
+    any_source, any_tag = ferrodist.ANY_SOURCE, ferrodist.ANY_TAG
+    with trial.backend.grid(trial.world, True) as grid:
+        lower, higher = grid.shift(0)
+        coming = ferrodist.recv(any_source, grid, tag=any_tag, async_op=True)
+        got = grid.neighbor_all_gather(trial.rank)
+        trial.expect_equal(got, [lower, higher], "halos beside a receive of anything")
+        ferrodist.send(100 + trial.rank, higher, grid, tag=3, async_op=True).wait()
+        trial.expect_equal(coming.wait(trial.backend.timeout), 100 + lower, "what was sent beside")
+        grid.barrier()
+
+
 def _sub_grids(trial: Trial) -> None:
     """Rows, columns and transposed grids have the ranks that NumPy indexing finds."""
     shape = max(_shapes(trial.world), key=len)
@@ -326,6 +339,7 @@ SCENARIOS: dict[str, Callable[[Trial], None]] = {
     "large_halos": _large_halos,
     "uneven_halos": _uneven_halos,
     "in_place_halos": _in_place_halos,
+    "halos_beside_receives": _halos_beside_receives,
     "sub_grids": _sub_grids,
     "wrong_grids": _wrong_grids,
     "shared": _shared,
