@@ -37,6 +37,10 @@ class Deadline:
         if isinstance(seconds, DefaultTimeout) and late_timeout is not None:
             self.late_seconds = late_timeout
 
+    def from_now(self) -> Deadline:
+        """Return that of a call whose turn has come; one that somebody chose runs from the call."""
+        return Deadline(self.seconds, self.late_seconds) if self.late_seconds else self
+
     @property
     def is_patient(self) -> bool:
         """Whether a call may go on after ``end``, for those who live."""

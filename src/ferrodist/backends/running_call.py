@@ -119,6 +119,8 @@ class RunningCall:
             if tickets.last_ended + 1 < self.sequence:
                 with self.backend._holding():
                     tickets.wait(self.sequence, self._look_while_queued)
+                # Else it begins late, and takes ranks that were queued as well for stuck ones.
+                self.deadline = self.deadline.from_now()
             self.backend._begin_call(self)
         except BaseException as error:
             self._end_ticket(error)
