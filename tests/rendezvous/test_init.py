@@ -55,7 +55,7 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
     monkeypatch.setattr(registry, "_process", registry._Process())
-    monkeypatch.setattr(registry.ProgramEnd, "watch", lambda self: None)
+    monkeypatch.setattr(registry.ProgramEnd, "watch", lambda self, backend: None)
     for name in ("shared_memory", "shm"):
         monkeypatch.setitem(registry._BUILT_IN, name, f"{__name__}:StandIn")
     StandIn.jobs.clear()

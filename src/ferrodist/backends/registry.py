@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import io
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -28,6 +30,7 @@ from ferrodist.config import (
     unread_variables,
     variable,
 )
+from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     BackendUnavailable,
     DistributedError,
@@ -143,7 +146,7 @@ def init(
         made = _join(backend, config)
         made._pickle = bool(pickle)
         _process.backend = made
-        ProgramEnd(made).watch()
+        program_end.watch(made)
         return made
 
 
@@ -236,14 +239,20 @@ def _check_same(made: Backend, name: str | None, timeout: Timeout, pickle: bool 
 
 def _join(name: str | None, config: Config) -> Backend:
     asked = config.backend if name is None else name
-    join = None if asked == AUTO else _joining(asked, is_setting=name is None)
+    if asked != AUTO:
+        _joining(asked, is_setting=name is None)  # refuses it before anybody is waited for
     job = _find_job()
     if job.status_board is not None:
         _print_by_lines()
-    if join is None:
-        join = _joining("hybrid" if job.several_hosts else "shared_memory")
-        return join(job, config=config)._simplest()  # for all may turn out to be on one host
-    return join(job, config=config)
+    return join_job(job, asked, config)
+
+
+def join_job(job: Job, name: str, config: Config) -> Backend:
+    """Join a job with the backend of this name; every rank of the job calls it."""
+    if name != AUTO:
+        return _joining(name)(job, config=config)
+    join = _joining("hybrid" if job.several_hosts else "shared_memory")
+    return join(job, config=config)._simplest()  # for all may turn out to be on one host
 
 
 def _find_job() -> Job:
@@ -315,12 +324,18 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 class ProgramEnd:
     """Tells the other ranks, once, how this rank's program came to its end."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self) -> None:
+        self._backends: weakref.WeakSet[Backend] = weakref.WeakSet()
         self._exit = ""
         self._has_failed = False
 
-    def watch(self) -> None:
+    def watch(self, backend: Backend) -> None:
+        """Tell the ranks of this group, too."""
+        self._backends.add(backend)
+        self._install()
+
+    @functools.cache  # noqa: B019 -- there is one, and it is never dropped
+    def _install(self) -> None:
         """Hook into all the ways in which a program can end."""
         previous_hook: _Hook = sys.excepthook
         previous_exit = sys.exit
@@ -347,10 +362,11 @@ class ProgramEnd:
         goes_on = goes_on or not _is_in_main_thread()  # a thread's error does not end the program
         if not goes_on and not self._has_failed:
             self._has_failed = True
-            self._backend._fail(error)
+            for backend in list(self._backends):
+                backend._fail(error)
 
     def _end(self) -> None:
-        """Leave the group, quietly and soon: calls in flight get a moment, no more.
+        """Leave the groups, quietly and soon: calls in flight get a moment, no more.
 
         Without a thread to be waited for: Python 3.12 starts none any more.
         """
@@ -360,11 +376,15 @@ class ProgramEnd:
         if error is not None:
             self._fail(error)
         how = f"its program ended after {self._exit}" if self._exit else "its program ended"
-        try:
-            self._backend._end(how, _EXIT_SECONDS)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- a Work's was logged before
-            rank = self._backend.rank
-            logger.debug("rank %d: at the end of the program: %s", rank, error)
+        deadline = Deadline(_EXIT_SECONDS)
+        for backend in list(self._backends):
+            try:
+                backend._end(how, deadline.remaining())
+            except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- a Work's was logged
+                logger.debug("rank %d: at the end of the program: %s", backend.rank, error)
+
+
+program_end = ProgramEnd()
 
 
 def _shown(status: object) -> str:
