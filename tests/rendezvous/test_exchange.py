@@ -17,7 +17,7 @@ import pytest
 from ferrodist import BackendUnavailable, InvalidArgument, RendezvousError
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import Job, foreign, launchers
-from ferrodist.rendezvous.foreign import MpiExchange, TorchExchange, TorchStore
+from ferrodist.rendezvous.foreign import MpiExchange, TorchExchange, connect_to_agent
 from ferrodist.rendezvous.job import Bootstrap, Endpoint
 from test_launchers import ENVIRONMENT, MPICH, OPEN_MPI, TORCHRUN
 
@@ -112,29 +112,34 @@ def gather_all(make: Callable[[Job], Any], jobs: list[Job]) -> list[Any]:
         return list(pool.map(gather, jobs))
 
 
+def through_agent(job: Job, agent: Endpoint, seconds: float) -> TorchExchange:
+    deadline = Deadline(seconds)
+    return TorchExchange(job, connect_to_agent(job, agent, deadline), deadline)
+
+
 def test_all_get_the_values_of_all_through_torchs_store(agent):
     jobs = jobs_of(4, agent, Bootstrap.TORCH_STORE)
-    results = gather_all(lambda job: TorchExchange(job, agent, Deadline(20)), jobs)
+    results = gather_all(lambda job: through_agent(job, agent, 20), jobs)
     assert results == [[bytes([0, 255, rank]) for rank in range(4)]] * 4
 
 
 def test_ranks_that_do_not_come_to_torchs_store_are_named(agent):
     jobs = jobs_of(4, agent, Bootstrap.TORCH_STORE)
-    with TorchExchange(jobs[2], agent, Deadline(1.0)) as exchange:
+    with through_agent(jobs[2], agent, 1.0) as exchange:
         with pytest.raises(RendezvousError, match="rank 0, rank 1, rank 3 of 4 did not") as caught:
             exchange.gather(b"2")
     assert caught.value.missing == [0, 1, 3]
-    with TorchExchange(jobs[0], agent, Deadline(1.0)) as exchange:
+    with through_agent(jobs[0], agent, 1.0) as exchange:
         with pytest.raises(RendezvousError, match="rank 1, rank 3 of 4 did not join") as caught:
             exchange.gather(b"0")
     assert caught.value.missing == [1, 3]
 
 
 def test_torchs_store_has_our_verbs(agent):
-    store = TorchStore(jobs_of(2, agent, Bootstrap.TORCH_STORE)[0], agent, Deadline(10))
+    store = connect_to_agent(jobs_of(2, agent, Bootstrap.TORCH_STORE)[0], agent, Deadline(10))
     store.set("key", b"\0\xff")
     store.set("key", b"\0\xff")
-    with pytest.raises(InvalidArgument, match="key 'key' of torchrun's store has another value"):
+    with pytest.raises(InvalidArgument, match="key 'key' of torch's store has another value"):
         store.set("key", b"other")
     assert store.get("key", 10) == b"\0\xff"
     assert store.add("count", 2) == 2
@@ -148,14 +153,14 @@ def test_a_store_of_torchrun_that_is_not_there_is_told_with_its_address():
     endpoint = Endpoint("127.0.0.1", free_port())
     job = jobs_of(2, endpoint, Bootstrap.TORCH_STORE)[1]
     with pytest.raises(RendezvousError, match=f"torchrun's agent at 127.0.0.1:{endpoint.port}"):
-        TorchExchange(job, endpoint, Deadline(1.0))
+        connect_to_agent(job, endpoint, Deadline(1.0))
 
 
 def test_without_torch_it_is_said_what_to_install(agent, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     job = jobs_of(2, agent, Bootstrap.TORCH_STORE)[1]
     with pytest.raises(BackendUnavailable, match=r"pip install 'ferrodist\[torch\]'"):
-        TorchExchange(job, agent, Deadline(1.0))
+        connect_to_agent(job, agent, Deadline(1.0))
 
 
 # -- MPI -----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Other people's ways to bring ranks together: the store of torchrun's agent, and MPI.
+"""Other people's ways to bring ranks together: a store of torch's, as torchrun has one, and MPI.
 
 The only file of this package that imports torch or mpi4py, each when it is used; importing mpi4py
 calls MPI_Init.
@@ -28,17 +28,29 @@ _MAX_RANKS_SHOWN = 16
 
 
 class TorchExchange(Exchange):
-    """The exchange through the store of torchrun's agent."""
+    """The exchange through a store of torch's; ``towards`` is the host that has it.
 
-    def __init__(self, job: Job, endpoint: Endpoint, deadline: Deadline) -> None:
+    ``call`` is what every rank calls to come here.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        store: TorchStore,
+        deadline: Deadline,
+        towards: str = "",
+        call: str = "ferrodist.init()",
+    ) -> None:
         self._job = job
         self._deadline = deadline
-        self._endpoint = endpoint
-        self._store = TorchStore(job, endpoint, deadline)
+        self._towards = towards
+        self._store = store
+        self._call = call
 
     @property
     def towards(self) -> str:
-        return self._endpoint.host
+        """The host of the store."""
+        return self._towards
 
     def gather(self, own: bytes) -> list[bytes]:
         """Return what all ranks have to tell; raises RendezvousError naming those that do not."""
@@ -57,7 +69,7 @@ class TorchExchange(Exchange):
         return RendezvousError(
             f"{shown} of {job.world_size} did not join job {job.name!r} within {self._deadline}; "
             f"this is rank {job.rank}. Look at the output of those: they ended or hang before "
-            "ferrodist.init(), or did not call it",
+            f"{self._call}, or did not call it",
             missing=missing,
             rank=missing[0],
             this_rank=job.rank,
@@ -65,18 +77,18 @@ class TorchExchange(Exchange):
 
 
 class TorchStore:
-    """The store of torchrun's agent, with our methods; keys begin with the name of the job.
+    """A store of torch's, with our methods.
 
-    That name holds the number of restarts, so what earlier attempts have left is not found.
+    All keys begin with ``prefix``, which no earlier meeting has had: what that left is not found.
     """
 
-    def __init__(self, job: Job, endpoint: Endpoint, deadline: Deadline) -> None:
-        self._prefix = f"ferrodist/{job.name}/"
-        self._store = _connect(job, endpoint, deadline)
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._prefix = prefix
+        self._store = store
 
     def set(self, key: str, value: bytes) -> None:
         if self._store.compare_set(self._prefix + key, "", value) != value:
-            raise InvalidArgument(f"key {key!r} of torchrun's store has another value already")
+            raise InvalidArgument(f"key {key!r} of torch's store has another value already")
 
     def get(self, key: str, timeout: float) -> bytes:
         name = self._prefix + key
@@ -98,7 +110,11 @@ class TorchStore:
         return int(self._store.add(self._prefix + key, amount))
 
 
-def _connect(job: Job, endpoint: Endpoint, deadline: Deadline) -> Any:
+def connect_to_agent(job: Job, endpoint: Endpoint, deadline: Deadline) -> TorchStore:
+    """Connect to the store of torchrun's agent.
+
+    The name of its jobs holds the number of restarts.
+    """
     try:
         from torch.distributed import TCPStore
     except ImportError as error:
@@ -109,7 +125,7 @@ def _connect(job: Job, endpoint: Endpoint, deadline: Deadline) -> Any:
         ) from error
     seconds = timedelta(seconds=max(1.0, deadline.remaining()))
     try:
-        return TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=seconds)
+        store = TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=seconds)
     except (RuntimeError, OSError) as error:
         first_line = (str(error).splitlines() or ["?"])[0]
         raise RendezvousError(
@@ -118,6 +134,7 @@ def _connect(job: Job, endpoint: Endpoint, deadline: Deadline) -> Any:
             rank=0,
             this_rank=job.rank,
         ) from error
+    return TorchStore(store, f"ferrodist/{job.name}/")
 
 
 class MpiExchange(Exchange):

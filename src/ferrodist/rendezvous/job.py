@@ -17,12 +17,15 @@ import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ferrodist.config import variable
 from ferrodist.errors import AuthenticationError, InvalidArgument, InvalidRank, InvalidWorldSize
 from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.watch import StatusBoard
+
+if TYPE_CHECKING:
+    from ferrodist.rendezvous.store import Exchange
 
 Environment = Mapping[str, str]
 
@@ -91,9 +94,9 @@ class Job:
     ``hosts`` is what shows that there are ranks on other hosts, as far as can be known before they
     have met; it is '' if there are none, and None if the launcher does not say, which ``find_job``
     then finds out. With several hosts, ``endpoint`` is where rank 0 listens, unless they use
-    another ``bootstrap``. ``local_rank`` and ``local_world_size`` are the rank among those of this
-    host, if the launcher says. Without ``has_secret`` the secret follows from the name, and keeps
-    nobody out.
+    another ``bootstrap``, or an ``exchange`` that the program has. ``local_rank`` and
+    ``local_world_size`` are the rank among those of this host, if the launcher says. Without
+    ``has_secret`` the secret follows from the name, and keeps nobody out.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Job:
     local_rank: int | None = None
     local_world_size: int | None = None
     has_secret: bool = field(default=True, repr=False)
+    exchange: Exchange | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -110,6 +110,8 @@ def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
         from ferrodist.rendezvous.foreign import MpiExchange
 
         return MpiExchange(job, deadline)
+    if job.exchange is not None:
+        return job.exchange
     endpoint = job.endpoint
     if endpoint is None:
         raise InvalidArgument(
@@ -117,9 +119,10 @@ def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
             this_rank=job.rank,
         )
     if job.bootstrap is Bootstrap.TORCH_STORE:
-        from ferrodist.rendezvous.foreign import TorchExchange
+        from ferrodist.rendezvous.foreign import TorchExchange, connect_to_agent
 
-        return TorchExchange(job, endpoint, deadline)
+        store = connect_to_agent(job, endpoint, deadline)
+        return TorchExchange(job, store, deadline, endpoint.host)
     return _open_socket_exchange(job, TcpPoint(job, endpoint, config, deadline), deadline)
 
 

@@ -89,8 +89,8 @@ def gather(store: Store, job: Job, own: bytes, deadline: Deadline) -> list[bytes
     """
     if len(own) > MAX_RECORD:
         raise RendezvousError(f"rank {job.rank} has {len(own)} bytes to tell", rank=job.rank)
+    store.set(f"address/{job.rank}", own)
     if job.rank != 0:
-        store.set(f"address/{job.rank}", own)
         return _read_all(store, job, deadline)
     others = (
         store.get(f"address/{rank}", deadline.remaining()) for rank in range(1, job.world_size)
@@ -104,8 +104,8 @@ def gather(store: Store, job: Job, own: bytes, deadline: Deadline) -> list[bytes
 
 
 def gather_keys(world_size: int) -> list[str]:
-    """Return for each rank the key that shows, when it is set, that the rank has gathered."""
-    return ["addresses/0", *(f"address/{rank}" for rank in range(1, world_size))]
+    """Return for each rank the key that shows, when it is set, that the rank has come."""
+    return [f"address/{rank}" for rank in range(world_size)]
 
 
 def _read_all(store: Store, job: Job, deadline: Deadline) -> list[bytes]:
