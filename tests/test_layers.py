@@ -24,8 +24,9 @@ ALLOWED = {
     "rendezvous": {"_native"},
     "backends": {"arrays", "schedules", "rendezvous", "_native", "work"},
     "collectives": {"arrays", "backends", "work", "_native"},
-    "testing": {"", "arrays", "backends", "collectives", "schedules", "work"},
+    "testing": {"", "arrays", "backends", "collectives", "schedules", "torch", "work"},
     "parallel": {"", "arrays", "backends"},
+    "torch": {"", "backends", "rendezvous", "work"},
     "launch": {"", "backends", "rendezvous", "testing", "_native"},
 }
 FRAMEWORKS = {"torch", "jax", "cupy", "ml_dtypes", "mpi4py"}
@@ -81,7 +82,7 @@ def test_every_room_is_on_the_map():
 
 def test_only_the_door_and_the_codec_name_a_framework():
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name in ("arrays", "contract", "parallel"):
+        if path.parent.name in ("arrays", "contract", "parallel", "torch"):
             continue
         if str(path.relative_to(PACKAGE)) in MEETING_BY_OTHERS:
             continue

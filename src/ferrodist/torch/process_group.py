@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""ProcessGroup: ferrodist's collectives under the names by which torch calls them.
+
+torch calls a method from Python, from its C++ code, or through an operator; the last two are what
+``operators.py`` is for. Blocking calls go straight to the public functions of ferrodist, those that
+torch wants asynchronous with ``async_op=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ferrodist
+from ferrodist.backends.base import Backend
+from ferrodist.errors import CollectiveTimeout, InvalidArgument
+from ferrodist.torch.group_base import all_of, c10d, flat_outputs, is_plain_call
+from ferrodist.torch.reductions import Reductions
+from ferrodist.torch.tensors import (
+    Finish,
+    cut_into,
+    flat_input,
+    flat_output,
+    is_plain,
+    join_inputs,
+)
+from ferrodist.torch.work import FINISHED
+
+
+class ProcessGroup(Reductions):
+    """A process group of torch over a backend of ferrodist, which ``backend`` is.
+
+    Made by ``torch.distributed.init_process_group("ferrodist")`` and ``new_group``, or over a
+    backend that you have by ``ferrodist.torch.process_group``.
+    """
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Overwrite a tensor with that of one rank: ``torch.distributed.broadcast``."""
+        if not isinstance(opts, c10d.BroadcastOptions):
+            return self._parse("broadcast", tensors, opts, *more, **named)
+        (x,) = tensors
+        root = opts.rootRank
+        if is_plain(x) and is_plain_call(opts):
+            self._run("broadcast", tensors, ferrodist.broadcast, x, self.backend, root, out=x)
+            return FINISHED
+        flat, finish = flat_output(x)
+        finish = None if root == self.rank() else finish
+        args = flat, self.backend, root
+        return self._call(
+            "broadcast", opts, tensors, ferrodist.broadcast, *args, out=flat, finish=finish
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Join the tensors of all ranks in one: ``torch.distributed.all_gather_single``."""
+        opts = c10d.AllgatherOptions() if opts is None else opts
+        if is_plain(output) and is_plain(input) and is_plain_call(opts):
+            call, args = ferrodist.all_gather, (input, self.backend)
+            self._run("all_gather_single", (output, input), call, *args, out=output)
+            return FINISHED
+        out, finish = flat_output(output)
+        x = flat_input(input)
+        self._check_parts("all_gather_single", out, x)
+        tensors, args = [output, input], (x, self.backend)
+        call = ferrodist.all_gather
+        return self._call("all_gather_single", opts, tensors, call, *args, out=out, finish=finish)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
+        """Do several of all_gather_single in one call."""
+        opts = c10d.AllgatherOptions() if opts is None else opts
+        flats, finishes = flat_outputs(outputs)
+        xs = [flat_input(x) for x in inputs]
+        for x, flat in zip(xs, flats, strict=True):
+            self._check_parts("all_gather_single", flat, x)
+        call, finish, name = ferrodist.all_gather, all_of(finishes), "all_gather_single_coalesced"
+        return self._call(name, opts, inputs, call, xs, self.backend, out=flats, finish=finish)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        """Give every rank the tensors of all, as a list: ``torch.distributed.all_gather``."""
+        if not isinstance(opts, c10d.AllgatherOptions):
+            return self._parse("allgather", outputs, inputs, opts, *more)
+        (parts,), (x,) = outputs, inputs
+        self._check_list("all_gather", parts)
+        is_even = all(part.numel() == x.numel() for part in parts)
+        call = ferrodist.all_gather if is_even else ferrodist.all_gather_uneven
+        self._check_own("all_gather", parts[self.rank()], x)
+        args, finish = (flat_input(x), self.backend), cut_into(parts)
+        return self._call("all_gather", opts, parts, call, *args, finish=finish)
+
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
+        """Give every rank several tensors of all: ``output_lists[r]`` are those of rank r."""
+        opts = c10d.AllgatherOptions() if opts is None else opts
+        self._check_list("all_gather_coalesced", output_lists)
+        cuts = [cut_into(parts) for parts in zip(*output_lists, strict=True)]
+
+        def finish(rows: list[Tensor]) -> None:
+            for cut, row in zip(cuts, rows, strict=True):
+                cut(row)
+
+        xs, call = [flat_input(x) for x in inputs], ferrodist.all_gather
+        name = "all_gather_coalesced"
+        return self._call(name, opts, inputs, call, xs, self.backend, finish=finish)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        """Give one rank the tensors of all: ``torch.distributed.gather``."""
+        if not isinstance(opts, c10d.GatherOptions):
+            return self._parse("gather", outputs, inputs, opts, *more)
+        (x,), root = inputs, opts.rootRank
+        finish = None
+        if root == self.rank():
+            (parts,) = outputs
+            self._check_list("gather", parts)
+            self._check_own("gather", parts[root], x)
+            finish = cut_into(parts)
+        args = flat_input(x), self.backend, root
+        return self._call("gather", opts, inputs, ferrodist.gather, *args, finish=finish)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        """Give rank r the r-th tensor of one rank: ``torch.distributed.scatter``."""
+        if not isinstance(opts, c10d.ScatterOptions):
+            return self._parse("scatter", outputs, inputs, opts, *more)
+        (output,), root, x = outputs, opts.rootRank, None
+        out, finish = flat_output(output)
+        if root == self.rank():
+            (parts,) = inputs
+            self._check_list("scatter", parts)
+            x = join_inputs(parts)
+            self._check_parts("scatter", x, out)
+        args = x, self.backend, root
+        call = ferrodist.scatter
+        return self._call("scatter", opts, outputs, call, *args, out=out, finish=finish)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Any:
+        """Send part r to rank r, parts being rows: ``torch.distributed.all_to_all_single``."""
+        if not isinstance(opts, c10d.AllToAllOptions):
+            splits = output_split_sizes or [], input_split_sizes or []
+            return self._parse("all_to_all_single", output, input, *splits, opts)
+        name, tensors, call = "all_to_all_single", (output, input), ferrodist.all_to_all
+        is_even = not output_split_sizes and not input_split_sizes
+        if is_even and is_plain(output) and is_plain(input) and is_plain_call(opts):
+            self._run(name, tensors, call, input, self.backend, out=output)
+            return FINISHED
+        out, finish = flat_output(output)
+        x = flat_input(input)
+        if is_even:
+            args = x, self.backend
+            return self._call(name, opts, tensors, call, *args, out=out, finish=finish)
+        sends = self._counts(name, input, x, input_split_sizes)
+        receives = self._counts(name, output, out, output_split_sizes)
+        return self._exchange(name, opts, tensors, x, sends, out, receives, finish)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Send the r-th tensor to rank r: ``torch.distributed.all_to_all``."""
+        if not isinstance(opts, c10d.AllToAllOptions):
+            return self._parse("alltoall", outputs, inputs, opts)
+        self._check_list("all_to_all", outputs)
+        self._check_list("all_to_all", inputs)
+        x, cut = join_inputs(inputs), cut_into(outputs)
+        sends, receives = ([part.numel() for part in parts] for parts in (inputs, outputs))
+        out = x.new_empty(sum(receives))
+        tensors = [*outputs, *inputs]
+        return self._exchange(
+            "all_to_all", opts, tensors, x, sends, out, receives, lambda _: cut(out)
+        )
+
+    def _exchange(
+        self,
+        name: str,
+        opts: Any,
+        tensors: Sequence[Tensor],
+        x: Tensor,
+        sends: list[int],
+        out: Tensor,
+        receives: list[int],
+        finish: Finish | None,
+    ) -> Any:
+        """Send parts of any sizes; what a rank expects is compared with what it is sent."""
+        args, options = (x, sends, self.backend), {"recv_counts": receives, "out": out}
+        call = ferrodist.all_to_all_uneven
+        return self._call(name, opts, tensors, call, *args, finish=finish, **options)
+
+    # -- point to point ---------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        """Send a tensor; the Work is over when it may change."""
+        (x,) = tensors
+        args = flat_input(x), dst, self.backend
+        return self._start("send", tensors, ferrodist.send, *args, tag=tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        """Receive into a tensor."""
+        (x,) = tensors
+        flat, finish = flat_output(x)
+        call, options = ferrodist.recv, {"out": flat, "tag": tag, "source": src, "finish": finish}
+        return self._start("recv", tensors, call, src, self.backend, **options)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        """Receive into a tensor from whoever sends first; ``source_rank()`` says who that was."""
+        (x,) = tensors
+        flat, finish = flat_output(x)
+        options = {"out": flat, "tag": tag, "with_status": True, "finish": finish}
+        call = ferrodist.recv
+        return self._start("recv", tensors, call, ferrodist.ANY_SOURCE, self.backend, **options)
+
+    # -- barriers ---------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None, **named: Any) -> Any:
+        """Wait until all ranks have come; a timeout names those that have not."""
+        if not isinstance(opts, c10d.BarrierOptions):
+            return self._parse("barrier", opts, **named)
+        return self._call("barrier", opts, [], ferrodist.barrier, self.backend)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait until all ranks have come; on every rank the error names all that have not."""
+        opts = c10d.BarrierOptions()
+        opts.asyncOp = False
+        if timeout is not None:
+            opts.timeout = max(timeout, timedelta(milliseconds=1))
+        try:
+            self._call("monitored_barrier", opts, [], ferrodist.barrier, self.backend)
+        except CollectiveTimeout as error:  # in the words by which programs know it
+            error.args = (f"Rank {self.rank()} timed out in monitoredBarrier: {error}",)
+            raise
+
+
+def backend_of(group: Any = None) -> Backend:
+    """Return the backend under a process group of torch, or under the default group.
+
+    Raises InvalidArgument for a group that is not ferrodist's.
+
+    Example:
+        >>> import ferrodist.torch
+        >>> ferrodist.torch.backend_of().statistics().slowest  # doctest: +SKIP
+        3
+    """
+    found = torch.distributed.group.WORLD if group is None else group
+    if not isinstance(found, ProcessGroup):
+        name = "no group" if found is None else f"a group of {type(found).__name__}"
+        raise InvalidArgument(
+            f"backend_of: expected a process group of ferrodist's, got {name}; "
+            'init_process_group("ferrodist") makes one',
+            got=str(found),
+        )
+    return found.backend

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What torch gets back for a call: a Work, finished or in flight, and errors in torch's words.
+
+A call that blocks is over when it returns, so all of them return one and the same Work. A Future is
+made only for those who ask for it: it costs as much as the call.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ferrodist.backends.base import Backend
+from ferrodist.call import Site, caller_site
+from ferrodist.errors import CollectiveTimeout, DistributedError
+from ferrodist.torch.tensors import Finish
+from ferrodist.work import Work
+
+_NO_TIMEOUT = timedelta(0)  # what torch passes for "as long as it takes"
+
+
+class CallSite:
+    """A call of torch.distributed as errors name it: what, with what, where in the program."""
+
+    __slots__ = ("backend", "name", "site", "tensors")
+
+    def __init__(self, name: str, tensors: Sequence[Any], backend: Backend) -> None:
+        self.name = name
+        self.tensors = tensors
+        self.backend = backend
+        self.site: Site | None = caller_site()
+
+    def __str__(self) -> str:
+        arrays = [f"{_name_of(x.dtype)}{list(x.shape)}" for x in self.tensors[:3]]
+        more = [f"... {len(self.tensors)} tensors"] if len(self.tensors) > 3 else []
+        return f"torch.distributed.{self.name}({', '.join([*arrays, *more])}) at {self.site}"
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Say in an error of ferrodist which call of torch it comes from."""
+        if isinstance(error, DistributedError) and not hasattr(error, "torch_call"):
+            error.torch_call = str(self)  # type: ignore[attr-defined] # once: an error may be raised again
+            limit = ""
+            if isinstance(error, CollectiveTimeout) and self.backend.timeout is not None:
+                limit = f"; the timeout of the group is {self.backend.timeout:g} s"
+            error.args = (f"{error}\n  in {self}{limit}",)
+        return error
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class FinishedWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torch has no types here
+    """A call that is over, and went well; its results are where the caller has put them."""
+
+    def __init__(self, tensors: Sequence[Any] = (), source: int = -1) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._source = source
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return at once."""
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        """Tell whether the call is over."""
+        return True
+
+    is_success = is_completed
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the call; None if there is none, or not yet."""
+        return None
+
+    def result(self) -> list[Any]:
+        """Return the tensors with the result."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future that has the tensors."""
+        future = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+FINISHED = FinishedWork()
+"""The Work of a call that has returned: nobody asks it for more than that."""
+
+
+class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torch has no types here
+    """A call in flight.
+
+    ``pending`` is the Work of ferrodist, ``finish`` what is left to do when it is done: copies into
+    tensors that are not contiguous. The tensors belong to the call until then. The result of a
+    receive that ``is_from_any`` source has a Status that names it.
+    """
+
+    def __init__(
+        self,
+        pending: Work[Any],
+        tensors: Sequence[Any],
+        site: CallSite,
+        finish: Finish | None = None,
+        source: int = -1,
+        is_from_any: bool = False,
+    ) -> None:
+        super().__init__()
+        self._pending = pending
+        self._tensors = tensors
+        self._site = site
+        self._finish = finish
+        self._source = source
+        self._is_from_any = is_from_any
+        self._lock = None if finish is None else threading.Lock()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the tensors have the result; raises what became of the call."""
+        try:
+            result = self._pending.wait(None if timeout <= _NO_TIMEOUT else timeout)
+        except DistributedError as error:
+            raise self._site.explain(error) from None
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._site}: Timed out waiting: {error}") from None
+        self._end(result)
+        return True
+
+    synchronize = wait
+
+    def _end(self, result: Any) -> None:
+        """Do what is left of a call that went well, once."""
+        if self._is_from_any:
+            self._source = result[1].source
+        if self._finish is not None and self._lock is not None:
+            with self._lock:  # whoever waits, and the future, may come here at the same time
+                if self._finish is not None:
+                    self._finish(result)
+                self._finish = None
+
+    def is_completed(self) -> bool:
+        """Tell whether the call is over."""
+        return self._pending.done()
+
+    def is_success(self) -> bool:
+        """Tell whether the call is over and went well."""
+        return self._pending.done() and self._pending.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the call; None if there is none, or not yet."""
+        error = self._pending.exception() if self._pending.done() else None
+        return None if error is None else self._site.explain(error)
+
+    def result(self) -> list[Any]:
+        """Return the tensors with the result, when it is there."""
+        self.wait()
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors; it fails with a RuntimeError in ferrodist's words."""
+        done = torch.futures.Future()
+        if _callbacks.is_current_thread():
+            self.wait()  # a callback may wait for it, and no other thread would finish it
+            done.set_result(list(self._tensors))
+            return done
+
+        def take(_: Any) -> list[Any]:
+            self.wait()  # over: it returns at once
+            return list(self._tensors)
+
+        # An exception set on a Future of torch is taken for a value by its own C++ code, and a
+        # callback that raises is not.
+        taken = done.then(take)
+        self._pending.add_done_callback(lambda _: _callbacks.finish(done))
+        return taken
+
+
+class _Callbacks:
+    """The thread that finishes futures of torch, and so runs their callbacks, one at a time.
+
+    Those may communicate, which callbacks of ferrodist's own thread must not.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def is_current_thread(self) -> bool:
+        """Tell whether a callback asks."""
+        return threading.current_thread() is self._thread
+
+    def finish(self, future: Any) -> None:
+        """Finish a future, after those that were given before."""
+        with self._lock:
+            if self._thread is None:
+                name = "ferrodist-torch-callbacks"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+        self._finished.put(future)
+
+    def _run(self) -> None:
+        while True:
+            self._finished.get().set_result(None)
+
+
+_callbacks = _Callbacks()
+os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc] # the thread is gone
