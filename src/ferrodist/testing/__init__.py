@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ferrodist.backends.thread_faults import Fate, Faults
 from ferrodist.testing.links import LinkFaults
 from ferrodist.testing.proxy import FaultProxy
-from ferrodist.testing.ranks import run_ranks
+from ferrodist.testing.ranks import run_ranks, run_torch_ranks
 
 if TYPE_CHECKING:
     from ferrodist.testing.contract import (
@@ -29,6 +29,7 @@ _CONTRACT = ["Case", "Failure", "Report", "contract_cases", "distinct_values", "
 
 __all__ = [
     "run_ranks",
+    "run_torch_ranks",
     # faults
     "Faults",
     "Fate",

@@ -94,6 +94,46 @@ def run_ranks(
     return [rank.result for rank in ranks]  # type: ignore[misc]  # a rank without error has a result
 
 
+def run_torch_ranks(
+    num_ranks: int,
+    fn: Callable[[int], T],
+    *,
+    timeout: float | None = None,
+    grace: float = 5.0,
+    config: Config | None = None,
+    faults: Faults | None = None,
+) -> list[T]:
+    """Run ``fn(rank)``, a program of torch.distributed, on threads; return the results by rank.
+
+    Every thread is a rank of its own world, which ``init_process_group("ferrodist")`` has made when
+    ``fn`` is called. Errors and the other arguments are as in ``run_ranks``. Collectives, groups,
+    DeviceMesh, DTensor and FSDP2 work; what torch keeps once per process does not: torch.compile,
+    checkpoints, and random numbers, whose generator all ranks share.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from ferrodist.testing import run_torch_ranks
+        >>> def program(rank):
+        ...     x = torch.tensor([float(rank)])
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> run_torch_ranks(3, program)
+        [3.0, 3.0, 3.0]
+    """
+    from ferrodist.torch.thread_worlds import HashStore, run_in_world, thread_worlds
+
+    store = HashStore()
+    with thread_worlds():
+        return run_ranks(
+            num_ranks,
+            lambda backend: run_in_world(backend, store, fn),
+            timeout=timeout,
+            grace=grace,
+            config=config,
+            faults=faults,
+        )
+
+
 def _wait(
     ranks: list[_Rank[Any]], ended: queue.SimpleQueue[int], timeout: float | None, grace: float
 ) -> str | None:
