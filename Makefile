@@ -14,7 +14,7 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 python_of = $(firstword $(wildcard $(PYENV_ROOT)/versions/$(1).*/bin/python /usr/local/bin/python$(1) /usr/bin/python$(1)))
 PYTHONS := $(foreach version,3.11 3.12 3.13 3.14,$(if $(call python_of,$(version)),$(version)))
 
-.PHONY: demo peers test test-fast test-long test-pythons sanitize lint bench docs format clean
+.PHONY: demo peers test test-fast test-long test-pythons torch-suite sanitize lint bench docs format clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(STAMPS)/python-%
 
@@ -22,7 +22,7 @@ demo: $(STAMPS)/package
 	$(BIN)/ferrodist demo
 
 # Where Python may not write bytecode files every process of a test would compile the package again.
-test test-fast test-long: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-long torch-suite: export PYTHONDONTWRITEBYTECODE =
 
 # Three processes share the tests: the machine this must be quick on has two cores, and a test that
 # waits for a timeout leaves one to the others.
@@ -37,6 +37,10 @@ test-long: $(STAMPS)/test peers
 
 test-fast: $(STAMPS)/test peers
 	$(PYTEST) -m "not slow and not long"
+
+# torch's own tests of a backend, on ferrodist and on Gloo, in worlds of 3, 4 and 8.
+torch-suite: $(STAMPS)/test
+	$(BIN)/python tests/torch_backend/suite.py
 
 # What needs no torch, on every Python of this machine.
 test-pythons: $(addprefix test-python-,$(PYTHONS))
