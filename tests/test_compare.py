@@ -39,6 +39,8 @@ from benchmarks.compare.plan import (
     KINDS,
     MESSAGES,
     TCP_COLLECTIVES,
+    TORCH,
+    TORCH_STEPS,
     Part,
     Wish,
     make_blocks,
@@ -110,7 +112,7 @@ class Engine:
             "posted": lambda: self.fill(out, [1]),
         } | {
             step + model: lambda: None
-            for step in ("plain_step", "ferrodist_step", "torch_step")
+            for step in ("plain_step", "ferrodist_step", "torch_step", "ddp_step", "fsdp2_step")
             for model in ("", " small", " many")
         }
 
@@ -877,6 +879,7 @@ def test_command_measures_all_parts_unless_told_otherwise(
     use_fakes(tmp_path, monkeypatch, "calls", ["ferrodist"])
     use_fakes(tmp_path, monkeypatch, "messages", ["ferrodist", "openmpi"])
     use_fakes(tmp_path, monkeypatch, "busy", ["ferrodist tcp", "gloo"])
+    use_fakes(tmp_path, monkeypatch, "torch", ["ferrodist", "gloo"])
     monkeypatch.setattr(plan, "missing_module", lambda name: f"no {name}")
     hogs = f"{len(os.sched_getaffinity(0))} hogs"
     saved = tmp_path / "bench.json"
@@ -898,6 +901,16 @@ def test_command_measures_all_parts_unless_told_otherwise(
         ("openmpi", "barrier", "pair", 2),
         ("ferrodist_tcp", "broadcast", hogs, 2),
         ("gloo", "broadcast", hogs, 2),
+        *[
+            (name, call, TORCH, 2)
+            for call in ("broadcast", *TORCH_STEPS)
+            for name in ("ferrodist", "gloo")
+        ],
+        *[
+            (name, step, f"{TORCH}, {hogs}", 2)
+            for step in TORCH_STEPS
+            for name in ("ferrodist", "gloo")
+        ],
     ]
     done = run_cli(*options, "--parts", "tcp")
     assert "measured 1 of 1: broadcast of 8 B on 2 ranks over TCP" in done.output

@@ -36,7 +36,7 @@ def parse_ranks(context: click.Context, option: click.Parameter, text: str) -> l
     "--parts", metavar="NAME,...", callback=parse_names(lambda: PARTS),
     help="Which parts: shared_memory (against all), tcp (against Gloo), ddp (a training step), "
     "calls (any array, and in flight), messages (against MPI), busy (cores that others use too, "
-    "against Gloo).  [default: all]",
+    "against Gloo), torch (torch.distributed on ferrodist against Gloo).  [default: all]",
 )  # fmt: skip
 @click.option(
     "--ranks", metavar="N,...", default="2,4", show_default=True, callback=parse_ranks,

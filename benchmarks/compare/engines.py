@@ -61,6 +61,10 @@ def _run_gloo(ranks: int, script: Command, folder: Path) -> list[Command]:
     return [[sys.executable, *script, meeting_file, str(rank), str(ranks)] for rank in range(ranks)]
 
 
+def _run_torch_on_ours(ranks: int, script: Command, folder: Path) -> list[Command]:
+    return [[*command, "ferrodist"] for command in _run_gloo(ranks, script, folder)]
+
+
 def _run_mpich(ranks: int, script: Command, folder: Path) -> list[Command]:
     programs = PEERS / "mpich" / "bin"
     return [[str(programs / "mpiexec"), "-n", str(ranks), str(programs / "python"), *script]]
@@ -103,7 +107,7 @@ ENGINES = {
         Engine("ferrodist", _OURS, _run_shared_memory, lambda: None),
         Engine("mpich", WORKER / "mpi_engine.py", _run_mpich, lambda: _missing_mpi("mpich")),
         Engine("openmpi", WORKER / "mpi_engine.py", _run_openmpi, lambda: _missing_mpi("openmpi")),
-        Engine("gloo", WORKER / "gloo_engine.py", _run_gloo, _missing_torch),
+        Engine("gloo", WORKER / "torch_engine.py", _run_gloo, _missing_torch),
     )
 }
 TCP_ENGINES = {
@@ -111,6 +115,12 @@ TCP_ENGINES = {
     "gloo": ENGINES["gloo"],
 }
 DDP_ENGINES = {"ferrodist": Engine("ddp", WORKER / "ddp_engine.py", _run_ddp, _missing_torch)}
+TORCH_ENGINES = {
+    "ferrodist": Engine(
+        "ferrodist", WORKER / "torch_engine.py", _run_torch_on_ours, _missing_torch, link="torch"
+    ),
+    "gloo": ENGINES["gloo"],
+}
 CALLS_ENGINES = {"ferrodist": ENGINES["ferrodist"]}
 MESSAGES_ENGINES = {name: ENGINES[name] for name in ("ferrodist", "mpich", "openmpi")}
 BUSY_ENGINES = {

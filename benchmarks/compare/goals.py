@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.compare.engines import MPI
-from benchmarks.compare.plan import MPI_HALOS, OURS
+from benchmarks.compare.plan import MPI_HALOS, OURS, TORCH, TORCH_STEPS
 
 from ferrodist.launch.bench import KB, MB
 
@@ -110,8 +110,18 @@ _VERSUS = {
 }
 
 
-def versus(engine: str, call: str, variant: str) -> list[Versus]:
+def torch_goal(call: str, nbytes: int) -> float:
+    """Return the least ratio of speed to Gloo when both are called by torch.distributed."""
+    if call in TORCH_STEPS:
+        return 1.5
+    steps = ((8, 15.0), (64 * KB, 10.0), (MB, 4.0))
+    return next((goal for most, goal in steps if nbytes <= most), 2.0)
+
+
+def versus(engine: str, call: str, variant: str, nbytes: int = 0) -> list[Versus]:
     """Return what a call that is not in the tables of peers is held against."""
+    if variant == TORCH and engine == OURS:
+        return [Versus("gloo", call, variant, SPEED, torch_goal(call, nbytes))]
     if variant.endswith(" hogs") and engine.startswith(OURS):
         return [Versus("gloo", call, variant, SPEED, 1.0)]
     return _VERSUS.get((call, variant), []) if engine == OURS else []

@@ -16,6 +16,7 @@ from benchmarks.compare.engines import (
     MESSAGES_ENGINES,
     MPI,
     TCP_ENGINES,
+    TORCH_ENGINES,
     Engine,
     missing_module,
     split_present,
@@ -48,7 +49,10 @@ MESSAGES = ("sendrecv", "posted", "window")
 HALO_NBYTES = 64 * 64 * 8  # a block of float64 per rank
 MPI_HALOS = ("Sendrecv", "Neighbor_alltoall")
 BUSY_COLLECTIVES = ("allreduce", "broadcast")
-PARTS = ("shared_memory", "tcp", "ddp", "calls", "messages", "busy")
+TORCH = "torch.distributed"
+TORCH_COLLECTIVES = ("allreduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+TORCH_STEPS = ("ddp_step", "fsdp2_step")
+PARTS = ("shared_memory", "tcp", "ddp", "calls", "messages", "busy", "torch")
 _FLOAT32 = 4
 _LACKING = (("gloo", "scan"),)
 
@@ -135,6 +139,19 @@ def make_busy_blocks(
             tuple(Lane(engine, call, busy) for engine in engines),
         )
         for call, nbytes in calls
+    ]  # fmt: skip
+
+
+def make_torch_blocks(
+    engines: Sequence[str], ranks: int, calls: Iterable[tuple[str, int]], variant: str = TORCH
+) -> list[Block]:
+    """Compare calls, and training steps, through torch.distributed with those on Gloo."""
+    return [
+        Block(
+            f"{_title(call, nbytes, ranks)} through {variant}", ranks, nbytes,
+            tuple(Lane(engine, call, variant) for engine in engines),
+        )
+        for call, nbytes in [*calls, *((step, 0) for step in TORCH_STEPS)]
     ]  # fmt: skip
 
 
@@ -263,6 +280,19 @@ def _busy_parts(engines: Sequence[Engine], wish: Wish) -> list[Part]:
     ]
 
 
+def _torch_parts(engines: Sequence[Engine], wish: Wish) -> list[Part]:
+    """Measure through torch.distributed on an idle machine, and with every core busy."""
+    ranks, cores = min(wish.ranks), len(os.sched_getaffinity(0))
+    own = [call for call in wish.collectives if call in TORCH_COLLECTIVES]
+    calls = list(_calls(own, wish.sizes))
+    few = [(call, nbytes) for call, nbytes in calls if call == "allreduce"]
+    names, busy = _names(engines), f"{TORCH}, {cores} hogs"
+    return [
+        Part(engines, {ranks: make_torch_blocks(names, ranks, calls)}, patience=2),
+        Part(engines, {ranks: make_torch_blocks(names, ranks, few, busy)}, 2, cores),
+    ]
+
+
 def _names(engines: Sequence[Engine]) -> list[str]:
     return [engine.name for engine in engines]
 
@@ -274,6 +304,7 @@ _KINDS: dict[str, tuple[dict[str, Engine], Callable[[Sequence[Engine], Wish], li
     "calls": (CALLS_ENGINES, _calls_parts),
     "messages": (MESSAGES_ENGINES, _messages_parts),
     "busy": (BUSY_ENGINES, _busy_parts),
+    "torch": (TORCH_ENGINES, _torch_parts),
 }
 
 

@@ -246,7 +246,7 @@ def versus_rows(document: Document) -> list[VersusRow]:
     medians, p99 = times_of(document), times_of(document, "p99")
     groups = list(dict.fromkeys(key[:3] for key in medians))
     keys = sorted(medians, key=lambda key: (groups.index(key[:3]), key[3]))
-    return [_versus_row(medians, p99, key, one) for key in keys for one in versus(*key[:3])]
+    return [_versus_row(medians, p99, key, one) for key in keys for one in versus(*key[:4])]
 
 
 def _versus_row(medians: Times, p99: Times, key: Key, one: Versus) -> VersusRow:
