@@ -47,6 +47,25 @@ def test_a_call_that_nobody_waits_for_is_done_and_told_of(start):
         assert job.results() == [(5, 0, 9, [3, 6, 9, 12, 15])] * 3
 
 
+def test_a_barrier_in_flight_is_done_when_all_have_come(start):
+    def body(backend, pipe):
+        if backend.rank == 1:
+            assert pipe.recv() == "go"
+            ferrodist.barrier(backend)  # the others' is the same call
+            return True
+        work = ferrodist.barrier(backend, async_op=True)
+        with pytest.raises(TimeoutError, match="barrier #1 is still in flight"):
+            work.wait(0.01)
+        pipe.send("waits")
+        return work.wait(60) is None
+
+    with start(3, body) as job:
+        for rank in job.others(1):
+            assert rank.hear() == "waits"
+        job[1].tell("go")
+        assert job.results() == [True] * 3
+
+
 def test_a_work_can_be_awaited(start):
     def body(backend, pipe):
         async def main() -> list[float]:
