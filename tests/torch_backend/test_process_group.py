@@ -280,6 +280,16 @@ def check_works(rank: int, _: Any) -> None:
     group._allgather_base(torch.empty(2 * world), torch.ones(2)).wait()
 
 
+def check_profiler(rank: int, _: Any) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(2))
+        dist.all_gather_single(
+            torch.ones(dist.get_world_size()), torch.ones(1), async_op=True
+        ).wait()
+    names = {event.name for event in profile.events()}
+    assert {"ferrodist:all_reduce", "ferrodist:all_gather_single"} <= names
+
+
 def check_groups(rank: int, _: Any) -> None:
     world = dist.get_world_size()
     assert type(dist.group.WORLD) is ferrodist.torch.ProcessGroup

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Self
 
@@ -20,6 +21,8 @@ from ferrodist.torch.work import FINISHED, CallSite, PendingWork
 logger = logging.getLogger("ferrodist")
 
 c10d = torch._C._distributed_c10d
+_is_profiled = torch.autograd._profiler_enabled
+_NOTHING = nullcontext()
 
 
 class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] # torch has no types
@@ -178,6 +181,9 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
     ) -> Any:
         """Run a call of ferrodist and return its result."""
         try:
+            if _is_profiled():
+                with torch.profiler.record_function(f"ferrodist:{name}"):
+                    return function(*args, **options)
             return function(*args, **options)
         except DistributedError as error:
             CallSite(name, tensors, self.backend).explain(error)
@@ -195,8 +201,10 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
     ) -> PendingWork:
         """Put a call of ferrodist in flight."""
         site = CallSite(name, tensors, self.backend)
+        shown = torch.profiler.record_function(f"ferrodist:{name}") if _is_profiled() else _NOTHING
         try:
-            pending = function(*args, **options, async_op=True)
+            with shown:  # as it starts; when it ends nobody may be there to say so
+                pending = function(*args, **options, async_op=True)
         except DistributedError as error:
             site.explain(error)
             raise
