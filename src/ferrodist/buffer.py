@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -122,6 +123,12 @@ class Buffer:
         """Allocate fresh, uninitialised memory of our own."""
         nbytes = math.prod(shape) * dtype.itemsize
         return cls(np.empty(nbytes, np.uint8).data, dtype, shape)
+
+    @classmethod
+    def of_numbers(cls, numbers: np.ndarray[Any, Any]) -> Buffer:
+        """Show a contiguous array of int64."""
+        memory = numbers.reshape(-1).view(np.uint8).data
+        return cls(memory, DType.INT64, numbers.shape, numbers)
 
     def copy(self) -> Buffer:
         """Copy the content to memory of its own."""

@@ -386,7 +386,7 @@ class Backend(CallMethods, abc.ABC):
                 key, why = _NO_MEMORY, f": {error}"
         lacking = None
         try:
-            keys = [row[0] for row in running.tell_numbers(key)]
+            keys: list[int] = running.tell_numbers(key)[:, 0].tolist()
             lacking = keys.index(_NO_MEMORY) if _NO_MEMORY in keys else None
         except BaseException:
             lacking = self.rank
@@ -416,7 +416,7 @@ class Backend(CallMethods, abc.ABC):
         place = _check_int64(key, "key", "an int")
         deadline = self._deadline(timeout)
         with self._call(Call(Kind.SPLIT_BY, site=caller_site()), deadline) as running:
-            table = running.tell_numbers(mine, place)
+            table = running.tell_numbers(mine, place).tolist()
         if color is None:
             return None
         ranks = [rank for rank, (found, _) in enumerate(table) if found == mine]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, Typ
 
 import numpy as np
 
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import Buffer
 from ferrodist.call import Call, Kind
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch
@@ -162,17 +162,12 @@ class RunningCall:
         self.num_collectives += 1
         self.backend._run_collective(self, kind, input, output, args)
 
-    def tell_numbers(self, *numbers: int) -> list[list[int]]:
+    def tell_numbers(self, *numbers: int) -> Any:
         """Gather a few integers of every rank on every rank, one row per rank."""
-        mine = np.array(numbers, np.int64)
+        mine = Buffer.of_numbers(np.array(numbers, np.int64))
         table = np.empty((self.backend.world_size, len(numbers)), np.int64)
-        given, found = (
-            Buffer(array.reshape(-1).view(np.uint8).data, DType.INT64, array.shape, array)
-            for array in (mine, table)
-        )
-        self.collective(Kind.ALL_GATHER, given, found)
-        rows: list[list[int]] = table.tolist()
-        return rows
+        self.collective(Kind.ALL_GATHER, mine, Buffer.of_numbers(table))
+        return table
 
     def mismatch(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
         """Report to all ranks a difference the fingerprints leave out; return what to raise."""

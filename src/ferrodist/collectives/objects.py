@@ -21,7 +21,6 @@ from ferrodist.call import Kind
 from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import Group, Request
 from ferrodist.collectives.refusals import share_refusal, size_of_refusal
-from ferrodist.collectives.uneven import as_buffer, tell_numbers
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import InvalidArgument
 
@@ -178,10 +177,10 @@ class _ObjectCall(Prepared[Any]):
             sizes[0] = size_of_refusal(self.refused)
         if self.is_told_by_root:
             numbers = np.array(sizes, np.int64)
-            buffer = as_buffer(numbers)
+            buffer = Buffer.of_numbers(numbers)
             running.collective(Kind.BROADCAST, buffer, buffer, self.args._replace(in_place=True))
         else:
-            numbers = tell_numbers(running, sizes)[:, 0]
+            numbers = running.tell_numbers(*sizes)[:, 0]
         told: list[int] = numbers.tolist()
         return told
 

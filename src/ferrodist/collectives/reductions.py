@@ -221,7 +221,7 @@ class CustomReduction:
         size = np.zeros(1, np.int64)
         if self.refused is not None:
             size[0] = size_of_refusal(self.refused)
-        buffer = Buffer(size.view(np.uint8).data, DType.INT64, (1,), size)
+        buffer = Buffer.of_numbers(size)
         args = CollectiveArgs(root=self.home, in_place=True)
         running.collective(Kind.BROADCAST, buffer, buffer, args)
         if size[0] < 0:

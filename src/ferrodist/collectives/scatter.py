@@ -15,7 +15,7 @@ import numpy as np
 from ferrodist.arrays import InputArray, OutputArray, as_input, as_output, new_result, numpy_result
 from ferrodist.backends.call_methods import AllOptions, Options
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
-from ferrodist.buffer import MAX_AXES, DType
+from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
 from ferrodist.collectives.methods import hide_mistaken, refuse_keyword, show_options
@@ -30,7 +30,7 @@ from ferrodist.collectives.plan import (
     result_shape,
 )
 from ferrodist.collectives.refusals import share_refusal, size_of_refusal
-from ferrodist.collectives.uneven import SizedCall, as_buffer, check_counts, check_sum, split_shape
+from ferrodist.collectives.uneven import SizedCall, check_counts, check_sum, split_shape
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import (
     CollectiveMismatch,
@@ -211,7 +211,7 @@ class _Scatter(SizedCall):
             numbers[0] = size_of_refusal(self.refused)
         elif self.told is not None:
             numbers = self.told.to_numbers(world)
-        buffer = as_buffer(numbers)
+        buffer = Buffer.of_numbers(numbers)
         args = CollectiveArgs(root=self.request.args.root, in_place=True)
         running.collective(Kind.BROADCAST, buffer, buffer, args)
         return numbers

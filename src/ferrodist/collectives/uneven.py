@@ -25,7 +25,7 @@ from ferrodist.arrays import (
 )
 from ferrodist.backends.call_methods import AllOptions, Op
 from ferrodist.backends.running_call import Part, Prepared, RunningCall
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import Buffer
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.methods import show_options
 from ferrodist.collectives.plan import (
@@ -160,7 +160,7 @@ class _GatherUneven(SizedCall):
 
     def run(self, running: RunningCall) -> None:
         rows, row = _rows(self.taken)
-        self.counts = tell_numbers(running, [rows])[:, 0].tolist()
+        self.counts = running.tell_numbers(rows)[:, 0].tolist()
         is_rooted = self.request.kind is Kind.GATHER_UNEVEN
         if not is_rooted or self.request.is_root:
             self.make_room(running, row)
@@ -251,7 +251,7 @@ class _AllToAllUneven(SizedCall):
     def run(self, running: RunningCall) -> None:
         row, world = _rows(self.taken)[1], len(self.sends)
         expects = self.expects or [-1] * world  # where anything is welcome
-        table = tell_numbers(running, [*self.sends, *expects])
+        table = running.tell_numbers(*self.sends, *expects)
         counts, expected = table[:, :world], table[:, world:]
         _check_expected(running, counts, expected)
         self.counts = counts[:, self.request.backend.rank].tolist()
@@ -323,17 +323,3 @@ def _check_expected(running: RunningCall, counts: Any, expected: Any) -> None:
             f"rank {receiver} expects {expected[receiver, sender]} rows from rank {sender}, "
             f"which sends {counts[sender, receiver]}",
         )
-
-
-def tell_numbers(running: RunningCall, numbers: Sequence[int]) -> Any:
-    """Gather a few integers of every rank on every rank, one row per rank."""
-    table = np.empty((running.backend.world_size, len(numbers)), np.int64)
-    running.collective(Kind.ALL_GATHER, as_buffer(np.array(numbers, np.int64)), as_buffer(table))
-    return table
-
-
-def as_buffer(numbers: Any) -> Buffer:
-    """Show an array of int64 to a backend."""
-    return Buffer(
-        memoryview(numbers.reshape(-1).view(np.uint8)), DType.INT64, numbers.shape, numbers
-    )
