@@ -881,11 +881,11 @@ void add_messages(nb::class_<G>& group) {
             return irecv<G>(self, {peer, tag, takes_object, takes_shorter}, header, target).release();
         }, nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "header"_a, "target"_a.none(), "takes_object"_a,
              "takes_shorter"_a,
-             "Post a receive to be waited for; without a target it takes whatever comes. -1: any source, any tag.")
+             "Post a receive; without a target it takes whatever comes, -1 is any source or any tag.")
         .def("iprobe", [](nb::handle self, int peer, std::int64_t tag) { return iprobe<G>(self, peer, tag).release(); },
              nb::rv_policy::take_ownership, "peer"_a, "tag"_a, "Post a probe to be waited for.")
         .def("peek", &peek<G>, "peer"_a, "tag"_a,
-             "Return source, tag and header of the message that a receive would get, None if there is none.")
+             "Return source, tag and header of the message that a receive would get, or None.")
         .def("start_send", [](nb::handle self, nb::handle backend, int peer, std::uint32_t tag, const nb::bytes& header,
                               nb::handle payload, nb::handle deadline) {
             auto call = converted_send<G>(self, backend, peer, tag, payload, deadline);
@@ -899,7 +899,7 @@ void add_messages(nb::class_<G>& group) {
                 self, backend, {peer, tag, takes_object, takes_shorter}, header, target, deadline, std::move(finish))));
         }, "backend"_a, "peer"_a, "tag"_a, "header"_a, "target"_a.none(), "takes_object"_a, "takes_shorter"_a,
              "deadline"_a, "finish"_a,
-             "Post a receive, as start_send does; finish(array or None, source, tag, header) makes the result.")
+             "Post a receive, as start_send does.\n\nfinish(array or None, source, tag, header) makes the result.")
         .def("start_sendrecv", [](nb::handle self, nb::handle backend, int dst, std::uint32_t tag,
                                   const nb::bytes& sent_header, nb::handle payload, int peer, std::int64_t recv_tag,
                                   const nb::bytes& header, nb::handle target, nb::handle deadline, nb::object finish) {
@@ -925,7 +925,7 @@ void add_messages(nb::class_<G>& group) {
         .def_prop_ro("fast_send", [](nb::handle self) { return bind_fast<G, &fast_send<G>, 4>(self); },
                      "The fast path of send: (backend, x, dst, tag).")
         .def_prop_ro("fast_exchange", [](nb::handle self) { return bind_fast<G, &fast_exchange<G>, 5>(self); },
-                     "An exchange with neighbors: (backend, peers, first tag, list of parts, list of out or None).")
+                     "An exchange with neighbors: (backend, peers, first tag, parts, list of out or None).")
         .def_prop_ro("fast_recv", [](nb::handle self) { return bind_fast<G, &fast_recv<G>, 6>(self); },
                      "The fast path of recv: (backend, src, out, like, tag, with_status).")
         .def_prop_ro("fast_sendrecv", [](nb::handle self) { return bind_fast<G, &fast_sendrecv<G>, 8>(self); },
@@ -933,7 +933,7 @@ void add_messages(nb::class_<G>& group) {
         .def_prop_ro("fast_isend", [](nb::handle self) { return bind_fast<G, &fast_isend<G>, 4>(self); },
                      "The fast path of an async send: (backend, x, dst, tag) -> its Work.")
         .def_prop_ro("fast_irecv", [](nb::handle self) { return bind_fast<G, &fast_irecv<G>, 6>(self); },
-                     "The fast path of an async recv: (backend, src, out, like, tag, with_status) -> its Work.")
+                     "The fast path of an async recv: as of recv -> its Work.")
         .def_prop_ro("fast_isendrecv", [](nb::handle self) { return bind_fast<G, &fast_isendrecv<G>, 8>(self); },
                      "The fast path of an async sendrecv, as of sendrecv -> its Work.");
 }

@@ -313,10 +313,7 @@ class SharedGroup:
         takes_object: bool,
         takes_shorter: bool,
     ) -> Request:
-        """Post a receive to be waited for; without a target it takes whatever comes.
-
-        -1: any source, any tag.
-        """
+        """Post a receive; without a target it takes whatever comes, -1 is any source or any tag."""
 
     def iprobe(self, peer: int, tag: int) -> Request:
         """Post a probe to be waited for."""
@@ -616,10 +613,7 @@ class TcpGroup:
         takes_object: bool,
         takes_shorter: bool,
     ) -> Request:
-        """Post a receive to be waited for; without a target it takes whatever comes.
-
-        -1: any source, any tag.
-        """
+        """Post a receive; without a target it takes whatever comes, -1 is any source or any tag."""
 
     def iprobe(self, peer: int, tag: int) -> Request:
         """Post a probe to be waited for."""

@@ -168,12 +168,11 @@ def test_a_dead_neighbor_is_named_to_those_who_are_not_its_neighbors(start):
 
 
 @pytest.fixture(params=["shared_memory", "hybrid"])
-def start_sharing(request, nursery):
+def start_sharing(request, start_job, start_hybrid_job):
     """Start three ranks on one host; with hybrid there is another host with a fourth."""
-    from conftest import job_starter
-
-    start = job_starter(nursery, request.param)
-    return lambda body: start("0001" if request.param == "hybrid" else 3, body)
+    if request.param == "hybrid":
+        return lambda body: start_hybrid_job("0001", body)
+    return lambda body: start_job(3, body)
 
 
 def arena_of(backend: Any) -> Any:

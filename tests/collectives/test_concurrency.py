@@ -366,7 +366,7 @@ def test_groups_made_and_closed_leave_nothing_behind():
         world = backend._world
         mailboxes = world.switch.mailboxes
         # The world itself, and of the last group what the slower rank has not left yet.
-        return len(world._groups), sum(len(m.frames) + len(m.requests) for m in mailboxes)
+        return len(world._groups), sum(len(m.frames) + len(m.queues) for m in mailboxes)
 
     for num_groups, num_queues in run_ranks(2, body):
         assert num_groups == 1

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,8 @@ Call = Callable[[], object]
 class Engine:
     """The world that ``ferrodist run`` made."""
 
+    _halo_loop: Call | None = None
+
     def __init__(self, backend: str) -> None:
         self.backend: Any = ferrodist.init(backend)  # only some backends have empty()
         self.rank: int = self.backend.rank
@@ -44,17 +45,20 @@ class Engine:
             "sendrecv": lambda: ferrodist.sendrecv(x, peer, peer, backend, out=out),
             "window": self._window(x, out),
             "posted": self._posted(x, out),
-            "halo": lambda: self._halo(),  # made when it is first called: that is collective
+            "halo": self._halo,
         }
 
-    @functools.cached_property
-    def _halo(self) -> Call:
-        """One turn of the loop of examples/heat.py, as it stands there."""
-        grid, exchange = (
-            self.backend.grid(halo.grid_shape(self.world)),
-            halo.load_example().exchange,
-        )
-        return halo.make_loop(self.rank, self.world, lambda block: exchange(grid, block))
+    def _halo(self) -> object:
+        """Do one turn of the loop of examples/heat.py; the first makes its grid, with all ranks."""
+        if self._halo_loop is None:
+            grid, exchange = (
+                self.backend.grid(halo.grid_shape(self.world)),
+                halo.load_example().exchange,
+            )
+            self._halo_loop = halo.make_loop(
+                self.rank, self.world, lambda block: exchange(grid, block)
+            )
+        return self._halo_loop()
 
     def _window(self, x: Array, out: Array) -> Call:
         """Return as many sends in flight as ``x`` fits into ``out``, and one message back."""
