@@ -18,12 +18,15 @@ Needs the package cryptography (extra ``tls``), which is imported when the first
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hmac
 import os
 import select
 import selectors
 import socket
 import ssl
+import sys
+import termios
 import threading
 import time
 from contextlib import suppress
@@ -188,6 +191,14 @@ class Tunnel:
     def has_all_left(self) -> bool:
         """Tell whether all that the inner side will ever send has left this process."""
         return self._has_said_end and not self._to_outer and not self._leaving.pending
+
+    def has_arrived(self) -> bool:
+        """Tell whether all of it has reached the other host, too.
+
+        When a process ends, a connection with something unread in it is reset, and what the kernel
+        has not sent by then is lost.
+        """
+        return self.has_all_left() and _num_unacknowledged(self.outer) == 0
 
     def is_inner_gone(self) -> bool:
         """Tell whether the inner side is closed, or has ended both ways."""
@@ -380,6 +391,16 @@ class Tunnel:
                 self.inner.shutdown(socket.SHUT_RDWR)
 
 
+def _num_unacknowledged(connection: socket.socket) -> int:
+    """Return how many bytes the kernel still keeps for the other side."""
+    room = bytearray(4)
+    try:
+        fcntl.ioctl(connection, termios.TIOCOUTQ, room)
+    except (OSError, ValueError):  # it is closed
+        return 0
+    return int.from_bytes(room, sys.byteorder)
+
+
 # -- the relay ------------------------------------------------------------------------------------
 
 
@@ -409,10 +430,10 @@ class Relay:
                     self._doorbell[0].send(b"!", socket.MSG_DONTWAIT)
 
     def finish(self, seconds: float = _LINGER_SECONDS) -> None:
-        """Wait until what was written to closed links has left, but not for long."""
+        """Wait until what was written to closed links has arrived, but not for long."""
         deadline = Deadline(seconds)
         while deadline.remaining() > 0 and any(
-            not tunnel.is_over and not tunnel.has_all_left() and tunnel.is_inner_gone()
+            not tunnel.is_over and not tunnel.has_arrived() and tunnel.is_inner_gone()
             for tunnel in list(self._tunnels)
         ):
             time.sleep(_PAUSE)
