@@ -1,10 +1,14 @@
 """The public list, the signatures and the docstrings."""
 
+import ast
 import doctest
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +18,98 @@ FUNCTIONS = [name for name in ferrodist.__all__ if inspect.isfunction(getattr(fe
 
 
 def test_public_names_are_exactly_the_list():
-    rooms = {module.name for module in pkgutil.iter_modules(ferrodist.__path__)}
-    visible = {name for name in vars(ferrodist) if not name.startswith("_")} - rooms
+    packages = {module.name for module in pkgutil.iter_modules(ferrodist.__path__)}
+    visible = {name for name in vars(ferrodist) if not name.startswith("_")} - packages
     visible -= {"annotations", "TYPE_CHECKING", "Any", "sys"}
-    assert visible | {"run", *ferrodist._LAZY} == set(ferrodist.__all__)
+    assert visible | ferrodist._MODULE_OF.keys() == set(ferrodist.__all__)
     assert dir(ferrodist) == sorted(ferrodist.__all__)
+
+
+def test_type_checkers_see_each_name_where_it_comes_from():
+    tree = ast.parse(Path(ferrodist.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    seen = {name.name: line.module for line in block.body for name in line.names}
+    assert seen == {name: f"ferrodist.{module}" for name, module in ferrodist._MODULE_OF.items()}
+
+
+HEAVY = {"numpy", "torch", "jax", "msgpack", "cloudpickle", "click", "rich", "ssl", "asyncio"}
+
+
+def modules_after(program: str) -> set[str]:
+    """Name the modules that a new interpreter has imported for a program, beyond its own."""
+    text = f"import sys\nbefore = set(sys.modules)\n{program}\nprint(*set(sys.modules) - before)"
+    command = [sys.executable, "-c", text]
+    return set(subprocess.check_output(command, text=True, timeout=60).split())
+
+
+def test_the_package_is_imported_without_its_parts():
+    modules = modules_after("import ferrodist, ferrodist.errors; ferrodist.RankLost")
+    own = {name for name in modules if name.startswith("ferrodist")}
+    assert own == {"ferrodist", "ferrodist.errors", "ferrodist.version"}
+    assert not modules & HEAVY
+
+
+def test_the_command_that_starts_ranks_needs_no_numpy():
+    modules = modules_after("import ferrodist.launch.run, ferrodist.launch.supervisor")
+    assert modules & HEAVY == {"click"}
+    assert "ferrodist._native" not in modules
+
+
+def test_a_program_that_reduces_arrays_imports_no_more_than_that():
+    """There were 84 beside NumPy's when the types of the codec came with every call."""
+    program = "import ferrodist; ferrodist.init, ferrodist.allreduce, ferrodist.RankLost"
+    modules = modules_after(f"import numpy; before = set(sys.modules); {program}")
+    assert not modules & HEAVY
+    assert not modules & {
+        "ferrodist.collectives.codec",
+        "ferrodist.backends.tcp",
+        "decimal",
+        "uuid",
+    }
+    assert len(modules) < 75, sorted(modules)
+
+
+EACH_FIRST = """
+import importlib.util, os
+for library in ("numpy", "torch"):  # once, not for each name
+    if importlib.util.find_spec(library):
+        __import__(library)
+import ferrodist
+for names in ferrodist._NAMES_OF.values():
+    name = names.split()[0]
+    if os.fork() == 0:
+        try:
+            assert getattr(ferrodist, name) is vars(ferrodist)[name]  # a plain global from now on
+        except ModuleNotFoundError as error:
+            os._exit(error.name != "torch")  # need not be installed
+        except BaseException as error:
+            print(f"{name}: {error!r}", flush=True)
+            os._exit(1)
+        os._exit(0)
+failed = [names for names in ferrodist._NAMES_OF.values() if os.wait()[1]]
+assert not failed
+"""
+
+
+def test_a_backend_has_its_calls_though_nobody_asked_for_the_functions():
+    modules_after("import ferrodist; ferrodist.Backend.allreduce")
+    modules_after(
+        "from ferrodist.testing.ranks import run_ranks; run_ranks(1, lambda b: b.allreduce(1))"
+    )
+    modules_after(
+        "from ferrodist.backends.shared_memory import SharedMemoryBackend as Backend\n"
+        "from ferrodist.rendezvous import Job\n"
+        "with Backend.join(Job('alone', 0, 1, bytes(32))) as backend: backend.allreduce(1)"
+    )
+
+
+@pytest.mark.slow  # imports torch once more
+def test_any_name_may_be_the_first():
+    """No import goes in a circle, whichever part is imported first."""
+    command = [sys.executable, "-c", EACH_FIRST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_public_name_can_be_had():

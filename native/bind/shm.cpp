@@ -26,7 +26,6 @@
 #include "bind/messages.hpp"
 #include "bind/module.hpp"
 #include "bind/shared_group.hpp"
-#include "core/cpus.hpp"
 #include "shm/collectives.hpp"
 #include "shm/split.hpp"
 
@@ -307,8 +306,6 @@ void add_shm(nb::module_& module) {
             PyErr_SetString(PyExc_OSError, error.what());
         }
     });
-    module.def("container_cpus", [] { return std::min<std::size_t>(core::container_cpus(), 1 << 20); },
-               "Return the cores' worth of time the container grants; a large number without a limit.");
     add_tickets(module);
     add_requests(module);
     add_world(module);

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Distributed training for any array: backends, collectives and, on top of them, parallelism.
 
-Public names and nothing else. Backend classes are imported when first asked for.
+Public names and nothing else. Each is imported when first asked for, so that the command line
+starts without NumPy and a program without the parts that it does not use.
 """
 
 from __future__ import annotations
@@ -9,82 +10,81 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.base import Backend, Statistics
-from ferrodist.backends.registry import init, is_initialized, local_rank, rank, world_size
-from ferrodist.collectives import (
-    all_gather,
-    all_gather_object,
-    all_gather_uneven,
-    all_to_all,
-    all_to_all_uneven,
-    allreduce,
-    allreduce_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_object,
-    exscan,
-    gather,
-    gather_object,
-    gather_uneven,
-    probe,
-    recv,
-    recv_object,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_uneven,
-    scan,
-    scatter,
-    scatter_object,
-    scatter_uneven,
-    send,
-    send_object,
-    sendrecv,
-    try_probe,
-)
-from ferrodist.collectives.messages import wait_all, wait_any
-from ferrodist.config import DEFAULT, DEFAULT_COLLECTIVE_TIMEOUT, Config
-from ferrodist.errors import (
-    AuthenticationError,
-    BackendClosed,
-    BackendUnavailable,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    DistributedError,
-    GroupAborted,
-    InvalidArgument,
-    InvalidRank,
-    InvalidShape,
-    InvalidWorldSize,
-    NotInitialized,
-    OutOfMemory,
-    ProtocolError,
-    RankLost,
-    RendezvousError,
-    SelfSend,
-    SizeMismatch,
-    UnsupportedArray,
-    UnsupportedOp,
-)
-from ferrodist.message_status import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
-from ferrodist.reduce_op import ReduceOp
 from ferrodist.version import __version__ as __version__
-from ferrodist.work import Work
 
 if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend, Statistics
     from ferrodist.backends.grid import Grid
     from ferrodist.backends.hybrid import HybridBackend
+    from ferrodist.backends.registry import init, is_initialized, local_rank, rank, world_size
     from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.tcp import TcpBackend
     from ferrodist.backends.threads import SimulatedBackend
+    from ferrodist.collectives import (
+        all_gather,
+        all_gather_object,
+        all_gather_uneven,
+        all_to_all,
+        all_to_all_uneven,
+        allreduce,
+        allreduce_,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_object,
+        exscan,
+        gather,
+        gather_object,
+        gather_uneven,
+        probe,
+        recv,
+        recv_object,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_uneven,
+        scan,
+        scatter_object,
+        send,
+        send_object,
+        sendrecv,
+        try_probe,
+    )
     from ferrodist.collectives.codec import register_type
+    from ferrodist.collectives.messages import wait_all, wait_any
+    from ferrodist.collectives.scatter import scatter, scatter_uneven
+    from ferrodist.config import DEFAULT, DEFAULT_COLLECTIVE_TIMEOUT, Config
+    from ferrodist.errors import (
+        AuthenticationError,
+        BackendClosed,
+        BackendUnavailable,
+        CollectiveMismatch,
+        CollectiveTimeout,
+        DistributedError,
+        GroupAborted,
+        InvalidArgument,
+        InvalidRank,
+        InvalidShape,
+        InvalidWorldSize,
+        NotInitialized,
+        OutOfMemory,
+        ProtocolError,
+        RankLost,
+        RendezvousError,
+        SelfSend,
+        SizeMismatch,
+        UnsupportedArray,
+        UnsupportedOp,
+    )
     from ferrodist.launch.spawn import run
+    from ferrodist.message_status import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from ferrodist.parallel.bucket import Bucket
     from ferrodist.parallel.compression import Compress, PowerSGD, TopK
     from ferrodist.parallel.data_parallel import DataParallel, average_gradients
     from ferrodist.parallel.ddp import DDP
     from ferrodist.parallel.sharding import IndexShards, ShardedSampler, shard_indices
     from ferrodist.parallel.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from ferrodist.reduce_op import ReduceOp
+    from ferrodist.work import Work
 
 __all__ = [
     # start
@@ -182,36 +182,57 @@ __all__ = [
     "OutOfMemory",
 ]
 
-_LAZY = {
-    "run": "ferrodist.launch.spawn",
-    "register_type": "ferrodist.collectives.codec",
-    "SimulatedBackend": "ferrodist.backends.threads",
-    "SharedMemoryBackend": "ferrodist.backends.shared_memory",
-    "TcpBackend": "ferrodist.backends.tcp",
-    "HybridBackend": "ferrodist.backends.hybrid",
-    "Grid": "ferrodist.backends.grid",
-    "DDP": "ferrodist.parallel.ddp",
-    "Compress": "ferrodist.parallel.compression",
-    "PowerSGD": "ferrodist.parallel.compression",
-    "TopK": "ferrodist.parallel.compression",
-    "Bucket": "ferrodist.parallel.bucket",
-    "DataParallel": "ferrodist.parallel.data_parallel",
-    "average_gradients": "ferrodist.parallel.data_parallel",
-    "SyncBatchNorm": "ferrodist.parallel.sync_batch_norm",
-    "convert_sync_batchnorm": "ferrodist.parallel.sync_batch_norm",
-    "ShardedSampler": "ferrodist.parallel.sharding",
-    "IndexShards": "ferrodist.parallel.sharding",
-    "shard_indices": "ferrodist.parallel.sharding",
+_NAMES_OF = {
+    "backends.base": "Backend Statistics",
+    "backends.grid": "Grid",
+    "backends.hybrid": "HybridBackend",
+    "backends.registry": "init is_initialized local_rank rank world_size",
+    "backends.shared_memory": "SharedMemoryBackend",
+    "backends.tcp": "TcpBackend",
+    "backends.threads": "SimulatedBackend",
+    "collectives": (
+        "all_gather all_gather_object all_gather_uneven all_to_all all_to_all_uneven allreduce "
+        "allreduce_ barrier broadcast broadcast_ broadcast_object exscan gather gather_object "
+        "gather_uneven probe recv recv_object reduce reduce_scatter reduce_scatter_uneven scan "
+        "scatter_object send send_object sendrecv try_probe"
+    ),
+    "collectives.codec": "register_type",
+    "collectives.messages": "wait_all wait_any",
+    "collectives.scatter": "scatter scatter_uneven",
+    "config": "Config DEFAULT DEFAULT_COLLECTIVE_TIMEOUT",
+    "errors": (
+        "AuthenticationError BackendClosed BackendUnavailable CollectiveMismatch "
+        "CollectiveTimeout DistributedError GroupAborted InvalidArgument InvalidRank "
+        "InvalidShape InvalidWorldSize NotInitialized OutOfMemory ProtocolError RankLost "
+        "RendezvousError SelfSend SizeMismatch UnsupportedArray UnsupportedOp"
+    ),
+    "launch.spawn": "run",
+    "message_status": "ANY_SOURCE ANY_TAG PROC_NULL Status",
+    "parallel.bucket": "Bucket",
+    "parallel.compression": "Compress PowerSGD TopK",
+    "parallel.data_parallel": "DataParallel average_gradients",
+    "parallel.ddp": "DDP",
+    "parallel.sharding": "IndexShards ShardedSampler shard_indices",
+    "parallel.sync_batch_norm": "SyncBatchNorm convert_sync_batchnorm",
+    "reduce_op": "ReduceOp",
+    "work": "Work",
 }
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+_PACKAGES = {module.partition(".")[0] for module in _NAMES_OF}  # ferrodist.errors, to name one
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _MODULE_OF and name not in _PACKAGES:
         module = sys.modules[__name__]  # lets Python suggest the name that was meant
         raise AttributeError(f"module 'ferrodist' has no attribute {name!r}", name=name, obj=module)
     import importlib
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    if _MODULE_OF.get(name, "").startswith("backends."):
+        importlib.import_module("ferrodist.collectives")  # adds the calls to Backend as methods
+    found = importlib.import_module(f"ferrodist.{_MODULE_OF.get(name, name)}")
+    if name in _MODULE_OF:
+        found = globals()[name] = getattr(found, name)  # next time without this function
+    return found
 
 
 def __dir__() -> list[str]:

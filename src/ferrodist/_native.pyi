@@ -66,9 +66,6 @@ def cpu_level() -> str:
 def use_cpu_level(name: str) -> None:
     """Use another variant of the kernels; all give the same bits."""
 
-def container_cpus() -> int:
-    """Return the cores' worth of time the container grants; a large number without a limit."""
-
 class Status:
     """How a call ended, due to which rank, and what ended its wait."""
 

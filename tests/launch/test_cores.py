@@ -41,6 +41,24 @@ def test_nobody_is_bound_where_there_are_too_few(machine, monkeypatch):
     assert cores.threads_per_rank(2) == 1
 
 
+@pytest.mark.parametrize(
+    ("files", "granted"),
+    [
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "max 100000"}, 1 << 20),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 1 << 20),
+        ({}, 1 << 20),
+    ],
+)
+def test_what_the_container_grants_is_rounded_up(files, granted, monkeypatch, tmp_path):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(cores, "_CGROUP", tmp_path)
+    assert cores.container_cpus() == granted
+
+
 def test_this_machine_can_be_read():
     assert 1 <= cores.usable_cores() <= len(os.sched_getaffinity(0))
     assert set.union(*cores.share_cores(1)) == os.sched_getaffinity(0)

@@ -9,6 +9,7 @@ they were made, on whatever thread.
 from __future__ import annotations
 
 import abc
+import importlib
 import logging
 import math
 import operator
@@ -106,6 +107,7 @@ class Backend(CallMethods, abc.ABC):
     _knows_statuses = True  # whether ranks know of each other that they live, and what holds them
 
     def __init__(self, rank: int, world_size: int, config: Config) -> None:
+        importlib.import_module("ferrodist.collectives")  # adds the calls as methods, if nobody did
         self._rank = rank
         self._world_size = world_size
         self.config = config

@@ -12,11 +12,9 @@ import json
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist import errors
-from ferrodist.buffer import DType
-from ferrodist.call import Call, Kind, Leaf, Site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveTimeout,
@@ -26,7 +24,10 @@ from ferrodist.errors import (
     RankLost,
     SizeMismatch,
 )
-from ferrodist.reduce_op import CustomOp, ReduceOp
+
+if TYPE_CHECKING:  # the launcher names ranks and their ends, too, and starts without NumPy
+    from ferrodist.call import Call, Leaf, Site
+    from ferrodist.reduce_op import CustomOp, ReduceOp
 
 
 class StatusCode(enum.IntEnum):
@@ -163,7 +164,7 @@ def _advice(call: Call, only_sizes: bool, same_kind: bool) -> str:
         return "every rank must make the same calls in the same order"
     if not only_sizes:
         return "every rank must pass the same dtype, op, root and options"
-    if call.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL):
+    if call.kind.label in ("all_gather", "all_to_all"):
         return f"every rank must pass the same shape; {call.kind.label}_uneven takes different ones"
     return "every rank must pass the same shape"
 
@@ -394,7 +395,7 @@ def pack_descriptor(descriptor: CallDescriptor) -> bytes:
     facts = {
         "kind": call.kind,
         "leaves": [[x.path, x.dtype, x.shape] for x in call.leaves],
-        "op": call.op.name if isinstance(call.op, CustomOp) else call.op,
+        "op": call.op if isinstance(call.op, int | None) else call.op.name,
         "root": call.root,
         "algorithm": call.algorithm,
         "reproducible": call.reproducible,
@@ -413,6 +414,9 @@ def unpack_descriptor(data: bytes) -> CallDescriptor:
 
 
 def _descriptor_of(facts: dict[str, Any]) -> CallDescriptor:
+    from ferrodist.buffer import DType
+    from ferrodist.call import Call, Kind, Leaf
+
     leaves = tuple(Leaf(path, DType(code), tuple(shape)) for path, code, shape in facts["leaves"])
     call = Call(
         Kind(facts["kind"]),
@@ -430,6 +434,8 @@ def _descriptor_of(facts: dict[str, Any]) -> CallDescriptor:
 
 
 def _read_op(op: int | str | None) -> ReduceOp | CustomOp | None:
+    from ferrodist.reduce_op import CustomOp, ReduceOp
+
     if op is None:
         return None
     return CustomOp(op) if isinstance(op, str) else ReduceOp(op)

@@ -36,7 +36,6 @@ from ferrodist.backends.receive import ANY, Receive
 from ferrodist.backends.registry import current_backend
 from ferrodist.buffer import ArrayKind
 from ferrodist.call import MAX_TAG
-from ferrodist.collectives.codec import decode, encode
 from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
 from ferrodist.collectives.plan import Group, No, Yes, open_backend, open_deadline
 from ferrodist.config import DEFAULT, Timeout, check_timeout
@@ -419,6 +418,8 @@ def send_object(
         >>> run_ranks(2, pass_on)
         [None, {'lr': 0.1}]
     """
+    from ferrodist.collectives.codec import encode  # imports a dozen types that it knows
+
     if mistaken:
         raise refuse_keyword("send_object", mistaken)
     _refuse_backend(dst, "send_object(obj, dst, backend)")
@@ -478,6 +479,8 @@ def recv_object(
 def _decode(
     data: memoryview, is_pickled: bool, source: int, *, may_unpickle: bool, this_rank: int
 ) -> Any:
+    from ferrodist.collectives.codec import decode
+
     if is_pickled and not may_unpickle:
         raise InvalidArgument(
             f"recv_object: rank {source} sent a pickled object, which was dropped; unpickling runs "

@@ -6,15 +6,17 @@ And the words in which commands tell amounts of memory and of ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ferrodist._native import container_cpus
-
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 20
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _SECONDS = 0.25  # how long to watch the cores
 _BUSY_CORES = 0.25  # below this a machine counts as idle: something always runs
@@ -67,6 +69,17 @@ def _cpu_model() -> str:
 def usable_cores() -> int:
     """Count the cores' worth of time this process may use: its affinity mask, its container."""
     return max(1, min(len(os.sched_getaffinity(0)), container_cpus()))
+
+
+def container_cpus() -> int:
+    """Return how many cores' worth of time the container grants; a large number if no limit."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with suppress(OSError, ValueError):  # not this version of cgroups, or "max"
+            words = " ".join((_CGROUP / name).read_text(encoding="ascii") for name in names)
+            quota, period = map(int, words.split())
+            if quota > 0 and period > 0:
+                return math.ceil(quota / period)
+    return _UNLIMITED
 
 
 def threads_per_rank(num_ranks: int) -> int:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ferrodist import _native
-from ferrodist._native import container_cpus
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Subject, try_number, try_read
-from ferrodist.launch.machine import count_of_ranks, readable_nbytes
+from ferrodist.launch.machine import container_cpus, count_of_ranks, readable_nbytes
 
 GetLimit = Callable[[int], tuple[int, int]]
 KernelCall = Callable[[], object]
