@@ -9,12 +9,13 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from jobs import Job, Nursery
+    from templates import Template
 
 # Ranks that are threads would each start threads of their own for every core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -90,12 +91,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+TEMPLATES: dict[str, Template] = {}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let the processes that share the tests share what forks ranks, too."""
+    from templates import Template
+
+    if not TEMPLATES:
+        TEMPLATES.update({kind: Template(is_heavy=kind == "heavy") for kind in ("heavy", "light")})
+    node.workerinput["templates"] = {kind: one.address for kind, one in TEMPLATES.items()}
+
+
+def pytest_unconfigure() -> None:
+    for template in TEMPLATES.values():
+        template.close()
+    TEMPLATES.clear()
+
+
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery]:
     """Give the processes that fork the ranks of jobs."""
     from jobs import Nursery
 
-    nursery = Nursery()
+    nursery = Nursery(getattr(request.config, "workerinput", {}).get("templates"))
     yield nursery
     nursery.close()
 

@@ -777,12 +777,14 @@ def test_every_call_is_measured_and_checked(tmp_path: Path, ranks: int) -> None:
     assert outcome.versions["ferrodist"]["fake"] == "1"
 
 
+@pytest.mark.slow
 def test_engines_take_turns_and_each_begins_a_round(tmp_path: Path) -> None:
     run_fakes([fake_engine(tmp_path, "a"), fake_engine(tmp_path, "b")])
     orders = (tmp_path / "orders").read_text().split()
     assert orders == ["a", "b", "b", "a", "a", "b"]
 
 
+@pytest.mark.slow
 def test_calls_that_take_long_get_more_rounds(tmp_path: Path) -> None:
     blocks = {2: [make_ddp_block(2)]}
     part = Part([fake_engine(tmp_path, "ddp")], blocks, patience=3)
@@ -792,12 +794,14 @@ def test_calls_that_take_long_get_more_rounds(tmp_path: Path) -> None:
     assert len(orders) == 2 * len(DDP_STEPS) * (1 + 3 * LITTLE.rounds)
 
 
+@pytest.mark.slow
 def test_failures_of_every_part_are_kept(tmp_path: Path) -> None:
     fakes = [fake_engine(tmp_path, name, "ends at start") for name in ("a", "b")]
     outcome = run_parts([Part([fake], {2: []}) for fake in fakes], LITTLE, lambda title: None)
     assert [failure.partition(" ")[0] for failure in outcome.failures] == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_wrong_result_is_not_timed(tmp_path: Path) -> None:
     fakes = [fake_engine(tmp_path, "good"), fake_engine(tmp_path, "bad", "wrong")]
     outcome = run_fakes(fakes)
@@ -808,6 +812,7 @@ def test_wrong_result_is_not_timed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_engine_that_dies_is_named_with_its_last_words_and_the_others_go_on(tmp_path: Path) -> None:
     fakes = [fake_engine(tmp_path, "good"), fake_engine(tmp_path, "bad", "dies")]
     outcome = run_fakes(fakes, sizes=[KB, MB])
@@ -816,6 +821,7 @@ def test_engine_that_dies_is_named_with_its_last_words_and_the_others_go_on(tmp_
     assert "rank 1 gave no answer: the device caught fire" in failure
 
 
+@pytest.mark.slow
 def test_engine_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -> None:
     fakes = [fake_engine(tmp_path, "good"), fake_engine(tmp_path, "bad", "ends at start")]
     outcome = run_fakes(fakes)
@@ -832,6 +838,7 @@ def test_engine_that_fails_over_tcp_is_told_from_the_same_over_shared_memory(
     assert failure.startswith("ferrodist over TCP on 2 ranks: ferrodist over TCP ended")
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_rank_behind(tmp_path: Path) -> None:
     def interrupt(title: str) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """Packages import only what the map allows. Files are read, nothing of them is executed."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,16 @@ MEETING_BY_OTHERS = {"rendezvous/foreign.py"}
 COMMAND_LINE = {"click", "rich"}
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """List the modules a file imports, in full, wherever the import stands."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -105,11 +112,7 @@ def test_nothing_reads_code_from_data():
         "launch/worker.py": {"pickle.loads"},
     }
     for path in PACKAGE.rglob("*.py"):
-        found = {
-            ast.unparse(n.func)
-            for n in ast.walk(ast.parse(path.read_text()))
-            if isinstance(n, ast.Call)
-        }
+        found = {ast.unparse(n.func) for n in nodes_of(path) if isinstance(n, ast.Call)}
         banned = found & {
             "pickle.loads",
             "pickle.load",

@@ -110,6 +110,7 @@ def test_an_error_in_a_thread_shows_one_frame_of_ours(tmp_path):
     assert len(ours_in(text)) == 1
 
 
+@pytest.mark.slow
 def test_an_error_on_a_rank_of_run_shows_one_frame_of_ours_there_and_here():
     def body(backend):
         ferrodist.allreduce(object())
@@ -188,6 +189,7 @@ def pytest_output(tmp_path: Path, body: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_in_two_worlds_says_so_in_less_than_sixty_lines(tmp_path):
     body = """
         import numpy as np, pytest, ferrodist

@@ -144,6 +144,7 @@ for x, device in ((committed, devices[2]), (uncommitted, devices[1])):
 """
 
 
+@pytest.mark.slow
 def test_sharded_array_is_refused_and_results_stay_on_their_device() -> None:
     flags = "--xla_force_host_platform_device_count=3"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

@@ -90,6 +90,7 @@ def test_array_in_another_order_is_packed(order: str) -> None:
     assert_same(round_trip(view), view.copy())
 
 
+@pytest.mark.slow
 @given(
     shape=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     data=st.data(),

@@ -234,6 +234,7 @@ def test_tensor_inside_a_transform_is_refused(transform: Any) -> None:
         transform(round_trip)
 
 
+@pytest.mark.slow
 def test_tensor_inside_torch_compile_is_refused() -> None:
     with pytest.raises(
         UnsupportedArray, match=r"inside torch\.compile; .*@torch\.compiler\.disable"

@@ -270,6 +270,7 @@ def nodes(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+@pytest.mark.slow
 @given(st.recursive(st.integers() | st.none(), nodes, max_leaves=30))
 def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
     assert rebuilt(tree) == tree

@@ -178,6 +178,7 @@ def words_of_refusal(call: Callable[..., Any], *args: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_refused_in_the_same_words_either_way(start):
     """The fast path declines what it does not take; it must not take what is refused."""
 

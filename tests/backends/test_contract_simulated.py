@@ -64,6 +64,7 @@ def test_arrays_that_are_cut_into_pieces_and_segments_come_out_the_same() -> Non
 # -- the suite itself ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_list_and_another_seed_another() -> None:
     lists = [contract_cases(1, seed, algorithms=False) for seed in (7, 7, 8)]
     assert lists[0] == lists[1]
@@ -76,6 +77,7 @@ def test_case_survives_pickling_and_its_text_makes_it_again() -> None:
         assert eval(repr(case)) == case
 
 
+@pytest.mark.slow
 def test_every_shape_dtype_and_legal_op_of_allreduce_is_there() -> None:
     cases = [c for c in cases_of(2) if (c.function, c.check) == ("allreduce", "result")]
     plain = {(c.shape, c.layout, c.dtype, c.op) for c in cases if c.style == "plain"}
@@ -94,6 +96,7 @@ def test_every_algorithm_and_every_root_of_a_function_is_there() -> None:
         assert {case.root for case in cases if case.function == function} == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_backend_without_algorithms_is_asked_for_none() -> None:
     assert not any(case.algorithm for case in contract_cases(1, algorithms=False))
 

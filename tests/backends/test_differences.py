@@ -263,6 +263,7 @@ def test_a_difference_in_one_group_leaves_another_alone(start):
         assert job.results() == [(3, 2), (3, 2), (3, None)]
 
 
+@pytest.mark.slow
 def test_several_jobs_at_once_do_not_meet(start):
     def body(backend, pipe):
         return [ferrodist.allreduce(int(backend.rank + 1), backend) for _ in range(200)]
@@ -281,6 +282,7 @@ def test_several_jobs_at_once_do_not_meet(start):
 # -- threads ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 20_000])
 def test_eight_threads_on_one_group_get_right_results(start, count):
     """Equal calls of several threads are matched by number, whoever makes them."""
@@ -424,6 +426,7 @@ def test_a_ring_of_large_exchanges_never_deadlocks(start):
         assert job.results() == [(float((rank - 5) % 4), True) for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_a_ring_of_large_sends_is_named_by_all_though_they_give_up_at_once(start):
     def body(backend, pipe):
         x, errors = np.ones(MEGABYTE), []
@@ -477,6 +480,7 @@ def test_a_message_of_another_shape_is_the_receivers_own_error(start, count):
         assert job.results() == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_large_message_that_is_given_up_in_the_middle_leaves_the_next_ones_whole(start):
     """Either side may run out of time at any moment of a transfer; what comes later is right."""
 

@@ -32,6 +32,7 @@ from ferrodist.testing import contract_cases, run_contract, run_ranks
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world", [1, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (6, 8))]
 )

@@ -51,6 +51,7 @@ def test_two_causes_come_before_every_consequence():
     ]
 
 
+@pytest.mark.slow
 def test_a_thread_stuck_elsewhere_is_named_with_its_place():
     release = threading.Event()
 

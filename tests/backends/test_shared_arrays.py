@@ -382,6 +382,7 @@ def shared_kilobytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem:"))
 
 
+@pytest.mark.slow
 def test_ten_thousand_arrays_made_and_dropped_leave_no_memory_behind(alone):
     arena = alone.arena
     before = arena.num_blocks, arena.allocated_nbytes, shared_kilobytes()

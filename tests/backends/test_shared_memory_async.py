@@ -116,6 +116,7 @@ def test_the_caller_computes_while_a_large_call_waits_and_while_it_moves_data(st
         assert job.results() == [(2.0, True), 2.0]
 
 
+@pytest.mark.slow
 def test_the_progress_thread_and_a_waiting_caller_use_no_cpu(start_job):
     """Rank 1 is late by a second, twice: once in flight, once with the caller in the call."""
 
@@ -233,6 +234,7 @@ def waiting_costs(backend: Any, late: int) -> float:
     return time.process_time() - start
 
 
+@pytest.mark.slow
 def test_more_ranks_than_cores_finish_and_wait_without_using_them(start_job):
     def body(backend, pipe):
         x = np.full(3, backend.rank)

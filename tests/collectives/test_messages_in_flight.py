@@ -58,6 +58,7 @@ def test_ten_thousand_receives_are_in_flight_without_a_thread_each(start):
         assert is_in_order
 
 
+@pytest.mark.slow
 def test_receives_in_flight_burn_nothing_while_nothing_comes(start):
     """The time other ranks take is made by collectives among them, not by a clock."""
 

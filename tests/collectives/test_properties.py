@@ -105,6 +105,7 @@ def reductions(draw):
 RELAXED = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.slow
 @given(reductions(), st.sampled_from([None, *IN_ORDER]))
 @RELAXED
 def test_reproducible_sums_are_numpys_fold_in_rank_order_bit_for_bit(case, algorithm):
@@ -123,6 +124,7 @@ def test_reproducible_sums_are_numpys_fold_in_rank_order_bit_for_bit(case, algor
     assert all(same_bits(result, expected) for result in results)
 
 
+@pytest.mark.slow
 @given(reductions(), st.sampled_from(OTHERS))
 @RELAXED
 def test_other_algorithms_stay_within_the_bound_of_reordering_and_agree_on_all_ranks(

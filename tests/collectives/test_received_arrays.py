@@ -70,6 +70,7 @@ def wrong_kinds(backend, pipe=None):
     return wrong
 
 
+@pytest.mark.slow
 def test_every_kind_of_array_comes_back_as_it_was_sent(start):
     with start(3, wrong_kinds) as job:
         assert job.results() == [[], [], []]

@@ -31,6 +31,7 @@ def test_a_list_of_an_empty_tree_has_as_many_parts() -> None:
     assert run_ranks(3, lambda b: b.all_gather([], as_list=True)) == [[[], [], []]] * 3
 
 
+@pytest.mark.slow
 def test_parts_are_views_of_out() -> None:
     def gather(backend: Any) -> Any:
         found = []
@@ -175,6 +176,7 @@ def test_function_of_numbers_is_given_numbers() -> None:
     assert run_ranks(3, reduce) == [[1, None, [0, 0]], [12, 1, [123, 123]], [123, 12, [0, 0]]]
 
 
+@pytest.mark.slow
 def test_function_that_communicates_is_stopped_at_once() -> None:
     def reduce(backend: Any) -> None:
         op = ReduceOp.custom(lambda left, right: backend.allreduce(left), name="nested")

@@ -122,6 +122,7 @@ def test_the_deadlines_of_several_ranks_that_end_at_once_name_the_same(run):
     check_uniform(run(lambda backend: come_late(backend, timeouts, TRIES)))
 
 
+@pytest.mark.slow
 def test_all_who_have_not_come_are_missing_on_all(run):
     def body(backend):
         found = []

@@ -254,6 +254,7 @@ def test_a_forked_child_that_drops_a_group_writes_to_no_file_of_its_own(start):
         assert job.results() == [(0, 2)] * 2
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_never_caught_by_a_lock_of_its_parent(start):
     """The child is made while other threads are in the middle of calls, and drops the groups."""
 

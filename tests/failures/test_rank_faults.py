@@ -272,6 +272,7 @@ def test_a_loss_in_a_named_algorithm_is_seen_by_ranks_that_wait_for_others() -> 
 # -- silence ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failed_rank", [1, 0])
 def test_a_stopped_rank_is_given_up_at_the_silence_limit_and_may_not_come_back(
     start, backend_name, failed_rank

@@ -69,6 +69,7 @@ except (OSError, MemoryError, ferrodist.DistributedError) as error:
 """
 
 
+@pytest.mark.slow
 def test_too_few_files_is_an_error_in_words():
     for limit in (3, 5, 6, 7):
         done = run_program(LIMITED.format(what="RLIMIT_NOFILE", limit=limit))

@@ -495,6 +495,7 @@ def test_a_library_that_is_broken_is_a_warning(probe, text, words):
     assert words in found.what
 
 
+@pytest.mark.slow
 def test_a_library_that_hangs_is_ended_with_all_it_has_started(tmp_path, probe):
     left = tmp_path / "pid"
     outcome = probe(
@@ -879,6 +880,7 @@ class Waiting:
         return self.result
 
 
+@pytest.mark.slow
 def test_two_doctors_learn_the_same():
     waiting = Waiting()
     here, result = waiting.call(), waiting.end()
@@ -897,6 +899,7 @@ def test_two_doctors_learn_the_same():
     assert levels == {"ok"}
 
 
+@pytest.mark.slow
 def test_two_doctors_encrypt_as_ranks_do():
     pytest.importorskip("cryptography", reason="makes certificates")
     waiting = Waiting(config=replace(CONFIG, tls=True))
@@ -905,6 +908,7 @@ def test_two_doctors_encrypt_as_ranks_do():
     assert here.seen_as == result.peers[0].other == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_the_way_back_leads_to_the_address_that_ranks_advertise():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -914,6 +918,7 @@ def test_the_way_back_leads_to_the_address_that_ranks_advertise():
     assert waiting.end().peers[0].back_port == port
 
 
+@pytest.mark.slow
 def test_a_wrong_code_is_refused_and_the_right_one_still_welcome():
     waiting = Waiting()
     with pytest.raises(AuthenticationError, match="the code is not the one"):
@@ -925,6 +930,7 @@ def test_a_wrong_code_is_refused_and_the_right_one_still_welcome():
     assert "callers were sent away" in told(listener_diagnostics(result, 1, 1), "note")
 
 
+@pytest.mark.slow
 def test_strangers_get_nothing_but_a_refusal():
     waiting = Waiting()
     for noise in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100), b""):
@@ -964,6 +970,7 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.slow
 def test_several_doctors_are_served_while_strangers_hold_the_line():
     waiting = Waiting(num_peers=3)
     strangers = [connect(waiting.endpoint) for _ in range(80)]
@@ -981,6 +988,7 @@ def test_several_doctors_are_served_while_strangers_hold_the_line():
     assert told(listener_diagnostics(result, 1, 1), "error") == ""
 
 
+@pytest.mark.slow
 def test_who_has_come_while_another_was_served_is_served_too():
     waiting = Listener("127.0.0.1", 0, CONFIG)
     with waiting, ThreadPoolExecutor(2) as pool:
@@ -992,6 +1000,7 @@ def test_who_has_come_while_another_was_served_is_served_too():
     assert len(result.peers) == 2
 
 
+@pytest.mark.slow
 def test_a_listener_that_is_done_does_not_listen_any_more():
     with Listener("127.0.0.1", 0, CONFIG) as listener:
         pass
@@ -1000,6 +1009,7 @@ def test_a_listener_that_is_done_does_not_listen_any_more():
         pass
 
 
+@pytest.mark.slow
 def test_a_talk_that_was_overheard_is_worth_nothing():
     waiting = Waiting()
     heard = []
@@ -1039,6 +1049,7 @@ def pass_on(source: socket.socket, to: socket.socket, heard: list[bytes]) -> Non
         to.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.slow
 def test_a_listener_that_does_not_know_the_code_is_found_out():
     waiting = Waiting(seconds=1.0)
     with pytest.raises(AuthenticationError, match="somebody else listens"):
@@ -1046,6 +1057,7 @@ def test_a_listener_that_does_not_know_the_code_is_found_out():
     waiting.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "word"),
     [
@@ -1069,6 +1081,7 @@ def test_a_way_back_that_is_closed_is_said_on_both_sides(monkeypatch, error, wor
     assert f"cannot be connected to at 127.0.0.1:{here.back_port}: {word}" in found
 
 
+@pytest.mark.slow
 def test_the_way_back_leads_to_the_ports_that_ranks_use():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = probe.getsockname()[1]
@@ -1079,6 +1092,7 @@ def test_the_way_back_leads_to_the_ports_that_ranks_use():
     assert waiting.end().peers[0].back_port == free
 
 
+@pytest.mark.slow
 def test_a_stranger_at_the_door_is_not_taken_for_the_listener(monkeypatch):
     strangers = []
 
@@ -1096,6 +1110,7 @@ def test_a_stranger_at_the_door_is_not_taken_for_the_listener(monkeypatch):
         assert is_refusal(read_all(strangers[0]))
 
 
+@pytest.mark.slow
 def test_somebody_else_where_the_peer_should_be_is_not_taken_for_it(monkeypatch):
     monkeypatch.setattr(peer, "_BACK_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -1128,6 +1143,7 @@ def test_a_slow_link_is_measured_by_two_chunks_at_least(monkeypatch):
     assert first == second > 0
 
 
+@pytest.mark.slow
 def test_nobody_coming_is_an_error():
     with Listener("127.0.0.1", 0, CONFIG) as listener:
         found = told(listener_diagnostics(listener.wait(0.05), 29500, 0.05), "error")
@@ -1162,6 +1178,7 @@ def test_a_listener_without_a_port_for_its_rank_says_so_at_once(taken_port):
         Listener("127.0.0.1", 0, config)
 
 
+@pytest.mark.slow
 def test_settings_that_differ_are_told_on_both_sides():
     waiting = Waiting(seconds=2.0)
     config = replace(CONFIG, chunk_nbytes=CONFIG.chunk_nbytes * 2)
@@ -1202,6 +1219,7 @@ def test_a_peer_that_is_not_there_is_told_with_what_to_do(monkeypatch):
     assert "cannot be reached: Connection refused -> no doctor listens" in told(found, "error")
 
 
+@pytest.mark.slow
 def test_a_peer_that_refuses_is_told_with_what_to_do():
     waiting = Waiting()
     found, _ = command._call(real_proc(), waiting.endpoint, "wrong")

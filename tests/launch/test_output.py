@@ -811,6 +811,7 @@ def test_under_load_nothing_is_torn_lost_or_moved(buffering):
         assert len(lines) == 50_000
 
 
+@pytest.mark.slow
 def test_for_a_slow_reader_nothing_is_torn_lost_or_moved(monkeypatch):
     monkeypatch.setattr(writer, "MOST_BACKLOG", 10_000)
     reader = Reader(bite=500)
@@ -821,6 +822,7 @@ def test_for_a_slow_reader_nothing_is_torn_lost_or_moved(monkeypatch):
         assert lines == [b"%d of %d" % (number, rank) for number in range(20_000)]
 
 
+@pytest.mark.slow
 def test_while_nobody_reads_stdout_ranks_are_heard_at_stderr():
     write_until_full = """
 import os, select
@@ -869,6 +871,7 @@ def test_the_last_words_of_a_rank_outlive_it(paper):
     assert streams.ranks[0].last_output() == ""
 
 
+@pytest.mark.slow
 def test_when_nobody_reads_the_job_can_be_ended():
     endless = "while True: print('on and on')"
     command = [sys.executable, str(LAUNCHER), endless, endless]

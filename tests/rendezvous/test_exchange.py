@@ -123,6 +123,7 @@ def test_all_get_the_values_of_all_through_torchs_store(agent):
     assert results == [[bytes([0, 255, rank]) for rank in range(4)]] * 4
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_to_torchs_store_are_named(agent):
     jobs = jobs_of(4, agent, Bootstrap.TORCH_STORE)
     with through_agent(jobs[2], agent, 1.0) as exchange:
@@ -148,6 +149,7 @@ def test_torchs_store_has_our_verbs(agent):
         store.get("absent", 0.05)
 
 
+@pytest.mark.slow
 def test_a_store_of_torchrun_that_is_not_there_is_told_with_its_address():
     pytest.importorskip("torch", reason="the store is torch's")
     endpoint = Endpoint("127.0.0.1", free_port())

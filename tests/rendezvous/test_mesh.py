@@ -515,6 +515,7 @@ print(text, sum(codes))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_may_not_open_enough_files_says_so_on_all():
     output = subprocess.check_output([sys.executable, "-c", MANY, "20", "16"], text=True)
     assert "RendezvousError: rank 19 cannot connect to rank " in output
@@ -599,6 +600,7 @@ def change_card(monkeypatch: pytest.MonkeyPatch, rank: int, **changes: Any) -> N
     monkeypatch.setattr(mesh, "_own_address", make_and_change)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_be_reached_is_named_on_all_with_both_ends(monkeypatch):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
@@ -616,6 +618,7 @@ def test_a_rank_that_cannot_be_reached_is_named_on_all_with_both_ends(monkeypatc
             assert word in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named_in_time(monkeypatch):
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
         change_card(monkeypatch, 0, port=silent.getsockname()[1])

@@ -283,6 +283,7 @@ def test_another_world_size_is_refused_naming_both_and_the_job_goes_on():
     check_met([rank.end() for rank in [first, Rank(jobs[1])]])
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_refused_is_explained_when_it_is_missing():
     jobs = new_jobs(2)
     first = Rank(jobs[0], timeout=1.0)

@@ -605,6 +605,7 @@ for i in range(10000):
 """
 
 
+@pytest.mark.slow
 def test_ten_thousand_strangers_cost_nothing_and_one_line_a_second(caplog):
     jobs = new_jobs(3)
     command = [sys.executable, "-c", FLOOD, *map(str, jobs[0].endpoint)]

@@ -310,7 +310,7 @@ end.setblocking(False)
 poll = select.poll()
 poll.register(end, select.POLLOUT)
 sent = 0
-while poll.poll(300):
+while poll.poll(300) or sent < 1 << 21:  # until nobody takes more
     with suppress(BlockingIOError):
         sent += end.send(bytes(1 << 18))
 end.close()
@@ -318,6 +318,7 @@ print(sent, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_unread", [False, True])
 def test_what_a_program_sends_before_it_ends_arrives(has_unread):
     """Also when it leaves something unread, for which the kernel resets the connection."""
@@ -331,13 +332,16 @@ def test_what_a_program_sends_before_it_ends_arrives(has_unread):
             with Tls(SECRET).accept(accepting) as end:
                 end.settimeout(LIMIT)
                 if has_unread:
-                    fill(end)
+                    end.sendall(bytes(1_500_000))  # more than its relay takes from the kernel
                 sent = int(process.stdout.readline())
-                assert sent > 1 << 18
+                assert sent >= 1 << 21
                 begun = sum(len(end.recv(1 << 16)) for _ in range(16))  # so that the rest has left
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.7)  # it must not end, but nothing tells that it does not
-                assert begun + len(receive_all(end)) == sent
+                with contextlib.suppress(ConnectionResetError):  # the end, if we left it something
+                    while part := end.recv(1 << 16):
+                        begun += len(part)
+                assert begun == sent
     assert process.returncode == 0
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 from ferrodist.call import Kind
 from ferrodist.schedules import BUILT_IN, Cell, Reduce, Schedule, Space, Step, mine, out
 
@@ -222,6 +224,7 @@ def executed(schedule: Schedule, plan: Plan, root: int, *, alias: bool, seed: in
         return None
 
 
+@pytest.mark.slow
 def test_undamaged_schedules_run_right_also_in_place() -> None:
     for schedule in BUILT_IN:
         for world in (1, 2, 3, 4, 5, 8):

@@ -28,7 +28,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -42,17 +41,14 @@ from ferrodist.backends.hybrid import HybridBackend
 from ferrodist.backends.shared_memory import SharedMemoryBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.rendezvous import Job as Place
+from templates import Template
 
 LIMIT = 30.0  # seconds after which a rank that says nothing fails the test
 QUICK = {"FERRODIST_HEARTBEAT": "0.2", "FERRODIST_HEARTBEAT_TIMEOUT": "1"}
 SMALL_PIECES = {"FERRODIST_MESSAGE_NBYTES": "4096", "FERRODIST_CHUNK_NBYTES": "16384"}
 
 BACKENDS = {"shared_memory": SharedMemoryBackend, "tcp": TcpBackend, "hybrid": HybridBackend}
-HEAVY = ("torch", "torch._dynamo", "jax")  # take seconds to import; optimizers need the second
 USE_HEAVY = {"torch", "jax", "optax"}  # names in a file, or words in a function, that uses them
-
-
-_QUIET = ("-W", "ignore:os.fork() was called:RuntimeWarning")  # JAX; ranks use it on their own
 
 
 class End(NamedTuple):
@@ -68,22 +64,27 @@ class Nursery:
     """Forks ranks: those that use torch or JAX from a process that has imported both.
 
     It is large, and a fork copies its page tables: the others start in a third of the time.
+    ``addresses`` are those of templates that are there already.
     """
 
-    def __init__(self) -> None:
-        self._templates: dict[bool, Template] = {}
+    def __init__(self, addresses: dict[str, str] | None = None) -> None:
+        self._addresses = addresses or {}
+        self._templates: list[Template] = []
+        self._servers: dict[str, RankServer] = {}
 
-    def template_for(self, fn: bytes) -> Template:
+    def server_for(self, fn: bytes) -> RankServer:
         """Choose the process to fork for a pickled function."""
-        heavy = needs_heavy(fn)
-        if heavy not in self._templates:
-            installed = [name for name in HEAVY if find_spec(name.partition(".")[0])]
-            self._templates[heavy] = Template(installed if heavy else [])
-        return self._templates[heavy]
+        kind = "heavy" if needs_heavy(fn) else "light"
+        if kind not in self._addresses:
+            self._templates.append(Template(is_heavy=kind == "heavy"))
+            self._addresses[kind] = self._templates[-1].address
+        if kind not in self._servers:
+            self._servers[kind] = RankServer(self._addresses[kind])
+        return self._servers[kind]
 
     def close(self) -> None:
-        for template in self._templates.values():
-            template.close()
+        for one in [*self._servers.values(), *self._templates]:
+            one.close()
 
 
 def needs_heavy(fn: bytes) -> bool:
@@ -97,17 +98,13 @@ def needs_heavy(fn: bytes) -> bool:
     return bool(words & uses) or any(names.keys() & USE_HEAVY for names in files)
 
 
-class Template:
-    """A process that forks ranks; ends with the test process, whatever becomes of that."""
+class RankServer:
+    """A fork of a template, which forks ranks and ends with this process."""
 
-    def __init__(self, libraries: Sequence[str]) -> None:
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with other:
-            command = [sys.executable, *_QUIET, __file__, str(other.fileno()), *libraries]
-            self._process = subprocess.Popen(
-                command, pass_fds=[other.fileno()], env=environment, stdin=subprocess.DEVNULL
-            )
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(address)
+        socket.send_fds(self._socket, [b"output"], [1, 2])  # ranks write where we do
 
     def start(
         self, backend: str, task: Path, place: Place, environment: dict[str, str], pipe: int
@@ -120,7 +117,6 @@ class Template:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(LIMIT)
 
 
 class Rank:
@@ -188,7 +184,7 @@ class Job:
         self.ranks: list[Rank] = []
         self.name = f"test-{os.getpid()}-{secrets.token_hex(8)}"
         secret, pickled = secrets.token_bytes(32), cloudpickle.dumps(fn)
-        template = nursery.template_for(pickled)
+        server = nursery.server_for(pickled)
         task = os.memfd_create("test-task")
         try:
             os.write(task, cloudpickle.dumps((sys.path, pickled)))
@@ -196,7 +192,7 @@ class Job:
             for rank in range(world):
                 ours, theirs = (Connection(one.detach()) for one in socket.socketpair())
                 place = Place(self.name, rank, world, secret)
-                pid = template.start(backend, path, place, environment, theirs.fileno())
+                pid = server.start(backend, path, place, environment, theirs.fileno())
                 theirs.close()
                 self.ranks.append(Rank(pid, ours))
             for rank in self.ranks:  # all have read what they are to do
@@ -255,6 +251,28 @@ def run_program(text: str, *launcher: str, **options: Any) -> Any:
 
 
 # -- in the nursery, and in the ranks --------------------------------------------------------------
+
+
+def be_a_template(listener: socket.socket, control: socket.socket, libraries: list[str]) -> None:
+    """Fork a server for everybody who connects, until who has started this process is gone."""
+    poll = select.poll()
+    for one in (listener, control):
+        poll.register(one, select.POLLIN)
+    while control.fileno() not in dict(poll.poll()):
+        orders, _ = listener.accept()
+        for library in libraries:  # once, not in every rank
+            import_module(library)
+        gc.freeze()  # what is there now is no garbage: collections of ranks are quick
+        if os.fork() == 0:
+            listener.close()
+            control.close()
+            _, files, _, _ = socket.recv_fds(orders, 100, 2)
+            for ours, file in zip((1, 2), files, strict=True):
+                os.dup2(file, ours)
+                os.close(file)
+            serve(orders)
+            os._exit(0)
+        orders.close()
 
 
 def serve(orders: socket.socket) -> None:
@@ -317,7 +335,5 @@ def be_a_rank(
 if __name__ == "__main__":
     import jobs  # so that what is pickled here is known there by the same name
 
-    for library in sys.argv[2:]:  # once, not by every rank
-        import_module(library)
-    gc.freeze()  # what is there now is no garbage: collections of ranks are quick
-    jobs.serve(socket.socket(fileno=int(sys.argv[1])))
+    files = [socket.socket(fileno=int(number)) for number in sys.argv[1:3]]
+    jobs.be_a_template(*files, sys.argv[3:])

@@ -26,6 +26,7 @@ ALONE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("imports", "environment"),
     [
@@ -115,6 +116,7 @@ def free_port_number() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named(start_job):
     meeting = str(Path(tempfile.mkdtemp(prefix="ferrodist-test-")) / "store")
 
