@@ -56,12 +56,15 @@ class JaxArrays:
 
 
 LIBRARY: Library = JaxArrays()
+_SHARED_NBYTES = 1 << 17  # from here on not copying saves more than device_put costs
 
 
 def _put_beside(x: Any, host: np.ndarray[Any, Any]) -> Any:
     """Put ``host`` on the device of ``x``, committed to it only if ``x`` is."""
     if not getattr(x, "committed", True) and _goes_to_device_of(x, host):
-        return jax.numpy.asarray(host)  # the quickest way; it may share the memory, which is ours
+        if host.nbytes >= _SHARED_NBYTES:
+            return jax.device_put(host)  # shares the memory, which is ours
+        return jax.numpy.asarray(host)  # the quickest way for little, once it is compiled
     with _keeping_dtype(host), contextlib.ExitStack() as stack:
         if getattr(x, "committed", True):
             return jax.device_put(host, _sharding(x))
