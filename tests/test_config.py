@@ -14,6 +14,7 @@ GOOD = {
     "late_timeout": ("7", 7.0),
     "reproducible": ("1", True),
     "check_sites": ("1", True),
+    "check": ("1", True),
     "log_wait_after": ("0.5", 0.5),
     "message_nbytes": ("8192", 8192),
     "chunk_nbytes": ("65536", 65536),

@@ -129,6 +129,13 @@ class Config:
         "shape apart that ranks make in different orders; slow",
         shared=True,
     )
+    check: bool = _setting(
+        True,
+        _SWITCH,
+        "on engines (MPI, Gloo, NCCL) compare the calls of all ranks before each; without it a "
+        "call there has no deadline, and calls that differ hang or crash",
+        shared=True,
+    )
     log_wait_after: float = _setting(
         5.0, _SECONDS, "a wait longer than this is logged with the ranks it waits for"
     )

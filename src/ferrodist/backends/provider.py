@@ -128,3 +128,27 @@ class Provider(Protocol):
         Ranks that close their backend say so themselves: this is about those that cannot. Where it
         is unknown, a call that needs such a rank ends by its deadline.
         """
+
+
+class Engine(Provider, Protocol):
+    """A provider whose collectives are those of a library, which knows no deadlines: MPI, Gloo.
+
+    Before each of them the base makes one small exchange, by ``start_minimum``. It is polled
+    against the deadline; once it is done all ranks are known to be in the call, and ``collective``
+    may block. A request that the library cannot cancel keeps its memory for the life of the process
+    when it is given up, and ``cancel`` says True.
+    """
+
+    def start_minimum(self, words: memoryview) -> Request:
+        """Start to replace each signed 64-bit number by the least that any rank passes."""
+
+    def start(
+        self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
+    ) -> Request | Any:
+        """Start one whole collective that ``collective`` would do; else return NotImplemented.
+
+        For calls in flight, and for all ranks as soon as one of them has its call in flight.
+        """
+
+    def has_message(self, tag: int) -> bool:
+        """Tell whether a message with this tag has come, of any rank, that nobody receives."""

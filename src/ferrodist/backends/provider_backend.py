@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """ProviderBackend: what users see of a provider; keeps the contract on nothing but its messages.
 
-Before every collective each rank sends every other one a word about its call. So nobody goes on
-before all have come, ranks that differ or are missing are known by name, and a rank that finds a
-difference later can tell all.
+Before every collective each rank sends every other one a word about its call; an engine makes one
+small exchange instead (``entrance.py``). So nobody goes on before all have come, ranks that differ
+or are missing are known by name, and a rank that finds a difference later can tell all.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self, cast
 
 from ferrodist import _native
 from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
+from ferrodist.backends.entrance import Entrance
 from ferrodist.backends.executor import Planner, execute_plan
 from ferrodist.backends.failures import (
     CallDescriptor,
@@ -29,7 +30,7 @@ from ferrodist.backends.failures import (
     unpack_descriptor,
 )
 from ferrodist.backends.p2p import ThreadMessagingBackend
-from ferrodist.backends.provider import Provider
+from ferrodist.backends.provider import Engine, Provider
 from ferrodist.backends.provider_link import (
     DATA_TAG,
     ENTRY_TAG,
@@ -40,7 +41,7 @@ from ferrodist.backends.provider_link import (
 )
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.buffer import Buffer
-from ferrodist.call import Kind
+from ferrodist.call import Call, Kind
 from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -50,11 +51,13 @@ from ferrodist.errors import (
     DistributedError,
     RankLost,
 )
+from ferrodist.reduce_op import CustomOp
 from ferrodist.schedules.cost import LinkModel
 
 _ENTRY = struct.Struct("<QQQ")  # sequence number, fingerprint, whether this rank reports a mismatch
 _LENGTH = struct.Struct("<Q")
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
+_ANYBODY = -1  # the peer of a request that all ranks have a part in
 
 
 class ProviderBackend(ThreadMessagingBackend):
@@ -73,6 +76,8 @@ class ProviderBackend(ThreadMessagingBackend):
         model = LinkModel(*config.tcp_link)
         self._planner = Planner(self.rank, self.world_size, config, model)
         self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._engine = cast(Engine, provider) if hasattr(provider, "start_minimum") else None
+        self._entrance = Entrance(self._engine, self._link) if self._engine else None
         self._settled = 0  # the last call that ended in a difference all ranks know of
         self._lateness = [0.0] * self.world_size
         self._splits: dict[tuple[int, ...], int] = {}
@@ -115,14 +120,47 @@ class ProviderBackend(ThreadMessagingBackend):
     ) -> None:
         """Compare the calls of all ranks, then let the provider do it, or its messages."""
         with self._naming_failures(running):
-            if self._enter(running, is_reporting=False):
-                raise self._settle_mismatch(running, None)
+            if self._compares(running.call):
+                if self._enter(running, is_reporting=False):
+                    raise self._settle_mismatch(running, None)
+                if kind is Kind.BARRIER:
+                    return  # all have come
             done = NotImplemented
             if args.algorithm is None:
-                deadline = running.deadline
-                done = self._provider.collective(kind, input, output, args, deadline)
+                done = self._run_by_provider(running, kind, input, output, args)
             if done is NotImplemented:
                 self._run_by_messages(running, kind, input, output, args)
+
+    def _compares(self, call: Call) -> bool:
+        """Tell whether the calls of all ranks are compared: also without checks where they talk."""
+        if self._entrance is None or self.config.check:
+            return True
+        is_plain = call.kind <= Kind.EXSCAN and call.kind is not Kind.SCATTER
+        return not is_plain or isinstance(call.op, CustomOp)
+
+    def _run_by_provider(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+    ) -> Any:
+        """Let the provider do a collective; one in flight on any rank is polled on all of them."""
+        is_flying = running.in_background
+        if self._entrance is not None and self._compares(running.call):
+            is_flying = self._entrance.has_flying
+        if self._engine is None or not is_flying:
+            return self._provider.collective(kind, input, output, args, running.deadline)
+        request = self._engine.start(kind, input, output, args)
+        if request is NotImplemented:
+            return NotImplemented
+        self._link.wait(
+            [(_ANYBODY, request)],
+            lambda _: self._check(running, self._link.needed()),
+            running.deadline,
+        )
+        return None
 
     def _run_by_messages(
         self,
@@ -150,6 +188,10 @@ class ProviderBackend(ThreadMessagingBackend):
 
     def _enter(self, running: RunningCall, *, is_reporting: bool) -> bool:
         """Wait until all ranks have come; tell whether their calls differ."""
+        if self._entrance is not None:
+            differ = self._entrance.enter(self, running, is_reporting)
+            running.hook = True
+            return differ
         entry = _ENTRY.pack(running.sequence, running.fingerprint, is_reporting)
         found = self._tell_all(running, entry, [len(entry)] * self.world_size)
         running.hook = True  # from now on nobody can say that this rank has not come
@@ -173,8 +215,17 @@ class ProviderBackend(ThreadMessagingBackend):
     def _wait(self, running: RunningCall, waiting: Waiting) -> None:
         self._link.wait(waiting, lambda peers: self._check(running, peers), running.deadline)
 
-    def _check(self, running: RunningCall, peers: list[int]) -> None:
-        """Raise if a call cannot succeed that waits for these peers."""
+    def _check(self, running: RunningCall, peers: Sequence[int]) -> None:
+        """Raise if a call cannot succeed that waits for these peers, or its time is up."""
+        self._check_standing(running, peers)
+        if peers and running.deadline.remaining() <= 0:
+            self._expire(running, peers)
+
+    def _expire(self, running: RunningCall, missing: Sequence[int]) -> None:
+        raise self._set_error(running, self._expiry(running, missing))
+
+    def _check_standing(self, running: RunningCall, peers: Sequence[int]) -> None:
+        """Raise if a call cannot succeed that needs these peers."""
         link, sequence, call = self._link, running.sequence, running.call
         found = link.error_of(sequence)
         if found is not None:
@@ -185,8 +236,6 @@ class ProviderBackend(ThreadMessagingBackend):
         for peer in peers:
             if (leave_reason := link.left(peer)) is not None:
                 raise self._set_error(running, failures.loss(call, sequence, peer, leave_reason))
-        if peers and running.deadline.remaining() <= 0:
-            raise self._set_error(running, self._expiry(running, peers))
 
     def _error_from(self, running: RunningCall, found: GroupError) -> DistributedError:
         """Make this rank's error; one that came too late gets what later calls get."""

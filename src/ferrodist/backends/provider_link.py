@@ -62,6 +62,10 @@ SPLIT_TAG = 1 << 62  # with a hash of the members in its lower bits
 
 EAGER_NBYTES = 64 * 1024  # up to here a send does not wait for its receiver
 _ERROR, _LEFT = b"E", b"L"
+# What ranks tell of the nth entry of an engine: that a deadline has passed, that one is inside,
+# that it goes on although its deadline had passed.
+PAST_DEADLINE, INSIDE, GOES_ON = b"D", b"I", b"C"
+_NUMBER = struct.Struct("<Q")
 _FIRST_NAP = 2e-5  # seconds between two looks at a request that cannot wait; doubled every time
 _LAST_NAP = 1e-3
 _POLL = 0.02  # seconds between two looks at control messages while a request waits by itself
@@ -86,6 +90,11 @@ class ProviderLink:
         self._errors: list[GroupError] = []
         self._abort = b""  # why the group was aborted, for the groups split off it
         self._left: dict[int, LeaveReason] = {}
+        self._left_after: dict[int, int] = {}  # how many entries those had made who said good-bye
+        self.num_entered = 0  # how many entries of an engine this rank has made
+        self.inside: dict[int, int] = {}  # the last entry that each peer has said to be in
+        self.past_deadline: dict[int, int] = {}  # entries that peers may be about to give up
+        self._has_message = getattr(provider, "has_message", None)
         self._lock = threading.RLock()  # reentrant, as everything a finalizer may touch
         self.peers = [rank for rank in range(provider.world_size) if rank != self.rank]
 
@@ -163,6 +172,8 @@ class ProviderLink:
         """Read the control messages that have come."""
         if self._parent is not None:
             self._parent.poll()
+        if self._is_quiet():
+            return
         with self._busy(), self._lock:
             if self.has_left:
                 return
@@ -171,6 +182,13 @@ class ProviderLink:
                     self._hear(peer, memory)
             if self._parent is not None and self._parent._abort and not self._abort:
                 self._note_abort(self._parent._abort)
+
+    def _is_quiet(self) -> bool:
+        """Tell, with one question to an engine, that there is nothing to read."""
+        if self._has_message is None:
+            return False
+        is_told = self._parent is not None and self._parent._abort and not self._abort
+        return not is_told and (self.has_left or not self._has_message(CONTROL_TAG))
 
     def try_read(self, peer: int, tag: int) -> memoryview | None:
         """Receive the next message of a rank with this tag if there is one; else return None."""
@@ -185,15 +203,36 @@ class ProviderLink:
         return memory
 
     def _hear(self, peer: int, memory: memoryview) -> None:
-        body = bytes(memory[1:])
-        if memory[:1] == _LEFT:
-            self._left.setdefault(peer, unpack_leave_reason(body))
+        word, body = bytes(memory[:1]), bytes(memory[1:])
+        if word == _LEFT:
+            (self._left_after[peer],) = _NUMBER.unpack_from(body)
+            self._left.setdefault(peer, unpack_leave_reason(body[_NUMBER.size :]))
+            return
+        if word != _ERROR:
+            self._hear_of_entry(peer, word, _NUMBER.unpack(body)[0])
             return
         found = unpack_group_error(body, self.members)
         if found.error is GroupAborted:
             self._note_abort(body)
         else:
             self._note(found)
+
+    def _hear_of_entry(self, peer: int, word: bytes, entry: int) -> None:
+        self.inside[peer] = max(entry, self.inside.get(peer, 0))
+        if word == PAST_DEADLINE:
+            self.past_deadline[peer] = entry
+        elif word == GOES_ON and self.past_deadline.get(peer) == entry:
+            del self.past_deadline[peer]
+
+    def tell_of_entry(self, word: bytes, entry: int, peers: Sequence[int] | None = None) -> None:
+        """Tell some ranks, or all, something about an entry of an engine."""
+        with self._busy():
+            self._tell(word + _NUMBER.pack(entry), self.peers if peers is None else peers)
+
+    def needed(self) -> list[int]:
+        """List the peers that a rank in its last entry depends on: not those who were through."""
+        entry = self.num_entered
+        return [peer for peer in self.peers if self._left_after.get(peer, -1) < entry]
 
     def _note_abort(self, body: bytes) -> None:
         self._abort = self._abort or body
@@ -216,12 +255,12 @@ class ProviderLink:
             if found.error is GroupAborted:
                 self._abort = body
             if not self.has_left:
-                self._tell(_ERROR + body)
+                self._tell(_ERROR + body, self.peers)
                 self.provider.abort(found.text)
         return found
 
-    def _tell(self, words: bytes) -> None:
-        for peer in self.peers:
+    def _tell(self, words: bytes, peers: Sequence[int]) -> None:
+        for peer in peers:
             try:
                 self.provider.isend(memoryview(words), peer, CONTROL_TAG)
             except ConnectionError:
@@ -270,7 +309,8 @@ class ProviderLink:
         try:
             if not self.has_left:
                 self.has_left = True
-                self._tell(_LEFT + pack_leave_reason(leave_reason))
+                words = _LEFT + _NUMBER.pack(self.num_entered) + pack_leave_reason(leave_reason)
+                self._tell(words, self.peers)
                 self.provider.close()
         finally:
             self._lock.release()
