@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend, Statistics
     from ferrodist.backends.grid import Grid
     from ferrodist.backends.hybrid import HybridBackend
+    from ferrodist.backends.mpi import MpiBackend as MpiBackend
     from ferrodist.backends.registry import init, is_initialized, local_rank, rank, world_size
     from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.tcp import TcpBackend
@@ -186,6 +187,7 @@ _NAMES_OF = {
     "backends.base": "Backend Statistics",
     "backends.grid": "Grid",
     "backends.hybrid": "HybridBackend",
+    "backends.mpi": "MpiBackend",
     "backends.registry": "init is_initialized local_rank rank world_size",
     "backends.shared_memory": "SharedMemoryBackend",
     "backends.tcp": "TcpBackend",

@@ -141,7 +141,7 @@ def _compare_all(backend: ProcessBackend, deadline: Deadline) -> str:
     """On rank 0: hear the settings of all, and tell all what differs."""
     peers = range(1, backend.world_size)
     everybody = [_shared_by(backend), *(_receive(backend, peer, deadline) for peer in peers)]
-    difference = _describe_difference(everybody)
+    difference = describe_difference(everybody)
     for peer in peers:
         _send(backend, {"difference": difference}, peer, deadline)
     return difference
@@ -153,7 +153,7 @@ def _let_compare(backend: ProcessBackend, deadline: Deadline) -> str:
     return str(_receive(backend, 0, deadline)["difference"])
 
 
-def _describe_difference(everybody: Sequence[dict[str, Any]]) -> str:
+def describe_difference(everybody: Sequence[dict[str, Any]]) -> str:
     """Say of the first setting that differs which ranks have which value; '' if none does."""
     for name in everybody[0]:
         ranks_of: dict[str, list[int]] = {}

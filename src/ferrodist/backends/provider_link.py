@@ -299,6 +299,8 @@ class ProviderLink:
         A finalizer runs wherever memory runs low, also where the provider holds its locks.
         """
         dropped = failures.died("dropped its backend without close()")
+        if not getattr(self.provider, "has_threads", True):
+            return  # nobody may tell the others
         args = [dropped, Deadline(None)]
         threading.Thread(target=self.leave, args=args, daemon=True).start()
 

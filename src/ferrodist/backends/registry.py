@@ -32,6 +32,7 @@ from ferrodist.config import (
 )
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
+    AuthenticationError,
     BackendUnavailable,
     DistributedError,
     InvalidArgument,
@@ -53,6 +54,7 @@ _BUILT_IN = {
     "shm": _SHARED_MEMORY,
     "tcp": "ferrodist.backends.tcp:TcpBackend",
     "hybrid": "ferrodist.backends.hybrid:HybridBackend",
+    "mpi": "ferrodist.backends.mpi:MpiBackend",
 }
 _TORCHS = ("nccl", "gloo", "ucc", "mpi")
 _NO_NAME_NEEDED = (
@@ -239,7 +241,9 @@ def _check_same(made: Backend, name: str | None, timeout: Timeout, pickle: bool 
 def _join(name: str | None, config: Config) -> Backend:
     asked = config.backend if name is None else name
     if asked != AUTO:
-        _joining(asked, is_setting=name is None)  # refuses it before anybody is waited for
+        join = _joining(asked, is_setting=name is None)  # refuses it before anybody is waited for
+        if getattr(backend_class(asked), "finds_its_job", False):
+            return join(_try_find_job(), config=config)
     job = _find_job()
     if job.status_board is not None:
         _print_by_lines()
@@ -270,6 +274,15 @@ def _find_job() -> Job:
     if job.world_size > 1 and (worker := _worker_at_import()) is not None:
         raise _not_a_rank(worker)
     return job
+
+
+def _try_find_job() -> Job | None:
+    """Find what the launcher says for an engine that knows its job itself; it may say nonsense."""
+    try:
+        return _find_job()
+    except (InvalidArgument, AuthenticationError) as error:
+        logger.info("not used: %s", error)
+        return None
 
 
 def _worker_at_import() -> str | None:

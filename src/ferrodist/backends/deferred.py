@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Calls in flight where only one thread may use the engine: they run when they are waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ferrodist.backends.p2p import Posted
+from ferrodist.backends.provider import Provider
+from ferrodist.backends.provider_backend import ProviderBackend
+from ferrodist.backends.provider_link import ProviderLink
+from ferrodist.backends.running_call import Prepared, RunningCall
+from ferrodist.call import Call
+from ferrodist.config import Config
+from ferrodist.deadline import Deadline
+from ferrodist.errors import InvalidArgument
+from ferrodist.work import Work
+
+T = TypeVar("T")
+
+
+class DeferredWork(Work[T]):
+    """A call that runs on the thread that first asks for it: ``done`` finishes it, too."""
+
+    def __init__(self, describe: str, run: Callable[[], None], cancel: Any = None) -> None:
+        super().__init__(describe, cancel=cancel)
+        self._run = run
+
+    def result(self, timeout: float | None = None) -> T:
+        """Run the call, if it has not run, and return its result."""
+        self.done()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Run the call, if it has not run, and return its error."""
+        self.done()
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        """Run the call, if it has not run: it is done."""
+        if not self.has_run:
+            self.is_asked = True
+            self.run()
+        return True
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it has run, or was cancelled."""
+        return super().done()
+
+    def run(self) -> None:
+        """Run the call now, asked for or not."""
+        if not self.has_run:
+            self._run()
+
+    def cancel(self) -> bool:
+        """Withdraw a receive that has not run."""
+        return not self.has_run and super().cancel()
+
+    def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
+        """Run the call, then ``fn(work)``."""
+        self.done()
+        super().add_done_callback(fn)
+
+
+class DeferredBackend(ProviderBackend):
+    """One whose engine may allow the main thread alone: ``has_threads`` of the provider says so.
+
+    Then collectives in flight run, in their order, when one is waited for, before the next
+    collective, and in close().
+    """
+
+    def __init__(
+        self, provider: Provider, config: Config | None = None, *, _link: ProviderLink | None = None
+    ) -> None:
+        super().__init__(provider, config, _link=_link)
+        self._has_threads: bool = getattr(provider, "has_threads", True)
+        self._deferred: deque[tuple[int, Callable[[], None]]] = deque()
+        self._deferred_messages: list[DeferredWork[Any]] = []
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if not self._has_threads and threading.current_thread() is not threading.main_thread():
+            raise InvalidArgument(
+                "the engine was initialised for one thread: only the main thread may communicate; "
+                "MPI_THREAD_MULTIPLE allows all",
+                this_rank=self.rank,
+            )
+
+    def _call(self, call: Call, deadline: Deadline) -> RunningCall:
+        self._run_deferred()
+        return super()._call(call, deadline)
+
+    def _start(self, prepared: Prepared[T]) -> Work[T]:
+        if self._has_threads:
+            return super()._start(prepared)
+        self._check_usable()
+        ticket = self._tickets.take()
+
+        def run() -> T:
+            self._run_in_flight(prepared, ticket, in_background=False)
+            return prepared.finish()
+
+        label = prepared.call.kind.label
+        work: DeferredWork[T] = DeferredWork(
+            f"{label} #{ticket}", lambda: self._run_deferred(ticket)
+        )
+        self._deferred.append((ticket, lambda: self._finish(work, run)))
+        return work
+
+    def _run_deferred(self, last: int | None = None) -> None:
+        """Run what was deferred, up to a ticket."""
+        while self._deferred and (last is None or self._deferred[0][0] <= last):
+            self._deferred.popleft()[1]()
+
+    def _in_background(self, posted: Posted) -> Work[Any]:
+        if self._has_threads or posted.is_done:
+            return super()._in_background(posted)
+        cancel = posted.cancel if posted.is_receive else None
+        work: DeferredWork[Any] = DeferredWork(
+            posted.what, lambda: self._finish(work, posted.finish), cancel
+        )
+        waiting = [one for one in self._deferred_messages if not one.has_run]
+        self._deferred_messages = [*waiting, work]
+        return work
+
+    def _await_works(self, deadline: Deadline) -> None:
+        self._run_deferred()
+        for work in self._deferred_messages:
+            work.run()
+        super()._await_works(deadline)
