@@ -2,8 +2,9 @@
 """Which collectives MPI does as we promise, and how they are called; the rest is by schedules.
 
 MPI is not used where it promises less: 16-bit floats it can only move, MIN and MAX of floats may
-drop a NaN, a product of complex numbers may follow another formula, and it chooses the order of a
-reduction itself.
+drop a NaN, a product of complex numbers may follow another formula, sums of 8- and 16-bit integers
+end at the largest number instead of wrapping (Open MPI 5), and it chooses the order of a reduction
+itself.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def find_op(kind: Kind, dtype: DType, op: ReduceOp | None, in_order: bool, world
     if dtype is DType.BOOL:
         return _BOOL_OPS.get(op)
     if dtype.is_integer:
-        return _INTEGER_OPS.get(op)
+        is_clipped = op is ReduceOp.SUM and dtype.itemsize <= 2
+        return None if is_clipped else _INTEGER_OPS.get(op)
     if in_order and world > 2:
         return None
     return (_COMPLEX_OPS if dtype.is_complex else _FLOAT_OPS).get(op)
