@@ -552,7 +552,8 @@ def test_an_mpiexec_of_another_mpi_is_a_warning_that_says_whom_it_concerns():
         engines._judge_launcher(outcome, engines._mpi_name("HYDRA build details")), "warning"
     )
     assert "mpiexec is that of MPICH, mpi4py uses Open MPI" in found
-    assert "On one host ferrodist needs mpiexec alone" in found
+    assert "which concerns backend 'mpi'" in found
+    assert "On one host the other backends need mpiexec alone" in found
     assert list(engines._judge_launcher(outcome, "Open MPI")) == []
     assert list(engines._judge_launcher(outcome, "")) == []
 
@@ -576,6 +577,8 @@ def test_a_real_mpi_starts_in_a_world_of_one(name):
         pytest.skip(f"no {name}: make bench gets it")
     outcome = engines.run_probe([str(python), "-P", probes.__file__, "mpi4py"], os.environ, 30.0)
     assert outcome.facts["world_size"] == 1
+    assert ", MPI " in engines._judge("mpi4py", outcome).what
+    assert "one thread" not in engines._judge("mpi4py", outcome).what
     assert engines._mpi_name(outcome.facts["library"]) == {"mpich": "MPICH"}.get(name, "Open MPI")
 
 

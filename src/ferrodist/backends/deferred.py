@@ -59,7 +59,11 @@ class DeferredWork(Work[T]):
 
     def cancel(self) -> bool:
         """Withdraw a receive that has not run."""
-        return not self.has_run and super().cancel()
+        if self.has_run or self._withdraw is None or not self._withdraw():
+            return self.cancelled()
+        self.is_asked = True
+        Future.cancel(self)
+        return self.set_running_or_notify_cancel() is False
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Run the call, then ``fn(work)``."""
@@ -79,6 +83,8 @@ class DeferredBackend(ProviderBackend):
     ) -> None:
         super().__init__(provider, config, _link=_link)
         self._has_threads: bool = getattr(provider, "has_threads", True)
+        if not self._has_threads:
+            self._call_path = None  # which knows nothing of what is deferred
         self._deferred: deque[tuple[int, Callable[[], None]]] = deque()
         self._deferred_messages: list[DeferredWork[Any]] = []
 

@@ -79,6 +79,7 @@ class Entrance:
             self._wait_for_doubtful(backend, running)
 
     def _wait_long(self, backend: ProviderBackend, running: RunningCall, request: Request) -> None:
+        backend.note_site(running)
         link, entry = self._link, self._link.num_entered
         limit = None  # the end of listening
         answered: set[int] = set()

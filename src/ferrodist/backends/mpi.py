@@ -10,27 +10,37 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from ferrodist.backends.deferred import DeferredBackend
-from ferrodist.backends.mpi_calls import MPI, EngineCall, make_call
+from ferrodist.backends.mpi_calls import (
+    AUTOMATIC,
+    LARGEST_COUNT,
+    MPI,
+    EngineCall,
+    does,
+    find_op,
+    make_call,
+)
 from ferrodist.backends.peers import describe_difference
 from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.provider import RankStatus
 from ferrodist.backends.provider_link import CONTROL_TAG, EAGER_NBYTES, SPLIT_TAG
 from ferrodist.backends.registry import program_end
 from ferrodist.backends.running_call import CollectiveArgs
-from ferrodist.buffer import Buffer
+from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument, InvalidRank, RendezvousError
+from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
 
 logger = logging.getLogger("ferrodist")
@@ -213,7 +223,7 @@ class MpiEngine:
         for one in (comm, collectives):
             one.Set_errhandler(MPI.ERRORS_RETURN)
         self.has_threads = has_threads()
-        self._num_split_tags = comm.Get_attr(MPI.TAG_UB) - _NUM_TAGS
+        self._num_split_tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - _NUM_TAGS
         self._looked_at = 0.0
         self._lost: frozenset[int] = frozenset()
 
@@ -271,6 +281,45 @@ class MpiEngine:
             call.finish()
         return request
 
+    def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
+        """Tell whether MPI does this as we promise."""
+        return does(kind, dtype, args, self.world_size)
+
+    def bind(
+        self, kind: Kind, dtype: DType, shape: tuple[int, ...], args: CollectiveArgs
+    ) -> Callable[[Any, Any, bool], None] | None:
+        """Return the call of mpi4py on arrays as they are, for the kinds that are called most."""
+        comm, is_root = self._collectives, self.rank == args.root
+        is_plain = math.prod(shape) <= LARGEST_COUNT and dtype in AUTOMATIC
+        op = MPI.SUM
+        if kind.is_reduction:
+            op = find_op(kind, dtype, args.op, args.in_order, self.world_size)
+            is_plain = is_plain and args.op is not ReduceOp.MEAN
+
+        def allreduce(x: Any, out: Any, in_place: bool) -> None:
+            try:
+                comm.Allreduce(MPI.IN_PLACE if in_place else x, out, op)
+            except MPI.Exception as error:
+                self._raise_lost(error)
+
+        def broadcast(x: Any, out: Any, in_place: bool) -> None:
+            try:
+                comm.Bcast(x if is_root else out, args.root)
+            except MPI.Exception as error:
+                self._raise_lost(error)
+            if is_root and not in_place:
+                out[...] = x
+
+        def barrier(x: Any, out: Any, in_place: bool) -> None:
+            with self._naming():
+                comm.Barrier()
+
+        if kind is Kind.BARRIER:
+            return barrier
+        if not is_plain:
+            return None
+        return {Kind.ALLREDUCE: allreduce, Kind.BROADCAST: broadcast}.get(kind)
+
     def _make_call(
         self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
     ) -> EngineCall | None:
@@ -282,10 +331,12 @@ class MpiEngine:
         try:
             yield
         except MPI.Exception as error:
-            if error.Get_error_class() not in _LOST:
-                raise
-            gone = min(self._find_lost(), default=None)
-            raise lost(error, gone) from error
+            self._raise_lost(error)
+
+    def _raise_lost(self, error: Any) -> NoReturn:
+        if error.Get_error_class() not in _LOST:
+            raise error
+        raise lost(error, min(self._find_lost(), default=None)) from error
 
     # -- messages -------------------------------------------------------------------------------
 

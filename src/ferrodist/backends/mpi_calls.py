@@ -47,6 +47,9 @@ _REDUCED = {
     DType.COMPLEX64: MPI.C_FLOAT_COMPLEX,
     DType.COMPLEX128: MPI.C_DOUBLE_COMPLEX,
 }
+AUTOMATIC = _REDUCED.keys() - {DType.BOOL}
+"""The dtypes of which mpi4py itself knows what they are called in MPI."""
+
 _INTEGER_OPS = {
     ReduceOp.SUM: MPI.SUM,
     ReduceOp.PROD: MPI.PROD,
@@ -87,6 +90,8 @@ def find_op(kind: Kind, dtype: DType, op: ReduceOp | None, in_order: bool, world
     """Return MPI's operation if it gives what we promise, else None."""
     if op is None or dtype not in _REDUCED:
         return None
+    if kind.is_prefix and op is ReduceOp.MEAN:
+        return None  # which is refused
     if op.is_logical and (kind.is_prefix or world == 1):
         return None  # where an input is the result as it is, it would not become 0 or 1
     if dtype is DType.BOOL:
@@ -97,6 +102,13 @@ def find_op(kind: Kind, dtype: DType, op: ReduceOp | None, in_order: bool, world
     if in_order and world > 2:
         return None
     return (_COMPLEX_OPS if dtype.is_complex else _FLOAT_OPS).get(op)
+
+
+def does(kind: Kind, dtype: DType, args: CollectiveArgs, world: int) -> bool:
+    """Tell whether MPI does a collective as we promise, at any size that it can take at once."""
+    if not kind.is_reduction:
+        return True
+    return find_op(kind, dtype, args.op, args.in_order, world) is not None
 
 
 def make_call(
@@ -112,11 +124,9 @@ def make_call(
         return EngineCall([("Barrier", ())])
     sample = input if input is not None else output
     assert sample is not None, "every rank has a buffer"
-    op = None
-    if kind.is_reduction:
-        op = find_op(kind, sample.dtype, args.op, args.in_order, world)
-        if op is None:
-            return None
+    if not does(kind, sample.dtype, args, world):
+        return None
+    op = find_op(kind, sample.dtype, args.op, args.in_order, world)
     if kind.is_cut_by_rank:
         return _by_rank(kind, input, output, args, op, rank, world)
     return _elementwise(kind, input, output, args, op, rank, world)

@@ -8,11 +8,11 @@ deadlines, naming who is missing or lost, splitting, closing, arrays, trees and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from ferrodist.backends.running_call import CollectiveArgs
-from ferrodist.buffer import Buffer
+from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.deadline import Deadline
 
@@ -148,6 +148,17 @@ class Engine(Provider, Protocol):
         """Start one whole collective that ``collective`` would do; else return NotImplemented.
 
         For calls in flight, and for all ranks as soon as one of them has its call in flight.
+        """
+
+    def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
+        """Tell whether ``collective`` does this itself, or returns NotImplemented."""
+
+    def bind(
+        self, kind: Kind, dtype: DType, shape: tuple[int, ...], args: CollectiveArgs
+    ) -> Callable[[Any, Any, bool], None] | None:
+        """Return what does such a collective on NumPy arrays at once: ``run(x, out, in_place)``.
+
+        For what it does itself. None if it goes through ``collective``, some microseconds slower.
         """
 
     def has_message(self, tag: int) -> bool:

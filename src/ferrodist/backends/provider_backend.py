@@ -14,11 +14,12 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 from ferrodist import _native
 from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
+from ferrodist.backends.engine_path import BoundCall, call_path
 from ferrodist.backends.entrance import Entrance
 from ferrodist.backends.executor import Planner, execute_plan
 from ferrodist.backends.failures import (
@@ -41,7 +42,7 @@ from ferrodist.backends.provider_link import (
 )
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.buffer import Buffer
-from ferrodist.call import Call, Kind
+from ferrodist.call import Call, Kind, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -57,6 +58,7 @@ from ferrodist.schedules.cost import LinkModel
 _ENTRY = struct.Struct("<QQQ")  # sequence number, fingerprint, whether this rank reports a mismatch
 _LENGTH = struct.Struct("<Q")
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
+_WORDS_SECONDS, _FIRST_LOOK = 2.0, 0.001  # for what others have to say of a call that has ended
 _ANYBODY = -1  # the peer of a request that all ranks have a part in
 
 
@@ -76,8 +78,13 @@ class ProviderBackend(ThreadMessagingBackend):
         model = LinkModel(*config.tcp_link)
         self._planner = Planner(self.rank, self.world_size, config, model)
         self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        self._engine = cast(Engine, provider) if hasattr(provider, "start_minimum") else None
-        self._entrance = Entrance(self._engine, self._link) if self._engine else None
+        self.engine = cast(Engine, provider) if hasattr(provider, "start_minimum") else None
+        self.bound_calls: dict[tuple[Any, ...], BoundCall | None] = {}
+        self._entrance: Entrance | None = None
+        if self.engine is not None:
+            self._entrance = Entrance(self.engine, self._link)
+            if not config.check_sites:
+                self._call_path = cast(Any, call_path)
         self._settled = 0  # the last call that ended in a difference all ranks know of
         self._lateness = [0.0] * self.world_size
         self._splits: dict[tuple[int, ...], int] = {}
@@ -105,7 +112,8 @@ class ProviderBackend(ThreadMessagingBackend):
     def _begin_call(self, running: RunningCall) -> None:
         if self._link.has_left:
             raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
-        self._link.poll()
+        if self._entrance is None or not self.config.check:
+            self._link.poll()  # else what others have told is read when the call is entered
         found = self._link.error_of(running.sequence)
         if found is not None:
             raise found.later(self.rank)
@@ -119,17 +127,53 @@ class ProviderBackend(ThreadMessagingBackend):
         args: CollectiveArgs,
     ) -> None:
         """Compare the calls of all ranks, then let the provider do it, or its messages."""
+        self.run_entered(running, kind, input, output, args, is_entered=False)
+
+    def run_entered(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+        *,
+        is_entered: bool,
+    ) -> None:
+        """Do a collective whose calls may have been compared."""
         with self._naming_failures(running):
-            if self._compares(running.call):
+            if not is_entered and self._compares(running.call):
                 if self._enter(running, is_reporting=False):
                     raise self._settle_mismatch(running, None)
-                if kind is Kind.BARRIER:
-                    return  # all have come
+                is_entered = True
+            if is_entered and kind is Kind.BARRIER:
+                return  # all have come
             done = NotImplemented
             if args.algorithm is None:
                 done = self._run_by_provider(running, kind, input, output, args)
             if done is NotImplemented:
                 self._run_by_messages(running, kind, input, output, args)
+
+    def enter_plainly(self, running: RunningCall) -> bool:
+        """Compare the calls of all ranks; tell whether the engine may block in a plain one."""
+        entrance = self._entrance
+        assert entrance is not None
+        if not self.config.check:
+            return True
+        with self._naming_failures(running):
+            if self._enter(running, is_reporting=False):
+                raise self._settle_mismatch(running, None)
+        return not entrance.has_flying
+
+    def raise_named(self, running: RunningCall, error: ConnectionError | TimeoutError) -> NoReturn:
+        """Raise what an error of the engine means for all ranks."""
+        with self._naming_failures(running):
+            raise error
+        raise error
+
+    def note_site(self, running: RunningCall) -> None:
+        """Find out where a call was made that errors may have to show."""
+        if running.call.site is None:
+            running.call = running.call._replace(site=caller_site())
 
     def _compares(self, call: Call) -> bool:
         """Tell whether the calls of all ranks are compared: also without checks where they talk."""
@@ -150,9 +194,9 @@ class ProviderBackend(ThreadMessagingBackend):
         is_flying = running.in_background
         if self._entrance is not None and self._compares(running.call):
             is_flying = self._entrance.has_flying
-        if self._engine is None or not is_flying:
+        if self.engine is None or not is_flying:
             return self._provider.collective(kind, input, output, args, running.deadline)
-        request = self._engine.start(kind, input, output, args)
+        request = self.engine.start(kind, input, output, args)
         if request is NotImplemented:
             return NotImplemented
         self._link.wait(
@@ -275,11 +319,20 @@ class ProviderBackend(ThreadMessagingBackend):
                 running, self._expiry(running, self._peers if rank is None else [rank])
             )
         if rank is None:
+            self._await_words(running)
             return None
         leave_reason = self._link.left(rank) or failures.GONE
         return self._set_error(
             running, failures.loss(running.call, running.sequence, rank, leave_reason)
         )
+
+    def _await_words(self, running: RunningCall) -> None:
+        """Give whoever has ended the call a moment to say why; raise what is told."""
+        end = time.monotonic() + _WORDS_SECONDS
+        while time.monotonic() < end:
+            self._link.poll()
+            self._check_standing(running, self._peers)
+            time.sleep(_FIRST_LOOK)
 
     def _end_call(self, running: RunningCall) -> None:
         """Nothing is kept of a call."""
@@ -295,6 +348,7 @@ class ProviderBackend(ThreadMessagingBackend):
         self, running: RunningCall, report: MismatchReport | None
     ) -> CollectiveMismatch:
         """Exchange descriptors, and make of them the error that all ranks make."""
+        self.note_site(running)
         mine = pack_descriptor(CallDescriptor(running.call, report))
         lengths = self._tell_all(running, _LENGTH.pack(len(mine)), [_LENGTH.size] * self.world_size)
         nbytes = [_LENGTH.unpack(one)[0] for one in lengths]
@@ -351,6 +405,8 @@ class ProviderBackend(ThreadMessagingBackend):
             self._link.poll()
             self._link.refuse_if_aborted()
             self._meet(members, deadline)
+            if self.engine is not None:  # which waits for ever for one that has given up meanwhile
+                self._meet(members, Deadline(_WORDS_SECONDS))
             provider = self._provider.split(members)
         world_ranks = tuple(self._link.members[member] for member in members)
         link = ProviderLink(provider, world_ranks, self._link)

@@ -101,12 +101,15 @@ class RunningCall:
         ticket: int = 0,
         in_background: bool = False,
         num_collectives: int = 0,
+        fingerprint: int | None = None,
     ) -> None:
         self.backend = backend
         self.call = call
         self.deadline = deadline
         self.sequence = ticket  # 0 until it is drawn
-        self.fingerprint = call.fingerprint(checks_site=backend.config.check_sites)
+        if fingerprint is None:
+            fingerprint = call.fingerprint(checks_site=backend.config.check_sites)
+        self.fingerprint = fingerprint
         self.in_background = in_background
         self.num_collectives = num_collectives  # of this call so far
         self.hook: Any = None  # what the backend keeps for the waits of this call

@@ -41,7 +41,8 @@ _EXTRAS = {"torch": "torch", "mpi4py": "mpi", "jax": "jax", "cryptography": "tls
 _USES = {
     "torch": "DDP and tensors",
     "jax": "JAX arrays",
-    "mpi4py": "mpiexec on several hosts without MASTER_ADDR (on one host mpiexec is enough)",
+    "mpi4py": "init(backend='mpi'), and mpiexec on several hosts without MASTER_ADDR (on one host "
+    "mpiexec is enough for the other backends)",
     "cryptography": "TLS",
 }
 # What would make a library believe that it is a rank of somebody's job.
@@ -132,7 +133,10 @@ def _details(name: str, facts: Mapping[str, Any]) -> str:
         parts = [f"{engine} {'yes' if facts[engine] else 'no'}" for engine in ("gloo", "nccl")]
         return f": {', '.join(parts)}, CUDA devices {facts['devices']}"
     if name == "mpi4py":
-        return f" with {facts['library']}"
+        threads = (
+            "" if facts["threads"] else ", for one thread: calls in flight run when waited for"
+        )
+        return f" with {facts['library']}, MPI {facts['standard']}{threads}"
     return " for TLS" if name == "cryptography" else ""
 
 
@@ -152,9 +156,9 @@ def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
     if library and launcher and library != launcher:
         yield _ENGINES.warning(
             f"mpiexec is that of {launcher}, mpi4py uses {library}",
-            "for mpi4py each process would be a world of its own, which concerns programs that use "
-            f"it, and jobs on several hosts: take the mpiexec of {library}, or mpi4py for "
-            f"{launcher}. On one host ferrodist needs mpiexec alone",
+            "for mpi4py each process would be a world of its own, which concerns backend 'mpi', "
+            f"programs that use mpi4py, and jobs on several hosts: take the mpiexec of {library}, or "
+            f"mpi4py for {launcher}. On one host the other backends need mpiexec alone",
         )
 
 

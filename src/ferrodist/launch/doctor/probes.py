@@ -39,6 +39,8 @@ def probe_mpi4py() -> Found:
         "version": package.__version__,
         "library": _short(mpi.Get_library_version()),
         "world_size": mpi.COMM_WORLD.Get_size(),
+        "threads": mpi.Query_thread() == mpi.THREAD_MULTIPLE,
+        "standard": ".".join(map(str, mpi.Get_version())),
     }
 
 

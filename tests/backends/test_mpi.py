@@ -1,0 +1,341 @@
+"""MpiBackend on real MPICH and Open MPI; what one job can show is one job."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpi_jobs import environment_of, run_mpi
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
+
+BOTH = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+
+
+def check(done: subprocess.CompletedProcess[str], ranks: int) -> None:
+    """See that every rank came to the end of its program."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all is well") == ranks, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+CONTRACT = """
+import ferrodist
+from ferrodist.testing import contract_cases, run_contract
+
+backend = ferrodist.init("mpi")
+cases = contract_cases({world}, in_order=False{options})
+report = run_contract(backend, cases[{start}::{step}])
+assert report.is_clean, report
+print("all is well", flush=True)
+"""
+
+
+@BOTH
+def test_a_part_of_the_contract_holds(mpi: str) -> None:
+    text = CONTRACT.format(world=3, options=", libraries=['numpy']", start=7, step=40)
+    check(run_mpi(mpi, 3, text), 3)
+
+
+@BOTH
+def test_the_support_matrix_of_the_docs_is_what_running_it_finds(mpi: str) -> None:
+    done = run_mpi(mpi, 3, f"""
+        import sys, ferrodist
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+        from support_matrix import measure, render
+
+        backend = ferrodist.init("mpi")
+        matrix = render(measure(backend))
+        if backend.rank == 0:
+            print(matrix, flush=True)
+    """)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    page = Path(__file__).parents[2] / "docs" / "engines.md"
+    assert done.stdout.strip() in page.read_text(), f"write into {page}:\n{done.stdout}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 3])
+@BOTH
+def test_the_whole_contract_holds(mpi: str, world: int) -> None:
+    text = CONTRACT.format(world=world, options="", start=0, step=1)
+    check(run_mpi(mpi, world, text, seconds=165), world)
+
+
+CALLS = """
+import numpy as np
+import pytest
+import ferrodist
+from ferrodist import InvalidArgument
+from ferrodist.backends import mpi, mpi_calls
+from ferrodist.backends.mpi_calls import MPI
+
+world = ferrodist.init("mpi")
+rank, total = world.rank, sum(range(3))
+assert type(world) is ferrodist.MpiBackend
+assert (world.world_size, world.local_rank, world.local_world_size) == (3, rank, 3)
+
+# one rank has its call in flight, one gives a list, one an array: they meet all the same
+x = np.arange(5.0) + rank
+expected = [3.0, 6.0, 9.0, 12.0, 15.0]
+for turn in range(3):
+    if rank == turn:
+        found = world.allreduce(x, async_op=True).wait(60)
+    elif rank == (turn + 1) % 3:
+        found = world.allreduce(x, timeout=60)
+    else:
+        found = world.allreduce(x)
+    assert found.tolist() == expected
+world.barrier() if rank else world.barrier(async_op=True).wait(60)
+works = [world.allreduce(x * n, async_op=True) for n in range(5)]
+assert [work.wait(60)[0] for work in works] == [0, 3, 6, 9, 12]
+
+# the fast path: results, out= and in place
+out = np.empty(5)
+assert world.allreduce(x, out=out) is out and out.tolist() == expected
+assert world.allreduce_(x.copy()).tolist() == expected
+assert world.allreduce(x, op="mean").tolist() == [1, 2, 3, 4, 5]
+assert world.allreduce(x, op="max").tolist() == [2, 3, 4, 5, 6]
+assert world.allreduce(x.astype(bool), op="band").tolist() == [False, True, True, True, True]
+assert world.broadcast(x, 2).tolist() == [2, 3, 4, 5, 6]
+assert world.broadcast_(x.copy(), 1).tolist() == [1, 2, 3, 4, 5]
+found = world.reduce(x, 1)
+assert found is None if rank != 1 else found.tolist() == expected
+assert world.all_gather(x[:1]).tolist() == [0, 1, 2]
+assert world.reduce_scatter(np.arange(3) * rank).tolist() == [rank * 3]
+assert world.all_to_all(np.arange(3) + 10 * rank).tolist() == [rank, 10 + rank, 20 + rank]
+assert world.scan(x).tolist() == [sum(range(rank + 1)) + (rank + 1) * n for n in range(5)]
+with pytest.raises(InvalidArgument):
+    world.allreduce(x[:4], out=x[1:])
+
+# sums that MPI does otherwise: 16-bit floats, small integers that wrap, order
+half = np.array([2048.0, 1.0, 1.0][rank], np.float16)
+assert world.allreduce(half) == 2050
+assert world.allreduce(np.array([100], np.int8)).tolist() == [44]
+thirds = np.array([[1e30, -1e30, 1.0][rank]])
+assert world.allreduce(thirds, reproducible=True).tolist() == [1.0]
+
+# arrays beyond the largest count are cut
+mpi_calls.LARGEST_COUNT = mpi.LARGEST_COUNT = 1000
+long = np.arange(4097) + rank
+assert (world.allreduce(long) == 3 * np.arange(4097) + 3).all()
+assert (world.allreduce(long, async_op=True).wait(60) == 3 * np.arange(4097) + 3).all()
+assert (world.broadcast(long, 2) == np.arange(4097) + 2).all()
+assert (world.all_gather(long).reshape(3, -1)[2] == np.arange(4097) + 2).all()
+assert (world.reduce_scatter(long[:-2]) == (3 * np.arange(4095) + 3)[rank * 1365:][:1365]).all()
+mpi_calls.LARGEST_COUNT = mpi.LARGEST_COUNT = 2**31 - 1
+mpi._LARGEST, mpi._BLOCK = 100_000, 4096
+right, left = (rank + 1) % 3, (rank - 1) % 3
+assert (world.sendrecv(np.tile(long, 5), right, left)[:3] == np.arange(3) + left).all()
+
+# groups: of some ranks, in another order, two of one list, and of a communicator
+if rank != 1:
+    pair = world.split([2, 0])
+    assert pair.rank == (rank == 0) and pair.allreduce(rank) == 2
+    twins = [world.split([0, 2]) for _ in range(2)]
+    works = [twin.allreduce(n + rank, async_op=True) for n, twin in enumerate(twins)]
+    assert [work.wait(60) for work in works] == [2, 4]
+    pair.close()
+given = MPI.COMM_WORLD.Split(rank == 1)
+own = ferrodist.MpiBackend.from_comm(given)
+given.Free()
+assert own.allreduce(rank) == (1 if rank == 1 else 2)
+for wrong in (given, MPI.COMM_NULL, 3):
+    with pytest.raises(InvalidArgument, match="from_comm: "):
+        ferrodist.MpiBackend.from_comm(wrong)
+own.close()
+
+print("all is well", flush=True)
+"""
+
+
+@BOTH
+def test_calls_groups_and_cuts(mpi: str) -> None:
+    check(run_mpi(mpi, 3, CALLS), 3)
+
+
+@BOTH
+def test_without_checks_calls_give_the_same(mpi: str) -> None:
+    check(
+        run_mpi(
+            mpi,
+            3,
+            CALLS.partition("# one rank has")[0]
+            + """
+x = np.arange(5.0) + rank
+for _ in range(3):
+    entered = world._link.num_entered
+    assert world.allreduce(x).tolist() == [3, 6, 9, 12, 15]
+    assert world.allreduce(x, async_op=True).wait(60).tolist() == [3, 6, 9, 12, 15]
+    assert world.allreduce(x, op="min").tolist() == [0, 1, 2, 3, 4]
+    assert world.broadcast(x, 1).tolist() == [1, 2, 3, 4, 5]
+    world.barrier()
+    assert entered == world._link.num_entered
+    assert world.all_gather_object(str(rank)) == ["0", "1", "2"]
+    assert world.scatter(np.arange(6) if rank == 1 else None, root=1).tolist() == [2*rank, 2*rank+1]
+    assert entered < world._link.num_entered
+print("all is well", flush=True)
+""",
+            FERRODIST_CHECK="0",
+        ),
+        3,
+    )
+
+
+FAILURES = """
+import pytest
+import numpy as np
+import ferrodist
+from ferrodist import CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
+from ferrodist.backends.mpi_calls import MPI
+
+world = ferrodist.init("mpi")
+rank = world.rank
+with pytest.raises(CollectiveMismatch) as found:
+    world.barrier() if rank == 1 else world.allreduce(np.ones(3))
+assert "rank 1  barrier()" in str(found.value) and "<string>:" in str(found.value)
+assert world.allreduce(rank) == 3
+
+group = world.dup()
+if rank == 1:
+    group.close()
+else:
+    with pytest.raises(RankLost, match="closed at"):
+        group.allreduce(np.ones(3))
+
+group = world.dup()
+if rank == 1:
+    MPI.COMM_WORLD.recv(source=0)  # not a call of ours: silent for ferrodist
+    with pytest.raises(GroupAborted):
+        group.allreduce(np.ones(3))  # the exchange was made by the others long ago
+else:
+    with pytest.raises(CollectiveTimeout) as found:
+        group.allreduce(np.ones(3), timeout=0.3 if rank else 60)
+    assert found.value.missing == [1], found.value.missing
+    with pytest.raises(CollectiveTimeout) as late:
+        world.split([0, 1] if rank == 0 else [1, 2], timeout=0.3)
+    assert late.value.missing == [1]
+    if rank == 0:
+        MPI.COMM_WORLD.send(0, 1)
+
+group = world.dup()
+if rank == 0:
+    group.abort("enough")
+with pytest.raises(GroupAborted, match="enough"):
+    group.allreduce(np.ones(3))
+print("all is well", flush=True)
+"""
+
+
+@BOTH
+def test_differences_and_missing_ranks_are_named_and_the_program_ends(mpi: str) -> None:
+    """With requests that were given up, which MPI_Finalize must not wait for."""
+    begin = time.monotonic()
+    check(run_mpi(mpi, 3, FAILURES), 3)
+    assert time.monotonic() - begin < 60
+
+
+@BOTH
+def test_a_rank_that_raises_is_named_by_the_others_and_ends_the_job(mpi: str) -> None:
+    done = run_mpi(
+        mpi,
+        3,
+        """
+        import ferrodist
+        backend = ferrodist.init("mpi")
+        backend.barrier()
+        if backend.rank == 1:
+            raise ValueError("no such file")
+        backend.allreduce(1.0)
+    """,
+    )
+    assert done.returncode != 0
+    assert "rank 1 raised ValueError: no such file" in done.stderr
+
+
+@BOTH
+@pytest.mark.parametrize("level", ["serialized", "single"])
+def test_without_threads_calls_in_flight_run_when_they_are_waited_for(mpi: str, level: str) -> None:
+    done = run_mpi(mpi, 2, f"""
+        import threading
+        import mpi4py
+        mpi4py.rc.thread_level = "{level}"
+        import numpy as np, pytest, ferrodist
+
+        backend = ferrodist.init("mpi")
+        rank, other = backend.rank, 1 - backend.rank
+        if backend._has_threads:  # this MPI gives more than it is asked for
+            print("all is well", flush=True)
+            raise SystemExit
+        works = [backend.allreduce(np.full(3, rank + n), async_op=True) for n in range(3)]
+        assert backend.allreduce(rank) == 1
+        assert [work.wait(60)[0] for work in works] == [1, 3, 5]
+        work = backend.broadcast(np.array([rank]), 1, async_op=True)
+        assert work.done() and work.result().tolist() == [1]
+        received = backend.recv(other, async_op=True)
+        backend.send(np.arange(3) + rank, other)
+        assert received.wait(60).tolist() == [other, other + 1, other + 2]
+        refused = []
+        def call():
+            try:
+                backend.barrier()
+            except ferrodist.InvalidArgument as error:
+                refused.append(str(error))
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert "only the main thread" in refused[0]
+        never = backend.recv(other, async_op=True)
+        assert never.cancel()
+        backend.allreduce(rank, async_op=True)
+        backend.close()
+        print("all is well", flush=True)
+    """)  # fmt: skip
+    check(done, 2)
+
+
+def test_a_killed_rank_is_lost_and_the_others_go_on_as_one_group() -> None:
+    done = run_mpi("openmpi", 4, """
+        import os, signal, pytest, numpy as np, ferrodist
+        backend = ferrodist.init("mpi")
+        backend.barrier()
+        if backend.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(ferrodist.RankLost) as found:
+                backend.allreduce(np.ones(1 << 18), timeout=60)
+            assert found.value.rank == 1
+        if backend.rank == 0:
+            with pytest.raises(ferrodist.InvalidRank, match="first makes a group of all"):
+                backend.split([0], timeout=10)
+        left = backend.split([3, 2, 0])
+        assert left.rank == [2, None, 1, 0][backend.rank]
+        assert left.allreduce(np.full(3, backend.rank)).tolist() == [5, 5, 5]
+        if left.rank:
+            assert left.split([1, 2]).allreduce(1) == 2
+        print("all is well", flush=True)
+    """, options=("--with-ft", "ulfm"))  # fmt: skip
+    assert done.stdout.count("all is well") == 3, done.stdout + done.stderr
+
+
+def test_an_mpiexec_of_another_mpi_is_refused_naming_both() -> None:
+    program = "import ferrodist; ferrodist.init('mpi')"
+    environment_of("mpich")
+    done = run_mpi("openmpi", 2, program, launcher="mpich")
+    assert done.returncode != 0
+    assert re.search(r"MPI says rank 0 of 1, \S+ says PMI_RANK=", done.stderr), done.stderr
+    assert "start the ranks with the mpiexec of Open MPI" in done.stderr
+
+
+def test_without_mpi4py_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['mpi4py'] = None; import ferrodist; ferrodist.init('mpi')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "BackendUnavailable" in done.stderr
+    assert "pip install 'ferrodist[mpi]'" in done.stderr
