@@ -37,7 +37,7 @@ from ferrodist.backends.registry import program_end
 from ferrodist.backends.running_call import CollectiveArgs
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
-from ferrodist.config import Config
+from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument, InvalidRank, RendezvousError
 from ferrodist.reduce_op import ReduceOp
@@ -490,6 +490,11 @@ class MpiBackend(DeferredBackend):
 
     @classmethod
     def _open(cls, comm: Any, config: Config) -> Self:
+        if config.tls:
+            raise InvalidArgument(
+                f"{variable('tls')}=1: what MPI sends is not encrypted by ferrodist; unset it, or "
+                "use another backend"
+            )
         deadline = Deadline(config.join_timeout)
         copies: list[Any] = []
         for _ in range(2):

@@ -157,8 +157,8 @@ def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
         yield _ENGINES.warning(
             f"mpiexec is that of {launcher}, mpi4py uses {library}",
             "for mpi4py each process would be a world of its own, which concerns backend 'mpi', "
-            f"programs that use mpi4py, and jobs on several hosts: take the mpiexec of {library}, or "
-            f"mpi4py for {launcher}. On one host the other backends need mpiexec alone",
+            f"programs that use mpi4py, and jobs on several hosts: take the mpiexec of {library}, "
+            f"or mpi4py for {launcher}. On one host the other backends need mpiexec alone",
         )
 
 
