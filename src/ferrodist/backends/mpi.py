@@ -377,7 +377,10 @@ class MpiEngine:
             if error.Get_error_class() in _LOST:
                 return None  # what it had sent before is gone with it
             raise
-        return int(status.Get_elements(MPI.BYTE))
+        nbytes = int(status.Get_elements(MPI.BYTE))
+        if not nbytes and peer in self._find_lost():
+            return None  # of a rank that failed Open MPI says that an empty one has come
+        return nbytes
 
     def has_message(self, tag: int) -> bool:
         """Tell whether anybody has sent something with this tag that nobody receives."""
@@ -396,7 +399,7 @@ class MpiEngine:
 
     def split(self, ranks: Sequence[int]) -> MpiEngine:
         """Make a group of some ranks of this one; after a loss first of all that are left."""
-        gone = self._find_lost()
+        gone = self._lost  # as all members have learnt of each other
         parent, places = self._comm, list(ranks)
         if gone:
             left = [rank for rank in range(self.world_size) if rank not in gone]
@@ -426,6 +429,14 @@ class MpiEngine:
             self._find_lost()
         return "lost" if rank in self._lost else "unknown"
 
+    def lost_ranks(self) -> frozenset[int]:
+        """Tell which ranks MPI says to have failed."""
+        return self._find_lost()
+
+    def learn_lost(self, ranks: set[int]) -> None:
+        """Hear which ranks others know to have failed."""
+        self._lost |= ranks
+
     def _find_lost(self) -> frozenset[int]:
         """Ask MPI which ranks have failed; one without fault tolerance never says any."""
         self._looked_at = time.monotonic()
@@ -433,7 +444,7 @@ class MpiEngine:
             failed = self._comm.Get_failed()
             if failed.Get_size():
                 own = self._comm.Get_group()
-                self._lost = frozenset(MPI.Group.Translate_ranks(failed, None, own))
+                self._lost |= frozenset(MPI.Group.Translate_ranks(failed, None, own))
         except (NotImplementedError, MPI.Exception):
             pass
         return self._lost

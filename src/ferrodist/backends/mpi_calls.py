@@ -22,7 +22,9 @@ from ferrodist.reduce_op import ReduceOp
 
 try:
     from mpi4py import MPI as MPI
-except (ImportError, RuntimeError) as _error:  # RuntimeError: there is no MPI library to load
+except ModuleNotFoundError:
+    raise  # whoever has asked for the backend says what to install
+except (ImportError, RuntimeError) as _error:  # there is no MPI library to load
     _why = (str(_error).splitlines() or ["?"])[0]
     raise BackendUnavailable(
         f"backend 'mpi' needs mpi4py 4 and an MPI ({_why}): pip install 'ferrodist[mpi]' mpich"

@@ -405,8 +405,8 @@ class ProviderBackend(ThreadMessagingBackend):
             self._link.poll()
             self._link.refuse_if_aborted()
             self._meet(members, deadline)
-            if self.engine is not None:  # which waits for ever for one that has given up meanwhile
-                self._meet(members, Deadline(_WORDS_SECONDS))
+            if self.engine is not None:
+                self._meet_again(members)
             provider = self._provider.split(members)
         world_ranks = tuple(self._link.members[member] for member in members)
         link = ProviderLink(provider, world_ranks, self._link)
@@ -416,16 +416,30 @@ class ProviderBackend(ThreadMessagingBackend):
         self._children.add(made)
         return made
 
-    def _meet(self, members: tuple[int, ...], deadline: Deadline) -> None:
-        """Wait until all members have called split with the same list."""
+    def _meet_again(self, members: tuple[int, ...]) -> None:
+        """See that nobody has given up, for whom an engine would wait for ever; share losses."""
+        engine: Any = self.engine
+        lost = engine.lost_ranks() if hasattr(engine, "lost_ranks") else ()
+        mine = bytes(rank in lost for rank in range(self.world_size))
+        found = self._meet(members, Deadline(_WORDS_SECONDS), mine)
+        if hasattr(engine, "learn_lost"):
+            engine.learn_lost(
+                {rank for one in found for rank, is_lost in enumerate(one) if is_lost}
+            )
+
+    def _meet(self, members: tuple[int, ...], deadline: Deadline, mine: bytes = b"") -> list[bytes]:
+        """Wait until all members have called split with the same list; return what each tells."""
         nth = self._splits[members] = self._splits.get(members, 0) + 1
         tag = SPLIT_TAG | (_native.fingerprint([nth, *members]) & (SPLIT_TAG - 1))
         others = [member for member in members if member != self.rank]
-        waiting: Waiting = [(peer, self._link.isend(b"", peer, tag)) for peer in others]
-        waiting += [(peer, self._link.irecv(bytearray(), peer, tag)) for peer in others]
+        found = [bytearray(len(mine)) for _ in others]
+        waiting: Waiting = [(peer, self._link.isend(mine, peer, tag)) for peer in others]
+        pairs = zip(others, found, strict=True)
+        waiting += [(peer, self._link.irecv(memory, peer, tag)) for peer, memory in pairs]
         self._link.wait(
             waiting, lambda absent: self._check_split(members, absent, deadline), deadline
         )
+        return [mine, *map(bytes, found)]
 
     def _check_split(self, members: Sequence[int], absent: list[int], deadline: Deadline) -> None:
         what, facts = self._name_split(members), {"this_rank": self.rank}

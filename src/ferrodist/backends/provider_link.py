@@ -197,9 +197,12 @@ class ProviderLink:
             if nbytes is None:
                 return None
             memory = memoryview(bytearray(nbytes))
-            request = self.provider.irecv(memory, peer, tag)
-            while not request.test():
-                time.sleep(_FIRST_NAP)  # it has come: iprobe said so
+            try:
+                request = self.provider.irecv(memory, peer, tag)
+                while not request.test():
+                    time.sleep(_FIRST_NAP)  # it has come: iprobe said so
+            except ConnectionError:
+                return None  # it was lost with its sender
         return memory
 
     def _hear(self, peer: int, memory: memoryview) -> None:
