@@ -187,7 +187,7 @@ _NAMES_OF = {
     "backends.base": "Backend Statistics",
     "backends.grid": "Grid",
     "backends.hybrid": "HybridBackend",
-    "backends.mpi": "MpiBackend",
+    "backends.mpi": "MpiBackend",  # not in __all__: it can only be had where MPI is
     "backends.registry": "init is_initialized local_rank rank world_size",
     "backends.shared_memory": "SharedMemoryBackend",
     "backends.tcp": "TcpBackend",
