@@ -14,7 +14,7 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 python_of = $(firstword $(wildcard $(PYENV_ROOT)/versions/$(1).*/bin/python /usr/local/bin/python$(1) /usr/bin/python$(1)))
 PYTHONS := $(foreach version,3.11 3.12 3.13 3.14,$(if $(call python_of,$(version)),$(version)))
 
-.PHONY: demo peers test test-fast test-long test-pythons torch-suite sanitize lint bench docs format clean
+.PHONY: demo peers test test-fast test-long test-pythons torch-suite torch-ecosystem sanitize lint bench docs format clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(STAMPS)/python-%
 
@@ -22,7 +22,7 @@ demo: $(STAMPS)/package
 	$(BIN)/ferrodist demo
 
 # Where Python may not write bytecode files every process of a test would compile the package again.
-test test-fast test-long torch-suite: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-long torch-suite torch-ecosystem: export PYTHONDONTWRITEBYTECODE =
 
 # Three processes share the tests: the machine this must be quick on has two cores, and a test that
 # waits for a timeout leaves one to the others.
@@ -41,6 +41,10 @@ test-fast: $(STAMPS)/test peers
 # torch's own tests of a backend, on ferrodist and on Gloo, in worlds of 3, 4 and 8.
 torch-suite: $(STAMPS)/test
 	$(BIN)/python tests/torch_backend/suite.py
+
+# transformers, accelerate and Lightning train on ferrodist and on Gloo, with equal results.
+torch-ecosystem: $(STAMPS)/torch-ecosystem
+	$(VENV)/torch-ecosystem/bin/python tests/torch_backend/ecosystem.py
 
 # What needs no torch, on every Python of this machine.
 test-pythons: $(addprefix test-python-,$(PYTHONS))
@@ -107,6 +111,11 @@ $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STA
 $(STAMPS)/python-%: $(STAMPS)/venv $(NATIVE)
 	$(call python_of,$*) -m venv $(VENV)/pythons/$*
 	$(VENV)/pythons/$*/bin/pip install --quiet --editable ".[test-without-torch]"
+	touch $@
+
+$(STAMPS)/torch-ecosystem: $(STAMPS)/venv $(NATIVE)
+	$(PYTHON) -m venv $(VENV)/torch-ecosystem
+	$(VENV)/torch-ecosystem/bin/pip install --quiet --editable ".[torch-ecosystem]"
 	touch $@
 
 # Each MPI has an environment of its own: their libraries have one name. A machine that cannot have
