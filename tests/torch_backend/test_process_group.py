@@ -283,11 +283,23 @@ def check_works(rank: int, _: Any) -> None:
 def check_profiler(rank: int, _: Any) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         dist.all_reduce(torch.ones(2))
-        dist.all_gather_single(
-            torch.ones(dist.get_world_size()), torch.ones(1), async_op=True
-        ).wait()
-    names = {event.name for event in profile.events()}
-    assert {"ferrodist:all_reduce", "ferrodist:all_gather_single"} <= names
+        out = torch.ones(dist.get_world_size())
+        dist.all_gather_single(out, torch.ones(1), async_op=True).wait()
+        # Rank 0 enters a call that the others enter when it tells them to.
+        token = torch.ones(1)
+        if rank:
+            dist.recv(token, 0)
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        if rank == 0:
+            with torch.profiler.record_function("meanwhile"):
+                for other in range(1, dist.get_world_size()):
+                    dist.send(token, other)
+        work.get_future().wait()
+    events = {event.name: event.time_range for event in profile.events()}
+    assert {"ferrodist:all_reduce", "ferrodist:all_gather_single"} <= events.keys()
+    if rank == 0:  # the last of that name is shown for as long as it takes
+        shown, told = events["ferrodist:all_reduce"], events["meanwhile"]
+        assert shown.start < told.start < shown.end
 
 
 def check_groups(rank: int, _: Any) -> None:

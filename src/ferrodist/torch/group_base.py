@@ -201,10 +201,12 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
     ) -> PendingWork:
         """Put a call of ferrodist in flight."""
         site = CallSite(name, tensors, self.backend)
-        shown = torch.profiler.record_function(f"ferrodist:{name}") if _is_profiled() else _NOTHING
+        event = torch.profiler.record_function(f"ferrodist:{name}") if _is_profiled() else None
         try:
-            with shown:  # as it starts; when it ends nobody may be there to say so
+            with event or _NOTHING:
                 pending = function(*args, **options, async_op=True)
+                if event is not None:
+                    finish = _also_end(event, finish)
         except DistributedError as error:
             site.explain(error)
             raise
@@ -283,3 +285,20 @@ def all_of(finishes: Sequence[Finish]) -> Finish | None:
             one(result)
 
     return finish
+
+
+def _also_end(event: Any, finish: Finish | None) -> Finish:
+    """Let an event of the profiler last until its call is finished.
+
+    It ends before anybody hears that the call is over: a program may then stop the profiler, and
+    an event that another thread ends at that moment crashes it.
+    """
+    end = torch.futures.Future()
+    event._call_end_callbacks_on_future(end)
+
+    def finish_both(result: Any) -> None:
+        if finish is not None:
+            finish(result)
+        end.set_result(None)
+
+    return finish_both
