@@ -175,3 +175,32 @@ def test_timeouts_are_torchs_and_the_setting_stands_in_for_its_default(start_job
         assert job.results() == [[17.0, 1800.0, 5.0]] * 2
     with torch_job(start_job, 2, body, seconds=17.0, FERRODIST_TIMEOUT="44") as job:
         assert job.results() == [[17.0, 44.0, 5.0]] * 2
+
+
+def add_up_with_gloo(backend: ferrodist.Backend, _: Any) -> tuple[float, float]:
+    """Make a group over the backend, and beside it one of Gloo."""
+    ferrodist.torch.process_group(backend)
+    try:
+        gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+        x, y = torch.tensor([backend.rank + 1.0]), torch.tensor([backend.rank + 10.0])
+        dist.all_reduce(x, group=gloo)
+        dist.all_reduce(y)
+        return x.item(), y.item()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_beside_a_group_over_a_backend_gloo_can_be_used(start_job):
+    with start_job(3, add_up_with_gloo) as job:
+        assert job.results() == [(6.0, 33.0)] * 3
+
+
+def test_beside_a_group_over_a_backend_of_several_hosts_gloo_is_refused(start_hybrid_job):
+    def body(backend: ferrodist.Backend, pipe: Any) -> str:
+        with pytest.raises(ferrodist.InvalidArgument, match="on several hosts") as caught:
+            add_up_with_gloo(backend, pipe)
+        return str(caught.value)
+
+    with start_hybrid_job("01", body) as job:
+        for text in job.results():
+            assert 'call init_process_group("ferrodist") instead' in text

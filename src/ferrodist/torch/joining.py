@@ -9,8 +9,10 @@ those of several recognise each other by the secret file. No secret goes through
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -211,7 +213,7 @@ def process_group(backend: Backend) -> ProcessGroup:
     torch_c10d._register_pg_in_world(
         group,
         backend_name=group.name(),
-        store=torch.distributed.HashStore(),  # groups that new_group makes of this one need none
+        store=_store_for(backend) if is_default else torch.distributed.HashStore(),
         group_name=name,
         backend_config=f"cpu:{group.name()}",
         rank_mapping={rank: index for index, rank in enumerate(ranks)},
@@ -220,3 +222,30 @@ def process_group(backend: Backend) -> ProcessGroup:
     if is_default:
         torch_c10d._update_default_pg(group)
     return group
+
+
+def _store_for(backend: Backend) -> Any:
+    """Make the store of a default group: groups of other libraries, as Gloo, meet there."""
+    if backend.local_world_size < backend.world_size:
+        return _NoStore()
+    path = ""
+    if backend.rank == 0:
+        handle, path = tempfile.mkstemp(prefix="ferrodist-torch-")
+        os.close(handle)
+    # torch removes the file when the last rank lets go of it.
+    return torch.distributed.FileStore(
+        ferrodist.broadcast_object(path, backend), backend.world_size
+    )
+
+
+class _NoStore(torch.distributed.Store):  # type: ignore[misc] # torch has no types
+    """The store of a default group on several hosts: there is none that all could reach."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise InvalidArgument(
+            "new_group: the default group was made by ferrodist.torch.process_group on several "
+            "hosts and has no store where a group of another backend could meet; call "
+            'init_process_group("ferrodist") instead'
+        )
+
+    set = get = add = wait = check = compare_set = delete_key = num_keys = _refuse
