@@ -123,6 +123,56 @@ def test_errors_come_out_of_the_backward_of_ddp(start_job):
             assert "test_errors.py:" in text
 
 
+def sharded() -> nn.Module:
+    model = two_layers()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    "wrap", [DistributedDataParallel, lambda _: sharded()], ids=["ddp", "fsdp2"]
+)
+def test_a_rank_that_stops_training_is_named_by_the_backward_of_the_others(start_job, wrap):
+    def body(rank: int, pipe: Any) -> str:
+        model = wrap(two_layers())
+        train(model, 2)
+        if rank == 1:
+            pipe.send("stopped")
+            assert pipe.recv() == "go"
+            return ""
+        with pytest.raises(RuntimeError, match=TIMED_OUT) as caught:
+            train(model, 1)
+        pipe.send("told")
+        return str(caught.value)
+
+    with torch_job(start_job, 3, body, seconds=1.0) as job:
+        assert [job[rank].hear() for rank in (1, 0, 2)] == ["stopped", "told", "told"]
+        job[1].tell("go")
+        first, _, last = job.results()
+        for text in (first, last):
+            assert re.search(r"rank 1\b", text), text
+            assert "torch.distributed." in text
+            assert "test_errors.py:" in text
+
+
+def test_a_difference_comes_out_of_the_hooks_of_fsdp2_on_all_ranks(start_job):
+    def body(rank: int, _: Any) -> str:
+        model = sharded()
+        train(model, 1)
+        if rank == 1:  # one call more, between two of FSDP's
+            model[0].register_forward_hook(lambda *_: dist.all_reduce(torch.ones(3)))
+        with pytest.raises(ferrodist.CollectiveMismatch, match="ranks disagree") as caught:
+            train(model, 1)
+        return str(caught.value)
+
+    with torch_job(start_job, 2, body, seconds=5.0) as job:
+        first, second = job.results()
+    assert "torch.distributed.all_gather_single(" in first
+    assert "torch.distributed.all_reduce(float32[3]) at test_errors.py:" in second
+    assert "test_errors.py:" in first
+
+
 def test_a_rank_killed_under_ddp_is_named_by_the_backward_of_the_others(start_job):
     def body(rank: int, pipe: Any) -> float:
         ddp = DistributedDataParallel(two_layers())
@@ -144,10 +194,7 @@ def test_a_rank_killed_under_ddp_is_named_by_the_backward_of_the_others(start_jo
 
 def test_a_rank_killed_under_fsdp2_is_named_on_all_others_in_two_seconds(start_job):
     def body(rank: int, pipe: Any) -> float:
-        model = two_layers()
-        for layer in (model[0], model[2]):
-            fully_shard(layer)
-        fully_shard(model)
+        model = sharded()
         pipe.send("trains")
         with pytest.raises(RuntimeError, match=r"rank 2 (was killed|died).*SIGKILL") as caught:
             train(model, FOR_EVER)
