@@ -268,6 +268,119 @@ def test_two_jobs_at_once_on_the_same_hosts_do_not_meet(network):
     end_well(processes)
 
 
+# -- torch.distributed -----------------------------------------------------------------------------
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+long = pytest.mark.long  # four ranks, and two launchers, import torch
+TORCH = """
+    import torch, torch.distributed as dist
+    from datetime import timedelta
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Linear(5, 3)
+
+    def data(rank):
+        return torch.sin(torch.arange(20.0) + 100 * rank).reshape(4, 5)
+
+    def train(model, x):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def train_for_ever(model, x):
+        while True:
+            train(model, x)
+
+    def join():
+        dist.init_process_group("ferrodist", timeout=timedelta(seconds=40))
+"""
+
+
+def torchrun(network: Network, code: str, **settings: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks on each host by torch's own launcher."""
+    script = network.write(textwrap.dedent(TORCH) + textwrap.dedent(code))
+    program = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    address = [f"--master-addr={network.hosts[0].address}", f"--master-port={PORT}"]
+    return [
+        network.popen(host, [*program, *address, f"--node-rank={number}", script], **settings)
+        for number, host in enumerate(network.hosts)
+    ]
+
+
+@long
+@needs_torch
+@pytest.mark.timeout(240)
+def test_torch_distributed_trains_across_hosts_under_torchrun(network):
+    processes = torchrun(
+        network,
+        """
+        import ferrodist.torch
+        join()
+        backend = ferrodist.torch.backend_of()
+        alone = train(model(), torch.cat([data(r) for r in range(4)]))
+        by_ddp = train(DistributedDataParallel(model()), data(rank))
+        by_fsdp = [one.full_tensor() for one in train(fully_shard(model()), data(rank))]
+        across = dist.new_group([1, 2])
+        pair = torch.tensor([float(rank)])
+        if rank in (1, 2):
+            dist.all_reduce(pair, group=across)
+        say(
+            kind=type(backend).__name__,
+            hosts=backend.host_map.hosts,
+            ddp=all(torch.allclose(a, b, atol=1e-6) for a, b in zip(by_ddp, alone)),
+            fsdp=all(torch.allclose(a, b, atol=1e-6) for a, b in zip(by_fsdp, alone)),
+            pair=pair.item(),
+        )
+        dist.destroy_process_group()
+        """,
+    )
+    for number, facts in enumerate(network.said.hear(4, 90)):
+        assert facts["kind"] == "HybridBackend"
+        assert facts["hosts"] == [[0, 1], [2, 3]]
+        assert facts["ddp"], facts
+        assert facts["fsdp"], facts
+        assert facts["pair"] == [0.0, 3.0, 3.0, 3.0][number]
+    end_well(processes)
+
+
+@long
+@needs_torch
+@pytest.mark.timeout(240)
+def test_a_rank_killed_under_ddp_is_named_on_all_hosts_within_two_seconds(network):
+    """Started by variables alone: torchrun would end the other rank of that host, too."""
+    code = """
+        join()
+        ddp = DistributedDataParallel(model())
+        train(ddp, data(rank))
+        say(at="trains")
+        tell_end(train_for_ever, ddp, data(rank))
+    """
+    network.by_hand(textwrap.dedent(TORCH) + textwrap.dedent(code), [0, 0, 1, 1], **QUICK)
+    pids = [facts["pid"] for facts in network.said.hear(4, 90)]
+    begin = time.monotonic()
+    os.kill(pids[3], signal.SIGKILL)
+    found = network.said.hear(3)
+    assert [facts["rank"] for facts in found] == [0, 1, 2]
+    for facts in found:
+        assert "rank 3 " in facts["text"], facts
+        assert "torch.distributed." in facts["text"]
+        assert facts["when"] - begin < 2
+
+
+@long
+@needs_torch
+@pytest.mark.timeout(240)
+def test_torch_distributed_needs_the_secret_on_all_hosts(network):
+    torchrun(network, "tell_end(join)", FERRODIST_SECRET_FILE="")
+    for facts in network.said.hear(4, 90):
+        assert facts["error"] == "AuthenticationError", facts
+        assert facts["missing"] == [0, 1, 2, 3]
+        assert "FERRODIST_SECRET_FILE" in facts["text"]
+
+
 # -- sockets ---------------------------------------------------------------------------------------
 
 
