@@ -4,6 +4,9 @@
 torch's C++ code calls some methods of a process group that is written in Python directly. The
 others it calls through operators, which know nothing of Python. Those are overridden here: a call
 on one of our groups goes to its method, any other to the kernel that was there.
+
+Either may happen while torch.compile watches the thread for functions to compile, as when DDP
+is compiled; ours must run as they are.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import functools
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
 from ferrodist.torch.group_base import c10d
 from ferrodist.torch.process_group import ProcessGroup
+from ferrodist.torch.work import FinishedWork, PendingWork
 
 
 class _Operator(NamedTuple):
@@ -50,6 +55,9 @@ _OPERATORS = [
 @functools.cache
 def install() -> Any:
     """Override the operators; the library that is returned keeps them so."""
+    for kind in (*ProcessGroup.__mro__, PendingWork, FinishedWork):
+        if kind.__module__.startswith("ferrodist."):
+            _keep_from_compiler(kind)
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says of every kernel that it is overridden
@@ -58,6 +66,19 @@ def install() -> Any:
             kernel = functools.partial(_dispatch, operator, original)
             library.impl(operator.name, kernel, "CPU", with_keyset=True)
     return library
+
+
+def _keep_from_compiler(kind: type) -> None:
+    """Let torch.compile leave the methods of a class, and what they call, as they are.
+
+    ``torch.compiler.disable`` does the same, but imports the compiler, which takes a second.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    strategy = frames._FrameExecStrategy(skip, skip)  # of the function, of those it calls
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            frames.set_code_exec_strategy(method.__code__, strategy)
 
 
 def _dispatch(operator: _Operator, original: Any, keyset: Any, *args: Any) -> Any:
