@@ -7,7 +7,7 @@ than the parts.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +17,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -31,7 +35,10 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -106,6 +113,46 @@ def check_hooks(rank: int) -> None:
             loss_of(ddp, batch(rank)).backward()
         if name != "powersgd":  # which is an approximation
             check_gradients([parameter.grad for parameter in ddp.parameters()], tolerance)
+
+
+def check_builtin_hook(rank: int) -> None:
+    """That of torch's C++ code; its FP16_COMPRESS needs a future of a type Python cannot make."""
+    ddp = DistributedDataParallel(mlp())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    for _ in range(2):
+        ddp.zero_grad()
+        loss_of(ddp, batch(rank)).backward()
+    check_gradients([parameter.grad for parameter in ddp.parameters()])
+
+
+def check_local_sgd(rank: int) -> None:
+    """Gradients of the first step are averaged, then those of a subgroup, here of one rank."""
+    own = [dist.new_group([one]) for one in range(2)][rank]
+    state = post_localSGD_hook.PostLocalSGDState(None, own, start_localSGD_iter=1)
+    ddp = DistributedDataParallel(mlp())
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    loss_of(ddp, batch(rank)).backward()
+    check_gradients([parameter.grad for parameter in ddp.parameters()])
+    ddp.zero_grad()
+    loss_of(ddp, batch(rank)).backward()
+    alone = mlp()
+    loss_of(alone, batch(rank)).backward()
+    for one, other in zip(ddp.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+
+
+def check_sparse_gradients(rank: int) -> None:
+    def table() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Embedding(10, 3, sparse=True)
+
+    words = torch.tensor([[0, 1, 2], [2, 7, 7]])  # of each rank; both have the third
+    ddp, alone = DistributedDataParallel(table()), table()
+    ddp(words[rank]).square().sum().backward()
+    (alone(words).square().sum() / 2).backward()
+    found = ddp.module.weight.grad
+    assert found.is_sparse
+    assert torch.allclose(found.to_dense(), alone.weight.grad.to_dense())
 
 
 def check_join(rank: int) -> None:
@@ -236,31 +283,37 @@ def check_pipelining(rank: int) -> None:
     def loss_fn(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return output.square().mean()
 
-    def stages(count: int) -> list[PipelineStage]:
+    def stages(count: int, is_v: bool) -> list[PipelineStage]:
         parts = [nn.Sequential(model[0], model[1]), model[2]]
         if count == 4:
             parts = [model[0], model[1], nn.Identity(), model[2]]
-        numbers = range(rank, count, 2)
+        numbers: Sequence[int] = range(rank, count, 2)
+        if is_v:  # there and back: the first rank has the last stage, too
+            parts, numbers = [model[0], model[1], nn.Identity(), model[2]], (rank, 3 - rank)
         return [PipelineStage(parts[n], n, count, torch.device("cpu")) for n in numbers]
 
+    v_shaped = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
     schedules: list[tuple[Any, int]] = [
         (ScheduleGPipe, 2),
         (Schedule1F1B, 2),
         (ScheduleInterleaved1F1B, 4),
+        (ScheduleLoopedBFS, 4),
         (ScheduleInterleavedZeroBubble, 4),
+        *((kind, 4) for kind in v_shaped),
     ]
     for kind, count in schedules:
         model.zero_grad()
-        own = stages(count)
+        own = stages(count, kind in v_shaped)
         schedule = kind(own[0] if count == 2 else own, 4, loss_fn=loss_fn)
-        if rank == 0:
-            schedule.step(whole)
-        else:
-            schedule.step(target=whole)
-        part = model[0] if rank == 0 else model[2]
-        expected = gradients_alone()[:2] if rank == 0 else gradients_alone()[2:]
-        for parameter, gradient in zip(part.parameters(), expected, strict=True):
-            assert torch.allclose(parameter.grad, gradient, atol=1e-5), kind
+        last = 0 if kind in v_shaped else 1
+        schedule.step(*[whole] * (rank == 0), **{"target": whole} if rank == last else {})
+        for place, part, expected in (
+            (0, model[0], gradients_alone()[:2]),
+            (last, model[2], gradients_alone()[2:]),
+        ):
+            for parameter, gradient in zip(part.parameters(), expected, strict=True):
+                is_right = rank != place or torch.allclose(parameter.grad, gradient, atol=1e-5)
+                assert is_right, kind
 
 
 def check_checkpoints(rank: int) -> None:
@@ -292,8 +345,57 @@ def check_compile(rank: int) -> None:
     assert torch.equal(compiled(torch.ones(3)), step(torch.ones(3)))
 
 
+class Own(nn.Module):
+    """As mlp(), with a forward of its own: torch.compile leaves that of a bare Sequential alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def check_inductor(rank: int) -> None:
+    """Compile to C++, which the counters of torch prove: what is not compiled has results, too."""
+    from torch._dynamo.utils import counters
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        group = dist.group.WORLD
+        total = functional.all_reduce(x * 2, "sum", group)
+        whole = functional.all_gather_single(total + 1, 0, group)
+        part = functional.reduce_scatter_single(whole * 3, "sum", 0, group)
+        swapped = functional.all_to_all_single(part * 2, [2, 2], [2, 2], group)
+        return functional.broadcast(swapped - 1, 1, group), functional.all_reduce(x, "avg", group)
+
+    x = torch.arange(4.0) + 10 * rank
+    found = torch.compile(step, fullgraph=True)(x)
+    assert all(torch.equal(one, other) for one, other in zip(found, step(x), strict=True))
+    assert counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_hit"]
+    wraps: dict[str, Callable[[nn.Module], Any]] = {
+        "compiled in DDP": lambda model: DistributedDataParallel(torch.compile(model)),
+        "DDP compiled": lambda model: torch.compile(DistributedDataParallel(model)),
+        "FSDP2 compiled": lambda model: torch.compile(fully_shard(model)),
+    }
+    for name, wrap in wraps.items():
+        torch._dynamo.reset()
+        counters.clear()
+        model = Own()
+        wrapped = wrap(model)
+        for _ in range(2):
+            wrapped.zero_grad()
+            loss_of(wrapped, batch(rank)).backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            check_gradients(
+                [getattr(one, "full_tensor", lambda one=one: one)() for one in gradients]
+            )
+        assert counters["stats"]["unique_graphs"], name
+        assert counters["inductor"], name
+
+
 CHECKS = {name: fn for name, fn in globals().items() if name.startswith("check_")}
 SLOW = {"check_compile", "check_pipelining", "check_hooks"}
+LONG = {"check_inductor"}  # the C++ compiler of each rank takes most of a minute
 NOT_CHECKS = {"check_gradients"}
 
 
@@ -312,21 +414,24 @@ def run_checks(names: list[str], rank: int, _: Any) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        sorted(CHECKS.keys() - SLOW - NOT_CHECKS),
+        sorted(CHECKS.keys() - SLOW - LONG - NOT_CHECKS),
         pytest.param(sorted(SLOW), marks=pytest.mark.slow),
+        pytest.param(sorted(LONG), marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],
-    ids=["quick", "slow"],
+    ids=["quick", "slow", "long"],
 )
-def test_what_stands_on_torch_distributed_runs_unchanged(start_job, names):
+def test_what_stands_on_torch_distributed_runs_unchanged(start_job, names, tmp_path):
     def body(rank: int, pipe: Any) -> None:
         import warnings
 
         warnings.simplefilter("ignore")
         run_checks(names, rank, pipe)
 
-    with torch_job(start_job, 2, body) as job:
+    # With no compiled code of an earlier run; a rank that still compiles is waited for.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    with torch_job(start_job, 2, body, seconds=300.0, **cache) as job:
         for rank in job:
-            end = rank.hear(150)
+            end = rank.hear(500 if names == sorted(LONG) else 150)
             if end.error is not None:
                 end.error.add_note(end.trace)
                 raise end.error
