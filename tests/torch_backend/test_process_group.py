@@ -243,6 +243,15 @@ def check_messages(rank: int, _: Any) -> None:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         assert y.unique().tolist() == [left]
+    if rank == 0:  # from any: whoever it was is named
+        senders = {}
+        for _ in range(1, world):
+            y = torch.empty(3, 2).t()
+            source = dist.recv(y)
+            senders[source] = y.unique().tolist()
+        assert senders == {r: [float(r)] for r in range(1, world)}
+    else:
+        dist.send(torch.full((2, 3), float(rank)), 0)
     if rank == 0:
         dist.send(torch.ones(2, 3), 1)
     elif rank == 1:
