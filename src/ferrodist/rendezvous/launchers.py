@@ -209,6 +209,17 @@ def _mpi_bootstrap(environ: Environment) -> Bootstrap:
     return Bootstrap.MPI if try_master_endpoint(environ) is None else Bootstrap.SOCKETS
 
 
+def _at_address_of_slurm(environ: Environment, job: Job) -> Job:
+    """Let ranks of several hosts that srun has started meet where those of a plain step do.
+
+    Many clusters set the variables of an MPI for every step; mpi4py need not be there.
+    """
+    if job.bootstrap is not Bootstrap.MPI or not (job.hosts and slurm.show_hosts(environ)):
+        return job
+    endpoint = slurm.endpoint_of(environ, job.name)
+    return replace(job, bootstrap=Bootstrap.SOCKETS, endpoint=endpoint)
+
+
 def _open_mpi_job(environ: Environment) -> str:
     """Return what all ranks of one mpiexec have in common, and no two mpiexecs."""
     servers = sorted(name for name in environ if name.startswith("PMIX_SERVER_URI"))
@@ -234,7 +245,9 @@ def read_pmix(environ: Environment) -> Job | None:
     ranks = read_rank(environ, PMIX)
     name, hosts = f"pmix-{environ[_NAMESPACE]}", slurm.show_hosts(environ)
     job = _job(environ, PMIX, ranks, name, hosts, _mpi_bootstrap(environ))
-    return replace(job, local_world_size=slurm.try_local_size(environ))
+    return _at_address_of_slurm(
+        environ, replace(job, local_world_size=slurm.try_local_size(environ))
+    )
 
 
 def read_pmi(environ: Environment) -> Job | Stale | None:
@@ -255,7 +268,9 @@ def read_pmi(environ: Environment) -> Job | Stale | None:
     hosts = show_difference(environ, PMI) or slurm.show_hosts(environ)
     if hosts:
         name = environ.get(_PMI_NAMES[0]) or f"at-{try_master_endpoint(environ) or 'mpi'}"
-    return _job(environ, PMI, ranks, f"pmi-{name}", hosts, _mpi_bootstrap(environ))
+    job = _job(environ, PMI, ranks, f"pmi-{name}", hosts, _mpi_bootstrap(environ))
+    is_of_srun = is_set(environ, _PMI_NAMES[0]) and slurm.has_tasks(environ, job.world_size)
+    return _at_address_of_slurm(environ, job) if is_of_srun else job
 
 
 def _pmi_job(environ: Environment, world_size: int) -> str:

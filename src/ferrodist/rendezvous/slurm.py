@@ -64,6 +64,11 @@ def show_hosts(environ: Environment) -> str:
     return shown(environ, [_NUM_HOSTS]) if number(environ.get(_NUM_HOSTS, "")) >= 2 else ""
 
 
+def has_tasks(environ: Environment, count: int) -> bool:
+    """Tell whether a step has so many tasks: if srun has started others, it has not."""
+    return try_number(environ, SLURM.world_size) == count
+
+
 def try_local_size(environ: Environment) -> int | None:
     """Return how many tasks of the step are on this host."""
     host = try_number(environ, _HOST_NUMBER)
