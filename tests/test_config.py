@@ -26,6 +26,7 @@ GOOD = {
     "heartbeat_timeout": ("3", 3.0),
     "tcp_link": ("1e-5, 1e-9, 1e-10, 1e-6", (1e-5, 1e-9, 1e-10, 1e-6)),
     "secret_file": ("/run/secret", "/run/secret"),
+    "munge_socket": ("/run/munge/socket", "/run/munge/socket"),
     "socket_ifname": ("^lo,docker", "^lo,docker"),
     "ports": ("29600-29699", (29600, 29699)),
     "advertise": ("10.0.0.2:29600", "10.0.0.2:29600"),

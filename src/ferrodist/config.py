@@ -193,6 +193,12 @@ class Config:
         _TEXT,
         "file with the secret of a job whose ranks are on several hosts, the same on all of them",
     )
+    munge_socket: str = _setting(
+        "",
+        _TEXT,
+        "where MUNGE listens, by which such ranks prove themselves if there is no secret file; "
+        "empty is its usual place",
+    )
     socket_ifname: str = _setting(
         "",
         _TEXT,

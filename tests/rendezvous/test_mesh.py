@@ -771,7 +771,7 @@ STRANGERS = {
     "wrong secret": lambda job: replace(job, secret=secrets.token_bytes(32)),
     "the job's own secret": lambda job: job,
     "the secret of another mesh": lambda job: mesh._job_of_mesh(
-        job, PeerAddress.of_this_process(0, Endpoint("", 0))
+        job, job.secret, PeerAddress.of_this_process(0, Endpoint("", 0))
     ),
 }
 

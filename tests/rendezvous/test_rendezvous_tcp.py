@@ -680,7 +680,7 @@ def test_a_link_is_sealed_both_ways():
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    key = run_steps(handshake.greet_server(left, jobs[1]), left, Deadline(10))
+    _, key = run_steps(handshake.greet_server(left, jobs[1]), left, Deadline(10))
     thread.join(10)
     assert key == results[0][1]
     for here, there in ((left, right), (right, left)):

@@ -56,6 +56,13 @@ from ferrodist.rendezvous.launchers import (
 from ferrodist.rendezvous.slurm import expand_hosts
 from ferrodist.rendezvous.watch import StatusBoard
 
+
+@pytest.fixture(autouse=True)
+def no_munge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found here does not depend on whether the machine has MUNGE; see test_munge.py."""
+    monkeypatch.setattr("ferrodist.rendezvous.find_job.try_munge", lambda path: None)
+
+
 # What the launchers of today set, as seen in a rank of each; what says nothing of a place is left
 # out, except for a few words that look as if it did.
 TORCHRUN = {

@@ -5,7 +5,8 @@
 other hosts, from the variables of the launchers in ``launchers.py`` and ``slurm.py``; the result is
 a ``Job`` (``job.py``). While the ranks meet, rank 0 is the *server* and every other rank a
 *client*. ``wire.py`` carries messages, in ``handshake.py`` both sides prove themselves, and
-``sockets.py`` knows where they meet: a Unix socket on one host, TCP between hosts.
+``sockets.py`` knows where they meet: a Unix socket on one host, TCP between hosts. ``munge.py`` is
+how ranks of several hosts get the job's secret where neither launcher nor user gives one.
 
 There are two things to come for. ``meet`` exchanges memory files, on one host. ``join_mesh``, in
 ``mesh.py``, gives every rank a connection to every other: the ranks tell each other where they

@@ -152,7 +152,8 @@ class Client(Exchange):
         """Connect to rank 0, shake hands and run these steps; again if rank 0 is busy."""
 
         def greet_first(channel: Channel) -> Steps[T]:
-            yield from greet_server(channel, self._job, where=self._point.where)
+            greeted = yield from greet_server(channel, self._job, where=self._point.where)
+            self._job, _ = greeted
             return (yield from steps(channel))
 
         while True:

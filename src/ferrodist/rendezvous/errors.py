@@ -71,8 +71,10 @@ def missing_ranks(
     return RendezvousError(text, missing=missing, rank=missing[0])
 
 
-def without_secret(count: int) -> str:
+def without_secret(job: Job, count: int) -> str:
     """Say that connections had another secret: they may be the ranks that are missing."""
+    if job.uses_munge:
+        return f"refused: {count} connections that MUNGE did not show to be of this user and job"
     return (
         f"refused: {count} connections without the job's secret; if they were ranks, compare the "
         f"file of {variable('secret_file')} on all hosts (sha256sum)"

@@ -49,6 +49,7 @@ from ferrodist.rendezvous.launchers import (
     read_pmix,
     read_torchrun,
 )
+from ferrodist.rendezvous.munge import try_munge
 from ferrodist.rendezvous.watch import StatusBoard
 
 logger = logging.getLogger("ferrodist")
@@ -104,6 +105,8 @@ def find_job(environ: Environment) -> Job:
     path = environ.get(variable("secret_file"))
     if path and found.world_size > 1 and not found.has_secret:
         found = replace(found, secret=secret_from_file(path), has_secret=True)
+    elif _may_use_munge(found):
+        found = replace(found, munge=try_munge(environ.get(variable("munge_socket"), "")))
     job = replace(found, hosts=_show_hosts(found))
     is_doubtful = job.world_size == 1 and any(other.world_size > 1 for other in others)
     level = logging.WARNING if is_doubtful else logging.INFO
@@ -153,6 +156,8 @@ def _read_others(environ: Environment, winner: Job, outer: Sequence[JobReader]) 
 def _describe(job: Job) -> str:
     launcher = job.launcher
     where = f", on several hosts ({job.hosts})" if job.hosts else ""
+    if job.uses_munge:
+        where += ", which prove themselves by MUNGE"
     variables = f"{launcher.rank}={job.rank}, {launcher.world_size}={job.world_size}"
     return (
         f"rank {job.rank} of {job.world_size} in job {job.name!r}, from {launcher.name} "
@@ -173,6 +178,15 @@ def _check_name(job: Job) -> None:
             "the job: some of its bytes are not text (UTF-8)",
             got=brief(job.name),
         ) from error
+
+
+def _may_use_munge(job: Job) -> bool:
+    """Tell whether a launcher gives no secret and says itself, on all ranks, that hosts differ.
+
+    torchrun's store and MPI carry what the ranks tell each other, and no handshake.
+    """
+    is_open = job.bootstrap is Bootstrap.SOCKETS and not job.has_secret
+    return is_open and job.world_size > 1 and bool(job.hosts)
 
 
 # -- whether the job is on several hosts ----------------------------------------------------------

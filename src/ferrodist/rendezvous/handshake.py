@@ -13,6 +13,8 @@ cannot be sent back, replayed, or taken to another rank or job. Only then does t
 what both have said. From the same follow keys that only these two have: every message after the
 WELCOME is sealed with one, and one is handed out for what comes after messages.
 
+A client that has no secret gets it between the greetings and the proofs: see ``munge.py``.
+
 The Acceptor leads whoever connects to a listener through it. Pending connections are served side by
 side, each with a time limit of its own, so that one that is slow or sends nonsense holds up nobody.
 """
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple
 from ferrodist.config import variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, ProtocolError
+from ferrodist.rendezvous import munge
 from ferrodist.rendezvous.job import Job
 from ferrodist.rendezvous.wire import Channel, MessageKind, Steps, receive_answer, send_failure
 from ferrodist.version import __version__
@@ -43,6 +46,7 @@ logger = logging.getLogger("ferrodist")
 _GREETING = struct.Struct("!32sII32s")
 # What the keys are for; of one length, like all in an HMAC but the job's name.
 _LINK, _TO_SERVER, _TO_CLIENT = b"link", b"tose", b"tocl"
+_GREETINGS = MessageKind.GREETING, MessageKind.MUNGE_GREETING
 
 _MAX_STRANGERS = 64  # pending connections beyond those that are expected
 _MAX_ACCEPTED_AT_ONCE = 32  # before others have their turn
@@ -91,16 +95,20 @@ def greet_server(
     *,
     rank: int = 0,
     where: str = "",
-) -> Steps[bytes]:
-    """Shake hands as a client of a rank, and return the key that both have now.
+) -> Steps[tuple[Job, bytes]]:
+    """Shake hands as a client of a rank; return the job, with its secret, and the key of both.
 
     Raises AuthenticationError if whoever listens does not know the secret, or is another rank.
     """
     mine = _new_greeting(job).pack()
-    channel.send(MessageKind.GREETING, mine)
+    channel.send(_greeting_kind(job), mine)
     try:
-        answer = yield from receive_answer(channel, MessageKind.GREETING, is_trusted=False)
+        answer = yield from receive_answer(channel, *_GREETINGS, is_trusted=False)
         theirs = answer.body
+        if answer.kind is not _greeting_kind(job):
+            raise munge.mixed(job, f"rank {rank}")
+        if job.uses_munge:
+            job = yield from munge.ask_for_secret(channel, job, mine, theirs, where)
         proof = (yield from receive_answer(channel, MessageKind.PROOF, is_trusted=False)).body
     except ProtocolError as error:
         raise ProtocolError(
@@ -128,7 +136,7 @@ def greet_server(
     check_version(server.version, job, rank)
     yield from receive_answer(channel, MessageKind.WELCOME)
     channel.seal_received(_prove(job, _TO_CLIENT, mine, theirs))
-    return _prove(job, _LINK, mine, theirs)
+    return job, _prove(job, _LINK, mine, theirs)
 
 
 def greet_client(
@@ -141,9 +149,14 @@ def greet_client(
 
     ``check`` looks at what it has said, and raises if it is not welcome all the same.
     """
-    theirs = (yield from channel.receive(MessageKind.GREETING)).body
+    message = yield from channel.receive(*_GREETINGS)
+    theirs = message.body
     greeting, mine = Greeting.unpack(theirs), _new_greeting(job).pack()
-    channel.send(MessageKind.GREETING, mine)
+    channel.send(_greeting_kind(job), mine)
+    if message.kind is not _greeting_kind(job):
+        raise munge.mixed(job, f"a process that calls itself rank {greeting.rank}")
+    if job.uses_munge:
+        yield from munge.tell_secret(channel, job, theirs, mine)
     channel.send(MessageKind.PROOF, _prove(job, purpose.server, theirs, mine))
     try:
         proof = (yield from channel.receive(MessageKind.PROOF)).body
@@ -171,6 +184,10 @@ def check_version(other: str, job: Job, rank: int = 0) -> None:
             got=other,
             expected=__version__,
         )
+
+
+def _greeting_kind(job: Job) -> MessageKind:
+    return MessageKind.MUNGE_GREETING if job.uses_munge else MessageKind.GREETING
 
 
 def _new_greeting(job: Job) -> Greeting:

@@ -6,7 +6,8 @@ them. These functions take a mapping, never the process's own environment.
 
 The secret of a job is what its ranks know and nobody else. ``ferrodist run`` makes one. For jobs
 that other launchers start on several hosts it comes from a file, which the user has put on all of
-them. Neither the secret nor any part of the file is ever in an error or a log.
+them, or from rank 0 by MUNGE. Neither the secret nor any part of the file is ever in an error or a
+log.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.watch import StatusBoard
 
 if TYPE_CHECKING:
+    from ferrodist.rendezvous.munge import Munge
     from ferrodist.rendezvous.store import Exchange
 
 Environment = Mapping[str, str]
@@ -96,7 +98,8 @@ class Job:
     then finds out. With several hosts, ``endpoint`` is where rank 0 listens, unless they use
     another ``bootstrap``, or an ``exchange`` that the program has. ``local_rank`` and
     ``local_world_size`` are the rank among those of this host, if the launcher says. Without
-    ``has_secret`` the secret follows from the name, and keeps nobody out.
+    ``has_secret`` the secret follows from the name, and keeps nobody out; with ``munge`` the ranks
+    of several hosts then get one from rank 0.
     """
 
     name: str
@@ -112,6 +115,7 @@ class Job:
     local_world_size: int | None = None
     has_secret: bool = field(default=True, repr=False)
     exchange: Exchange | None = field(default=None, repr=False, compare=False)
+    munge: Munge | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -139,6 +143,11 @@ class Job:
         """
         is_loopback_only = self.endpoint is not None and is_loopback(self.endpoint.host)
         return not self.several_hosts or (is_loopback_only and not self.has_secret)
+
+    @property
+    def uses_munge(self) -> bool:
+        """Whether its ranks get the secret when they meet, by MUNGE."""
+        return self.munge is not None and not (self.has_secret or self.meets_here)
 
 
 class Member(NamedTuple):

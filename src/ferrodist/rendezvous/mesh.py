@@ -28,7 +28,14 @@ from ferrodist.rendezvous.client import Client
 from ferrodist.rendezvous.errors import could_not_join
 from ferrodist.rendezvous.handshake import check_version
 from ferrodist.rendezvous.interfaces import choose_address
-from ferrodist.rendezvous.job import Bootstrap, Endpoint, Job, no_secret, try_endpoint
+from ferrodist.rendezvous.job import (
+    SECRET_NBYTES,
+    Bootstrap,
+    Endpoint,
+    Job,
+    no_secret,
+    try_endpoint,
+)
 from ferrodist.rendezvous.mesh_builder import MeshBuilder, MeshLink
 from ferrodist.rendezvous.server import Server
 from ferrodist.rendezvous.sockets import (
@@ -93,7 +100,7 @@ def _join(job: Job, config: Config, deadline: Deadline) -> list[MeshPeer]:
         with _open_listener(job, config, exchange.towards) as listener:
             own = _own_address(job, config, listener)
             addresses = exchange_addresses(exchange, job, own)
-            mesh_job = _job_of_mesh(job, addresses[0])
+            mesh_job = _job_of_mesh(job, exchange.secret, addresses[0])
             channels = exchange.failure_channels
             builder = MeshBuilder(mesh_job, listener, addresses, channels, config, deadline)
             links = builder.build()
@@ -104,7 +111,7 @@ def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
     """Choose how a job's ranks meet; raises AuthenticationError if they could be anybody."""
     if job.meets_here:
         return _open_socket_exchange(job, UnixPoint(job), deadline)
-    if not job.has_secret:
+    if not (job.has_secret or job.uses_munge):
         raise no_secret(job)
     if job.bootstrap is Bootstrap.MPI:
         from ferrodist.rendezvous.foreign import MpiExchange
@@ -123,6 +130,8 @@ def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
 
         store = connect_to_agent(job, endpoint, deadline)
         return TorchExchange(job, store, deadline, endpoint.host)
+    if job.uses_munge and job.rank == 0:
+        job = replace(job, secret=secrets.token_bytes(SECRET_NBYTES))
     return _open_socket_exchange(job, TcpPoint(job, endpoint, config, deadline), deadline)
 
 
@@ -134,13 +143,14 @@ def _open_socket_exchange(job: Job, point: MeetingPoint, deadline: Deadline) -> 
     return client
 
 
-def _job_of_mesh(job: Job, server: PeerAddress) -> Job:
+def _job_of_mesh(job: Job, secret: bytes, server: PeerAddress) -> Job:
     """Return the job with a secret of this mesh alone, which needs the random token of rank 0.
 
     Ranks of a job without a secret have met at a socket that lets only this user in, so other
     users, who may know the name of the job, cannot know the token.
     """
-    return replace(job, secret=hmac.digest(job.secret, b"mesh" + server.token, "sha256"))
+    secret = hmac.digest(secret, b"mesh" + server.token, "sha256")
+    return replace(job, secret=secret, munge=None)
 
 
 def _open_listener(job: Job, config: Config, towards: str) -> socket.socket:

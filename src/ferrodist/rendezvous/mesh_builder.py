@@ -304,7 +304,7 @@ class OutgoingConnection:
         self._wrap = wrap
         self._addresses = self._resolve()
         self._channel: Channel | None = None
-        self._steps: Steps[bytes] | None = None
+        self._steps: Steps[tuple[Job, bytes]] | None = None
         self._tries = 0
         self._next_try = 0.0
 
@@ -325,7 +325,7 @@ class OutgoingConnection:
             if self._steps is not None:
                 next(self._steps)
         except StopIteration as end:
-            key: bytes = end.value
+            key: bytes = end.value[1]
             return key
         except BlockingIOError:
             self._pause("it has too many connections", is_alive=True)

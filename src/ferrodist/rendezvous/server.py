@@ -215,7 +215,7 @@ class Server(Exchange):
             return errors.not_ready_in_time(self._job, slow, who, self._deadline)
         refusals = self._refusals
         if (count := self._acceptor.num_without_secret) > 0:
-            refusals = [*refusals, errors.without_secret(count)]
+            refusals = [*refusals, errors.without_secret(self._job, count)]
         seconds = self._deadline.seconds or 0.0
         return errors.missing_ranks(self._job, {0: self._own_name, **who}, seconds, refusals)
 

@@ -40,6 +40,13 @@ class Exchange:
     context in an error tells the others why.
     """
 
+    _job: Job
+
+    @property
+    def secret(self) -> bytes:
+        """The secret of the job, which the ranks may only have got here."""
+        return self._job.secret
+
     @property
     def towards(self) -> str:
         """The address of rank 0, or of something on its host; '' if nothing is known about it."""

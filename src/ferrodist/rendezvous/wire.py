@@ -87,6 +87,8 @@ class MessageKind(enum.IntEnum):
     REFUSED = 16, 1 << 12  # it does not do that, and why
     LEAVE = 17  # I have all I came for
     READY = 18  # I am connected to all
+    MUNGE_GREETING = 19, 72  # a greeting, by somebody who has no secret yet
+    CREDENTIAL = 20, 1 << 11  # of MUNGE: whose process I am, and the secret
 
 
 class Message(NamedTuple):
