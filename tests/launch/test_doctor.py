@@ -60,6 +60,7 @@ from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Level, Subj
 from ferrodist.launch.main import commands
 from ferrodist.rendezvous.interfaces import Interface
 from ferrodist.rendezvous.job import Endpoint
+from ferrodist.rendezvous.munge import Munge
 from ferrodist.testing import run_ranks
 from hosts import Hosts, needs_hosts
 
@@ -568,6 +569,39 @@ def test_tls_without_its_library_is_an_error(machine):
     context = machine(environ={"FERRODIST_TLS": "1"})
     assert "ferrodist[tls]" in told(engines._missing(context, ["cryptography"]), "error")
     assert told(engines._missing(machine(), ["cryptography"]), "error") == ""
+
+
+class PretendedMunge(Munge):
+    """Takes this process for one of a user; raises for user -1."""
+
+    def __init__(self, uid: int) -> None:
+        super().__init__("/run/munge.socket")
+        self.uid = uid
+
+    def encode(self, payload: bytes) -> bytes:
+        return payload
+
+    def decode(self, credential: bytes) -> tuple[bytes, int]:
+        if self.uid < 0:
+            raise AuthenticationError("MUNGE, at /run/munge.socket, did not make a credential")
+        return credential, self.uid
+
+
+def test_munge_is_tried_and_what_is_wrong_with_it_is_said(machine, monkeypatch):
+    def found_with(munge: Munge | None, version: str, level: str, **environ: str) -> str:
+        monkeypatch.setattr(engines, "try_munge", lambda path: munge)
+        return told(engines.check_slurm(machine(environ=environ), version), level)
+
+    right = found_with(PretendedMunge(os.geteuid()), "slurm 22.05", "ok")
+    assert "srun is there: slurm 22.05" in right
+    assert "MUNGE, at /run/munge.socket: a credential is made and read" in right
+    other = found_with(PretendedMunge(os.geteuid() + 1), "", "warning")
+    assert f"of user {os.geteuid()}, for one of user {os.geteuid() + 1}" in other
+    assert "MUNGE does not work: " in found_with(PretendedMunge(-1), "", "warning")
+    assert "srun is there, and no MUNGE" in found_with(None, "slurm 22.05", "note")
+    wrong = found_with(None, "", "error", FERRODIST_MUNGE_SOCKET="/run/none")
+    assert "FERRODIST_MUNGE_SOCKET=/run/none: MUNGE cannot be reached there" in wrong
+    assert list(engines.check_slurm(machine(), "")) == []
 
 
 @pytest.mark.parametrize("name", ["mpich", "openmpi"])

@@ -31,6 +31,7 @@ from ferrodist.errors import AuthenticationError, DistributedError, InvalidArgum
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, LogCollector, Subject, start
 from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job, try_run_job
 from ferrodist.rendezvous.job import brief, no_secret, secret_from_file
+from ferrodist.rendezvous.munge import Munge, try_munge
 
 _ENGINES, _ENVIRONMENT = Subject("engines"), Subject("environment")
 
@@ -70,12 +71,14 @@ def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diag
     backends = [name for name in _TRIED_BACKENDS if name in backend_names()]
     trials = {name: _start(context, "ranks", limit, backend=name) for name in backends}
     launcher = start(_mpiexec, context.environ, limit)
+    slurm = start(_slurm_version, context.environ, limit)
     for name, trial in trials.items():
         yield _judge_ranks(name, trial.result())
     for name, probe in running.items():
         yield _judge(name, probe.result())
         if name == "mpi4py":
             yield from _judge_launcher(probe.result(), launcher.result())
+    yield from check_slurm(context, slurm.result())
     yield from _missing(context, [name for name in _EXTRAS if name not in running])
 
 
@@ -160,6 +163,50 @@ def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
             f"programs that use mpi4py, and jobs on several hosts: take the mpiexec of {library}, "
             f"or mpi4py for {launcher}. On one host the other backends need mpiexec alone",
         )
+
+
+def _slurm_version(environ: Mapping[str, str], limit: float) -> str:
+    """Ask the srun of this user's path for its version; nothing if there is none."""
+    path = shutil.which("srun", path=environ.get("PATH"))
+    return "" if path is None else _last_line(run_child([path, "--version"], environ, limit).stdout)
+
+
+def check_slurm(context: CheckContext, version: str) -> Iterator[Diagnostic]:
+    """Look at SLURM, and at MUNGE, by which the ranks of a step on several hosts get a secret."""
+    if version:
+        yield _ENGINES.ok(f"srun is there: {version}")
+    setting, path = variable("munge_socket"), context.config.munge_socket
+    munge = try_munge(path)
+    if munge is not None:
+        yield _try_credential(munge)
+    elif path:
+        yield _ENGINES.error(
+            f"{setting}={brief(path)}: MUNGE cannot be reached there",
+            f"expected the socket of munged, and libmunge.so.2; unset {setting} for the usual one",
+        )
+    elif version:
+        yield _ENGINES.note(
+            "srun is there, and no MUNGE",
+            "ranks of a step on several hosts then need a secret file, as "
+            f"{variable('secret_file')} names one: is munged running, and libmunge2 installed?",
+        )
+
+
+def _try_credential(munge: Munge) -> Diagnostic:
+    try:
+        content, uid = munge.decode(munge.encode(b"ferrodist doctor"))
+    except AuthenticationError as error:
+        return _ENGINES.warning(
+            f"MUNGE does not work: {error}",
+            f"is munged running? otherwise make a secret file, as {variable('secret_file')} names "
+            "one, for jobs on several hosts",
+        )
+    if (content, uid) != (b"ferrodist doctor", os.geteuid()):
+        return _ENGINES.warning(
+            f"MUNGE takes this process, of user {os.geteuid()}, for one of user {uid}",
+            "in a user namespace ranks cannot prove themselves by MUNGE: make a secret file",
+        )
+    return _ENGINES.ok(f"MUNGE, at {munge.socket_path}: a credential is made and read")
 
 
 def _missing(context: CheckContext, names: list[str]) -> Iterator[Diagnostic]:
@@ -267,7 +314,7 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
             yield _ENVIRONMENT.warning(text, "each process would compute alone: is that meant?")
         else:
             yield _ENVIRONMENT.ok(text)
-    if not (job.meets_here or job.has_secret or environ.get(_SECRET_FILE)):
+    if not (job.meets_here or job.has_secret or job.uses_munge or environ.get(_SECRET_FILE)):
         yield _wrong(str(no_secret(job)))
 
 
