@@ -14,7 +14,7 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 python_of = $(firstword $(wildcard $(PYENV_ROOT)/versions/$(1).*/bin/python /usr/local/bin/python$(1) /usr/bin/python$(1)))
 PYTHONS := $(foreach version,3.11 3.12 3.13 3.14,$(if $(call python_of,$(version)),$(version)))
 
-.PHONY: demo peers test test-fast test-long test-pythons torch-suite torch-ecosystem sanitize lint bench docs format clean
+.PHONY: demo peers test test-fast test-long test-pythons test-slurm torch-suite torch-ecosystem sanitize lint bench docs format clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(STAMPS)/python-%
 
@@ -22,7 +22,7 @@ demo: $(STAMPS)/package
 	$(BIN)/ferrodist demo
 
 # Where Python may not write bytecode files every process of a test would compile the package again.
-test test-fast test-long torch-suite torch-ecosystem: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-long test-slurm torch-suite torch-ecosystem: export PYTHONDONTWRITEBYTECODE =
 
 # Three processes share the tests: the machine this must be quick on has two cores, and a test that
 # waits for a timeout leaves one to the others.
@@ -45,6 +45,12 @@ torch-suite: $(STAMPS)/test
 # transformers, accelerate and Lightning train on ferrodist and on Gloo, with equal results.
 torch-ecosystem: $(STAMPS)/torch-ecosystem
 	$(VENV)/torch-ecosystem/bin/python tests/torch_backend/ecosystem.py
+
+# A real SLURM with two nodes, in a folder and namespaces that go away with it. As root.
+test-slurm: $(STAMPS)/test
+	@PATH="$$PATH:/usr/sbin" sh -c 'command -v munged slurmctld slurmd srun' > /dev/null || \
+		apt-get install --yes --no-install-recommends slurm-wlm munge
+	$(BIN)/pytest tests/slurm/suite.py
 
 # What needs no torch, on every Python of this machine.
 test-pythons: $(addprefix test-python-,$(PYTHONS))
