@@ -305,6 +305,7 @@ def test_without_threads_calls_in_flight_run_when_they_are_waited_for(mpi: str, 
     check(done, 2)
 
 
+@pytest.mark.long  # beside much other load, Open MPI itself once did not notice for 90 s
 def test_a_killed_rank_is_lost_by_name_on_all_others() -> None:
     done = run_mpi("openmpi", 4, """
         import os, signal, pytest, numpy as np, ferrodist
