@@ -192,7 +192,7 @@ def test_picture_has_a_line_by_backend_or_by_call(
 @pytest.mark.parametrize(
     ("option", "wrong", "said"),
     [
-        ("--backend", "tcp,mpj", "'mpj' is none of hybrid, shared_memory, simulated, tcp"),
+        ("--backend", "tcp,mpi", "'mpi' is none of hybrid, shared_memory, simulated, tcp"),
         ("--calls", "allreduce,all", "'all' is none of allreduce, broadcast"),
         ("--sizes", "4", "'4' must be a size of 8 bytes or more, such as 64KB"),
         ("--sizes", "1XB", "'1XB' must be a size"),

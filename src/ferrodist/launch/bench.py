@@ -60,6 +60,10 @@ def _parse_size(word: str) -> int:
     return size
 
 
+# A second name of shared memory, and engines: those have launchers and benchmarks of their own.
+_LEFT_OUT = ("shm", "mpi", "gloo", "nccl")
+
+
 def size_name(nbytes: int) -> str:
     """Write a size as people say it."""
     for unit, name in ((KB * MB, "GB"), (MB, "MB"), (KB, "KB")):
@@ -109,7 +113,7 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 )  # fmt: skip
 @click.option(
     "--backend", "backends", metavar="NAME,...",
-    callback=parse_names(lambda: [name for name in backend_names() if name != "shm"]),  # twice
+    callback=parse_names(lambda: [name for name in backend_names() if name not in _LEFT_OUT]),
     help="Which backends.  [default: all that run on this machine]",
 )  # fmt: skip
 @click.option(
