@@ -136,7 +136,8 @@ class Engine(Provider, Protocol):
     Before each of them the base makes one small exchange, by ``start_minimum``. It is polled
     against the deadline; once it is done all ranks are known to be in the call, and ``collective``
     may block. A request that the library cannot cancel keeps its memory for the life of the process
-    when it is given up, and ``cancel`` says True.
+    when it is given up, and ``cancel`` says True. One with ``blocks = False`` is never asked for
+    ``collective``: ``start`` does all of them, and the base polls what it returns.
     """
 
     def start_minimum(self, words: memoryview) -> Request:
