@@ -139,3 +139,20 @@ class Buffer:
         size = self.nbytes // parts
         shape = (self.shape[0] // parts, *self.shape[1:])
         return Buffer(self.memory[index * size : (index + 1) * size], self.dtype, shape, self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBuffer(Buffer):
+    """An array that stays on its device, for an engine that does a call there.
+
+    ``owner`` is a contiguous tensor of torch's, ``memory`` is empty. What is done with it is done
+    in the order of ``stream``, which was the current one when the call was made.
+    """
+
+    owner: Any = None
+    stream: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes on the device."""
+        return self.count * self.dtype.itemsize

@@ -8,9 +8,12 @@ caller's array comes from it. Nothing here communicates.
 from ferrodist.arrays.convert import (
     Form,
     array_over,
+    as_device_input,
+    as_device_output,
     as_input,
     as_output,
     form_like,
+    is_on_device,
     new_result,
     numpy_result,
     parse_form,
@@ -34,6 +37,9 @@ from ferrodist.arrays.trees import flatten, is_tree
 
 __all__ = [
     "as_input",
+    "as_device_input",
+    "as_device_output",
+    "is_on_device",
     "new_result",
     "numpy_result",
     "as_output",

@@ -62,6 +62,18 @@ def as_input(x: Any, where: str = "x") -> InputArray:
     return library.as_input(x, where)
 
 
+def is_on_device(x: Any, device: str) -> bool:
+    """Tell whether ``x`` is a tensor of torch's on a device of this type, such as "cuda"."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(x, kind) and bool(x.device.type == device)
+
+
+def as_device_input(x: Any, where: str) -> InputArray:
+    """Take a tensor in where it is, without its bytes."""
+    taken: InputArray = _torch_tensors().as_device_input(x, where)
+    return taken
+
+
 def new_result(taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
     """Make room for a result of the same kind, dtype and device as ``taken``."""
     return taken.library.new_result(taken, shape)
@@ -81,6 +93,16 @@ def as_output(out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
     if library is None:
         raise refuse_out(_describe(out), "pass a writable array")
     return library.as_output(out, dtype, shape)
+
+
+def as_device_output(out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
+    """Make the caller's tensor the place of a result where it is."""
+    made: OutputArray = _torch_tensors().as_device_output(out, dtype, shape)
+    return made
+
+
+def _torch_tensors() -> Any:
+    return importlib.import_module("ferrodist.arrays.torch_tensors")
 
 
 def _find_library(x: Any) -> Library | None:

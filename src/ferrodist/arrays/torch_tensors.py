@@ -31,7 +31,7 @@ from ferrodist.arrays.library import (
     refuse_out,
     type_name,
 )
-from ferrodist.buffer import ARRAY_DTYPES, ArrayKind, DType
+from ferrodist.buffer import ARRAY_DTYPES, ArrayKind, DeviceBuffer, DType
 
 _DTYPES: dict[Any, DType] = {getattr(torch, dtype.label): dtype for dtype in ARRAY_DTYPES}
 
@@ -41,13 +41,7 @@ class TorchTensors:
 
     def as_input(self, x: Any, where: str) -> InputArray:
         """View the tensor's bytes, or a packed copy of them."""
-        problem = _find_problem(x)
-        if problem is not None:
-            raise refuse(where, *problem)
-        dtype = _DTYPES.get(x.dtype)
-        if dtype is None:
-            what = f"a {type_name(x)} of dtype {x.dtype}"
-            raise refuse(where, what, f"call .to() first with one of {SUPPORTED}")
+        dtype = _check(x, where)
         # Each of these gives the tensor itself when there is nothing to do.
         host = x.detach().resolve_conj().resolve_neg().cpu()
         if host._is_zerotensor():  # which has no memory
@@ -58,17 +52,16 @@ class TorchTensors:
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
         """Allocate a plain tensor, which moves to the device of ``taken`` at the end."""
         x = taken.array
+        if isinstance(taken.buffer, DeviceBuffer):
+            made = torch.empty(shape, dtype=x.dtype, device=x.device)
+            return OutputArray(_device_buffer(made, taken.buffer.dtype), made)
         host = torch.empty(shape, dtype=x.dtype, device="cpu")
         convert = as_it_is if _is_on_host(x) else functools.partial(_move, x.device)
         return OutputArray(buffer_of(_as_numpy(host), taken.buffer.dtype), host, convert)
 
     def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
         """Write into the user's tensor; autograd learns only that it has changed."""
-        problem = _find_problem(out) or _find_problem_of_out(out)
-        if problem is not None:
-            raise refuse_out(*problem)
-        check_out(out, _DTYPES.get(out.dtype), dtype, shape)
-        check_out_contiguous(out.is_contiguous(), out.stride())
+        _check_out(out, dtype, shape)
         if _is_on_host(out):
             host, finish = out.detach(), _mark_as_changed
             check_out_memory(_as_numpy(host))
@@ -86,6 +79,51 @@ class TorchTensors:
 
 
 LIBRARY: Library = TorchTensors()
+
+
+# -- tensors that stay on their device -------------------------------------------------------------
+
+
+def as_device_input(x: Any, where: str) -> InputArray:
+    """Take a tensor in where it is, for an engine that does the call there."""
+    dtype = _check(x, where)
+    packed = x.detach().resolve_conj().resolve_neg().contiguous()
+    return InputArray(_device_buffer(packed, dtype), LIBRARY, x)
+
+
+def as_device_output(out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
+    """Write into the user's tensor where it is."""
+    _check_out(out, dtype, shape)
+    convert = functools.partial(_mark_as_changed, out)
+    return OutputArray(_device_buffer(out.detach(), dtype), out, convert, LIBRARY.span(out))
+
+
+def _device_buffer(tensor: Any, dtype: DType) -> DeviceBuffer:
+    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    return DeviceBuffer(memoryview(b""), dtype, tuple(tensor.shape), tensor, stream)
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def _check(x: Any, where: str) -> DType:
+    problem = _find_problem(x)
+    if problem is not None:
+        raise refuse(where, *problem)
+    dtype = _DTYPES.get(x.dtype)
+    if dtype is None:
+        what = f"a {type_name(x)} of dtype {x.dtype}"
+        raise refuse(where, what, f"call .to() first with one of {SUPPORTED}")
+    return dtype
+
+
+def _check_out(out: Any, dtype: DType, shape: tuple[int, ...]) -> None:
+    problem = _find_problem(out) or _find_problem_of_out(out)
+    if problem is not None:
+        raise refuse_out(*problem)
+    check_out(out, _DTYPES.get(out.dtype), dtype, shape)
+    check_out_contiguous(out.is_contiguous(), out.stride())
+
 
 _native.register_torch(torch, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 

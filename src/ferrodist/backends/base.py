@@ -34,7 +34,7 @@ from ferrodist.backends.failures import LeaveReason
 from ferrodist.backends.progress import Progress, ProgressThread
 from ferrodist.backends.receive import Receive
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
-from ferrodist.buffer import Buffer
+from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
@@ -103,6 +103,10 @@ class Backend(CallMethods, abc.ABC):
     _fast_irecv: Callable[..., Any] | None = None
     _fast_isendrecv: Callable[..., Any] | None = None
     _fast_exchange: Callable[..., Any] | None = None
+
+    # The type of devices on which an engine does collectives where their tensors are, and its name.
+    _device = ""
+    _device_engine = ""
 
     _knows_statuses = True  # whether ranks know of each other that they live, and what holds them
 
@@ -269,6 +273,10 @@ class Backend(CallMethods, abc.ABC):
     @abc.abstractmethod
     def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         """Tell the others that this rank makes no further calls; what is in flight is cut short."""
+
+    def _runs_on_device(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
+        """Tell whether the engine of ``_device`` does a collective as it is promised."""
+        return False
 
     def _simplest(self) -> Backend:
         """Return the simplest backend for where the ranks are; this one is left for it."""

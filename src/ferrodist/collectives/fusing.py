@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ferrodist.arrays import InputArray, OutputArray
 from ferrodist.backends.running_call import CollectiveArgs, Part
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import Buffer, DeviceBuffer, DType
 from ferrodist.call import Kind
 
 
@@ -56,7 +56,8 @@ def fuse(
     parts: list[Part] = []
     packed: list[Packed] = []
     for item in items:
-        if item.taken.buffer.memory.nbytes <= fuse_nbytes:
+        is_packable = not isinstance(item.taken.buffer, DeviceBuffer)
+        if is_packable and item.taken.buffer.memory.nbytes <= fuse_nbytes:
             small.setdefault(item.taken.buffer.dtype, []).append(item)
         else:
             parts.append(item.alone(kind, args))

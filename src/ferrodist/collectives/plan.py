@@ -15,11 +15,14 @@ from ferrodist.arrays import (
     Overlap,
     OverlapKind,
     advise_objects,
+    as_device_input,
+    as_device_output,
     as_input,
     as_output,
     check_number,
     find_crossing,
     flatten,
+    is_on_device,
     is_tree,
     new_result,
     overlap,
@@ -29,6 +32,7 @@ from ferrodist.backends.base import Backend
 from ferrodist.backends.call_methods import AllOptions, Op
 from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Part, Prepared, RunningCall
+from ferrodist.buffer import DeviceBuffer
 from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.collectives.fusing import Item, Packed, fuse
 from ferrodist.collectives.methods import ALL_OPTIONS, refuse_keyword
@@ -247,7 +251,9 @@ def execute(request: Request, x: Any, out: Any, *, as_list: bool = False) -> Any
     """
     named, rebuild = _take_apart(request, x)
     paths = [path for path, _ in named]
-    inputs = [_take(request, path, leaf) for path, leaf in named]
+    inputs = _take_on_device(request, named, out)
+    if inputs is None:
+        inputs = [_take(request, path, leaf) for path, leaf in named]
     _check_pair(request, inputs)
     shapes = [result_shape(request, taken, path) for path, taken in zip(paths, inputs, strict=True)]
     results = _make_room(request, inputs, shapes, paths, _outs(request, out, paths))
@@ -367,6 +373,31 @@ def _take(request: Request, path: str, leaf: Any) -> InputArray:
     return taken
 
 
+def _take_on_device(
+    request: Request, named: list[tuple[str, Any]], out: Any
+) -> list[InputArray] | None:
+    """Take tensors in on their device, if the engine does the whole call there.
+
+    Ranks of which some have their arrays elsewhere do not match: the name of the engine stands in
+    the call as that of an algorithm.
+    """
+    backend, device = request.backend, request.backend._device
+    is_custom = request.op is not None and request.args.op is None
+    if not device or not named or is_custom or request.takes_pairs:
+        return None
+    leaves = [leaf for _, leaf in named + (flatten(out, "out")[0] if out is not None else [])]
+    if request.args.algorithm is not None or not all(is_on_device(one, device) for one in leaves):
+        return None
+    where = f"{request.kind.label}: x"
+    inputs = [as_device_input(leaf, where + path) for path, leaf in named]
+    for (path, _), taken in zip(named, inputs, strict=True):
+        request.check_op(taken, f"x{path}")
+        if not backend._runs_on_device(request.kind, taken.buffer.dtype, request.args):
+            return None
+    request.algorithm_name = backend._device_engine
+    return inputs
+
+
 def _has_result(request: Request) -> bool:
     if request.kind is Kind.EXSCAN:
         return request.backend.rank > 0
@@ -407,7 +438,8 @@ def take_out(
 ) -> OutputArray:
     """Make ``out`` the place of a result, or say what is wrong with it."""
     try:
-        return as_output(out, taken.buffer.dtype, shape)
+        make = as_device_output if isinstance(taken.buffer, DeviceBuffer) else as_output
+        return make(out, taken.buffer.dtype, shape)
     except InvalidArgument as error:
         where = f"{request.kind.label}: in out{path}, " if path else f"{request.kind.label}: "
         raise InvalidArgument(f"{where}{error}", this_rank=request.backend.rank) from error
