@@ -547,6 +547,24 @@ def test_shared_memory_is_tried_for_real():
     assert outcome == engines.Outcome({"is_right": True, "totals": [3.0, 3.0]})
 
 
+def test_what_torch_cannot_use_is_a_warning_that_says_why():
+    facts = {"version": "2.13.0+cpu", "gloo": "works", "nccl": "no", "cuda": "no", "devices": 0}
+    shown = engines._judge("torch", engines.Outcome(facts)).what
+    assert shown == "torch 2.13.0+cpu: gloo works, nccl no, CUDA no; GPUs that it sees: 0"
+    assert list(engines._judge_torch({**facts, "gpus": 0})) == []
+    assert list(engines._judge_torch({})) == []  # what has failed was told
+    found = told(engines._judge_torch({**facts, "gpus": 4}), "warning")
+    assert "this host has GPUs (4), and torch 2.13.0+cpu was built without CUDA" in found
+    found = told(engines._judge_torch({**facts, "gloo": "connect: timed out"}), "warning")
+    assert "two ranks of torch's Gloo on 127.0.0.1 fail: connect: timed out" in found
+
+
+@pytest.mark.slow
+def test_two_ranks_of_gloo_add_up_their_numbers():
+    pytest.importorskip("torch")
+    assert probes.probe_torch()["gloo"] == "works"
+
+
 def test_an_mpiexec_of_another_mpi_is_a_warning_that_says_whom_it_concerns():
     outcome = engines.Outcome({"library": "Open MPI v5.0.1"})
     found = told(

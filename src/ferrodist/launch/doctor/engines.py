@@ -40,7 +40,7 @@ _LIMIT = 20.0  # seconds for the import of a large library from a slow disk
 _TRIED_BACKENDS = ("shared_memory", "tcp")
 _EXTRAS = {"torch": "torch", "mpi4py": "mpi", "jax": "jax", "cryptography": "tls"}
 _USES = {
-    "torch": "DDP and tensors",
+    "torch": "DDP, tensors, and the backends 'gloo' and 'nccl'",
     "jax": "JAX arrays",
     "mpi4py": "init(backend='mpi'), and mpiexec on several hosts without MASTER_ADDR (on one host "
     "mpiexec is enough for the other backends)",
@@ -76,6 +76,8 @@ def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diag
         yield _judge_ranks(name, trial.result())
     for name, probe in running.items():
         yield _judge(name, probe.result())
+        if name == "torch":
+            yield from _judge_torch(probe.result().facts)
         if name == "mpi4py":
             yield from _judge_launcher(probe.result(), launcher.result())
     yield from check_slurm(context, slurm.result())
@@ -133,14 +135,31 @@ def _judge(name: str, outcome: Outcome) -> Diagnostic:
 
 def _details(name: str, facts: Mapping[str, Any]) -> str:
     if name == "torch":
-        parts = [f"{engine} {'yes' if facts[engine] else 'no'}" for engine in ("gloo", "nccl")]
-        return f": {', '.join(parts)}, CUDA devices {facts['devices']}"
+        gloo = facts["gloo"] if facts["gloo"] in ("no", "works") else "fails"
+        built = f"gloo {gloo}, nccl {facts['nccl']}, CUDA {facts['cuda']}"
+        return f": {built}; GPUs that it sees: {facts['devices']}"
     if name == "mpi4py":
         threads = (
             "" if facts["threads"] else ", for one thread: calls in flight run when waited for"
         )
         return f" with {facts['library']}, MPI {facts['standard']}{threads}"
     return " for TLS" if name == "cryptography" else ""
+
+
+def _judge_torch(facts: Mapping[str, Any]) -> Iterator[Diagnostic]:
+    if facts.get("gloo", "works") not in ("no", "works"):
+        yield _ENGINES.warning(
+            f"two ranks of torch's Gloo on 127.0.0.1 fail: {facts['gloo']}",
+            "this concerns backend 'gloo' and torch.distributed; see that loopback is up, and that "
+            "no firewall closes its ports",
+        )
+    if facts.get("gpus") and not facts["devices"]:
+        why = "was built without CUDA" if facts["cuda"] == "no" else "cannot use them"
+        yield _ENGINES.warning(
+            f"this host has GPUs ({facts['gpus']}), and torch {facts['version']} {why}",
+            "backend 'nccl' needs them: install the build of torch for your CUDA, or see why "
+            "'python -c \"import torch; torch.cuda.init()\"' fails",
+        )
 
 
 def _mpiexec(environ: Mapping[str, str], limit: float) -> str:

@@ -13,22 +13,52 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
+_GLOO_SECONDS = 5
 
 
 def probe_torch() -> Found:
     """Try torch: which of its engines it was built with, and which devices it sees."""
     torch = importlib.import_module("torch")
     engines = importlib.import_module("torch.distributed")
-    has_engines = engines.is_available()
+    has_nccl = engines.is_available() and engines.is_nccl_available()
     return {
         "version": torch.__version__,
-        "gloo": has_engines and engines.is_gloo_available(),
-        "nccl": has_engines and engines.is_nccl_available(),
+        "gloo": _try_gloo(torch, engines),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "no",
+        "cuda": str(torch.version.cuda or torch.version.hip or "no"),
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "gpus": len(list(Path("/dev").glob("nvidia[0-9]*"))),
     }
+
+
+def _try_gloo(torch: Any, engines: Any) -> str:
+    """Let two ranks of Gloo, threads of this process, add up their numbers."""
+    if not engines.is_available() or not engines.is_gloo_available():
+        return "no"
+    store = engines.HashStore()
+    group = engines.ProcessGroupGloo
+
+    def add(rank: int) -> float:
+        options = group._Options()
+        options._devices, options._threads = [group.create_device(hostname="127.0.0.1")], 1
+        options._timeout = timedelta(seconds=_GLOO_SECONDS)
+        total = torch.ones(1) + rank
+        made = group(store, rank, 2, options)
+        made.allreduce([total]).wait()
+        return float(total)
+
+    try:
+        with ThreadPoolExecutor(2) as ranks:
+            totals = list(ranks.map(add, range(2)))
+    except RuntimeError as error:
+        return (str(error).splitlines() or ["?"])[0]
+    return "works" if totals == [3.0, 3.0] else f"two ranks got {totals}, expected 3.0 twice"
 
 
 def probe_mpi4py() -> Found:
