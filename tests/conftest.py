@@ -87,7 +87,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = {*getattr(item, "fixturenames", ())}
         backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend_name")
-        if fixtures & {"start_tcp_job", "start_hybrid_job"} or backend in ("tcp", "hybrid"):
+        starters = {"start_tcp_job", "start_hybrid_job", "start_gloo_job"}
+        if fixtures & starters or backend in ("tcp", "hybrid"):
             item.add_marker(pytest.mark.slow)
 
 
@@ -136,6 +137,12 @@ def start_tcp_job(nursery: Nursery) -> Callable[..., Job]:
 def start_hybrid_job(nursery: Nursery) -> Callable[..., Job]:
     """Give what starts jobs on both: ``start_hybrid_job(hosts, fn, **environment)``."""
     return job_starter(nursery, "hybrid")
+
+
+@pytest.fixture(scope="session")
+def start_gloo_job(nursery: Nursery) -> Callable[..., Job]:
+    """Give what starts jobs on Gloo: ``start_gloo_job(world, fn, **environment)``."""
+    return job_starter(nursery, "gloo")
 
 
 @pytest.fixture(params=["shared_memory", "tcp", "hybrid"])

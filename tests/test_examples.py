@@ -57,6 +57,7 @@ SHOWN = {
         "used: [6 6 6]",
         "refused: schedule 'forgets_the_last' at world 4: ",
     ],
+    "gpu_check.py": ["allreduce sum          15 right, 0 refused", "none failed"],
     "own_backend.py": ["sum [3 3], from rank 0, rank 1, rank 2"],
     "async_overlap.py": [
         "one after the other: ",
@@ -74,6 +75,7 @@ SHOWN = {
     "test_my_code.py": ["5 passed"],
 }
 NEEDS = {
+    "gpu_check.py": "torch",
     "train_torch.py": "torch",
     "train_jax.py": "jax",
     "train_jax_optax.py": "optax",
@@ -84,6 +86,7 @@ NEEDS = {
 OPTAX = "train_jax_optax.py"  # compiles for seconds
 LENGTHS = {
     "own_backend.py": 240,
+    "gpu_check.py": 130,
     "train_resume.py": 70,
     "heat.py": 75,
     "ring_attention.py": 70,

@@ -33,7 +33,7 @@ ALLOWED = {
 FRAMEWORKS = {"torch", "jax", "cupy", "ml_dtypes", "mpi4py"}
 # Ranks that torchrun or mpiexec has started on several hosts first hear of each other through it.
 MEETING_BY_OTHERS = {"rendezvous/foreign.py"}
-ENGINES = {"backends/mpi_calls.py"}
+ENGINES = {"backends/mpi_calls.py", "backends/torch_messages.py"}
 COMMAND_LINE = {"click", "rich"}
 
 

@@ -21,7 +21,8 @@ def test_public_names_are_exactly_the_list():
     packages = {module.name for module in pkgutil.iter_modules(ferrodist.__path__)}
     visible = {name for name in vars(ferrodist) if not name.startswith("_")} - packages
     visible -= {"annotations", "TYPE_CHECKING", "Any", "sys"}
-    engines = {"MpiBackend"}  # can only be had where MPI is: "import *" must not ask for it
+    # Can only be had where MPI or torch is: "import *" must not ask for them.
+    engines = {"MpiBackend", "TorchDistributedBackend"}
     assert (visible | ferrodist._MODULE_OF.keys()) - engines == set(ferrodist.__all__)
     assert dir(ferrodist) == sorted(ferrodist.__all__)
 

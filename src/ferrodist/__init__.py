@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.tcp import TcpBackend
     from ferrodist.backends.threads import SimulatedBackend
+    from ferrodist.backends.torch_engine import TorchDistributedBackend as TorchDistributedBackend
     from ferrodist.collectives import (
         all_gather,
         all_gather_object,
@@ -192,6 +193,7 @@ _NAMES_OF = {
     "backends.shared_memory": "SharedMemoryBackend",
     "backends.tcp": "TcpBackend",
     "backends.threads": "SimulatedBackend",
+    "backends.torch_engine": "TorchDistributedBackend",  # not in __all__ either: it needs torch
     "collectives": (
         "all_gather all_gather_object all_gather_uneven all_to_all all_to_all_uneven allreduce "
         "allreduce_ barrier broadcast broadcast_ broadcast_object exscan gather gather_object "

@@ -202,13 +202,20 @@ def test_unknown_and_unsuitable_backends_are_refused():
         ferrodist.init("simulated")
 
 
-@pytest.mark.parametrize("name", ["nccl", "NCCL", "cpu:gloo,cuda:nccl", "mpi"])
-def test_a_name_of_torchs_is_answered_with_what_to_write(name):
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("NCCL", " (did you mean 'nccl'?)"),
+        ("cpu:gloo,cuda:nccl", ", which is a name of torch's: 'nccl' alone does arrays of the"),
+        ("ucc", ", which is a name of torch's: init() without a name takes"),
+    ],
+)
+def test_a_name_of_torchs_is_answered_with_what_to_write(name, hint):
     with pytest.raises(InvalidArgument) as caught:
         ferrodist.init(name)
-    text = f"no backend named {name!r}, which is a name of torch's: init() without a name takes"
-    assert str(caught.value).startswith(text)
-    assert str(caught.value).endswith("; known: hybrid, shared_memory, shm, simulated, tcp")
+    assert str(caught.value).startswith(f"no backend named {name!r}{hint}")
+    known = "gloo, hybrid, mpi, nccl, shared_memory, shm, simulated, tcp"
+    assert str(caught.value).endswith(f"; known: {known}")
 
 
 def test_a_misspelt_backend_is_answered_with_the_nearest():

@@ -38,6 +38,7 @@ import pytest  # noqa: F401 -- as the next: what the files with the ranks' funct
 import ferrodist
 import ferrodist.testing.contract
 from ferrodist.backends.hybrid import HybridBackend
+from ferrodist.backends.registry import backend_class
 from ferrodist.backends.shared_memory import SharedMemoryBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.rendezvous import Job as Place
@@ -318,7 +319,8 @@ def be_a_rank(
     os.environ.update(environment_of(place.rank, environment))
     sys.path[:], fn = pickle.loads(Path(task).read_bytes())
     body = pickle.loads(fn)
-    backend = BACKENDS[backend_name].join(place)
+    kind: Any = BACKENDS.get(backend_name) or backend_class(backend_name)
+    backend = kind.join(place)
     pipe.send("joined")
     try:
         end = End(body(backend, pipe), None, time.monotonic())

@@ -55,8 +55,11 @@ _BUILT_IN = {
     "tcp": "ferrodist.backends.tcp:TcpBackend",
     "hybrid": "ferrodist.backends.hybrid:HybridBackend",
     "mpi": "ferrodist.backends.mpi:MpiBackend",
+    "gloo": "ferrodist.backends.torch_engine:GlooBackend",
+    "nccl": "ferrodist.backends.torch_engine:NcclBackend",
 }
-_TORCHS = ("nccl", "gloo", "ucc", "mpi")
+_EXTRAS = {"gloo": "torch", "nccl": "torch"}  # where it is not the name of the backend
+_TORCHS = ("nccl", "gloo", "ucc")
 _NO_NAME_NEEDED = (
     "init() without a name takes shared memory on one host and TCP between hosts, and copies "
     "arrays of a GPU through host memory"
@@ -77,8 +80,9 @@ def backend_class(name: str) -> type[Backend]:
     try:
         found: type[Backend] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(name, name)
         raise BackendUnavailable(
-            f"backend {name!r} needs {error.name}: pip install 'ferrodist[{name}]'"
+            f"backend {name!r} needs {error.name}: pip install 'ferrodist[{extra}]'"
         ) from error
     return found
 
@@ -89,10 +93,12 @@ def _unknown(name: str) -> InvalidArgument:
 
     names, asked = backend_names(), name.lower()
     hint = ""
-    if any(word in asked for word in _TORCHS):
-        hint = f", which is a name of torch's: {_NO_NAME_NEEDED}"
-    elif near := get_close_matches(asked, names, n=1):
+    if near := get_close_matches(asked, names, n=1):
         hint = f" (did you mean {near[0]!r}?)"
+    elif "nccl" in asked:
+        hint = ", which is a name of torch's: 'nccl' alone does arrays of the host by Gloo"
+    elif any(word in asked for word in _TORCHS):
+        hint = f", which is a name of torch's: {_NO_NAME_NEEDED}"
     return InvalidArgument(f"no backend named {name!r}{hint}; known: {', '.join(names)}", got=name)
 
 

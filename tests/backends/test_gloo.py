@@ -1,0 +1,550 @@
+"""Gloo and NCCL as engines, by torch.distributed. NCCL needs GPUs; all but its device is run here.
+
+What only differs by device is run with tensors of the host in the part of those of a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import ferrodist
+from ferrodist import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, RankLost
+from ferrodist.backends.registry import backend_class
+from ferrodist.backends.torch_calls import Caller, find_reduction
+from ferrodist.backends.torch_engine import GlooBackend, NcclBackend, TorchDistributedBackend
+from ferrodist.buffer import DTYPES_BY_LABEL
+from ferrodist.reduce_op import ReduceOp
+from ferrodist.testing import contract_cases, run_contract
+from jobs import error_and_time
+from support_matrix import _reductions, measure, render
+
+pytestmark = pytest.mark.timeout(150)
+
+LONG = 580.0  # seconds
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "engines.md"
+
+needs_gpus = pytest.mark.skipif(
+    not (dist.is_nccl_available() and torch.cuda.device_count() >= 2),
+    reason="NCCL needs two GPUs and a torch built for them; examples/gpu_check.py is run there",
+)
+
+
+# -- the contract ----------------------------------------------------------------------------------
+
+
+def keep_contract(job: Any, seconds: float, least: int) -> None:
+    reports = [rank.hear(seconds).result for rank in job]
+    assert all(report is not None and report.is_clean for report in reports), "\n".join(
+        map(str, reports)
+    )
+    assert all(report.num_cases > least for report in reports)
+
+
+def test_gloo_keeps_the_contract(start_gloo_job):
+    """With a tenth of it, and without what takes seconds to import."""
+
+    def body(backend, pipe):
+        cases = contract_cases(3, in_order=False, libraries=["numpy", "torch"])[::10]
+        return run_contract(backend, [case for case in cases if case.detail != "libraries"])
+
+    with start_gloo_job(3, body) as job:
+        keep_contract(job, 140, 300)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [2, 3])
+def test_gloo_keeps_the_whole_contract(start_gloo_job, world):
+    def body(backend, pipe):
+        return run_contract(backend, contract_cases(backend.world_size, in_order=False))
+
+    with start_gloo_job(world, body) as job:
+        keep_contract(job, LONG, 3500)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_group_of_the_program_keeps_the_contract(start_gloo_job, tmp_path):
+    def body(backend, pipe):
+        with group_of_torch(backend, tmp_path) as group:
+            made = TorchDistributedBackend.from_process_group(group)
+            with made:
+                return run_contract(made, contract_cases(2, in_order=False)[::3])
+
+    with start_gloo_job(2, body) as job:
+        keep_contract(job, LONG, 1000)
+
+
+# -- what Gloo does, and what it would do wrongly --------------------------------------------------
+
+
+def test_the_support_matrix_in_the_docs_is_what_gloo_does(start_gloo_job):
+    with start_gloo_job(3, lambda backend, pipe: measure(backend)) as job:
+        found = job.results()
+    assert found == [found[0]] * 3
+    text = DOCS.read_text()
+    assert render(found[0]) in text, f"docs/engines.md needs:\n{render(found[0])}"
+    assert nccl_table(found[0]) in text, f"docs/engines.md needs:\n{nccl_table(found[0])}"
+
+
+def nccl_table(found: dict[Any, str]) -> str:
+    """Lay out what NCCL would be asked for: it is not run here."""
+    planned = {}
+    for (call, dtype, op), how in found.items():
+        if call == "allreduce":
+            reduction = find_reduction(
+                DTYPES_BY_LABEL[dtype], ReduceOp.parse(op), in_order=False, world=3, on_device=True
+            )
+            planned[call, dtype, op] = how if how == "refused" else _NCCL[reduction is not None]
+    return _reductions(planned, "allreduce").replace("schedule", "host")
+
+
+_NCCL = {True: "native", False: "scheduled"}
+
+
+def test_reductions_that_gloo_does_otherwise_are_as_promised(start_gloo_job):
+    def body(backend, pipe):
+        rank = backend.rank
+        small = torch.full((3,), [2048.0, 1.0, 1.0][rank], dtype=torch.float16)
+        assert backend.allreduce(small).tolist() == [2050.0] * 3
+        assert backend.allreduce(small, op="mean").tolist() == [np.float16(2050 / 3)] * 3
+        for owner in range(3):  # Gloo keeps a NaN of rank 0, and drops those of the others
+            x = np.array([np.nan if rank == owner else rank, rank], np.float32)
+            assert np.isnan(backend.allreduce(x, op="max")[0])
+            assert np.isnan(backend.allreduce(x, op="min")[0])
+            assert backend.allreduce(x, op="max")[1] == 2
+        flags = torch.tensor([True, rank == 1, False])
+        assert backend.allreduce(flags).view(torch.uint8).tolist() == [1, 1, 0]
+        assert backend.allreduce(flags, op="prod").tolist() == [True, False, False]
+        assert backend.allreduce(flags, op="bxor").tolist() == [True, True, False]
+        for dtype in (np.int16, np.uint16, np.uint32, np.uint64):
+            highest = np.full(2, np.iinfo(dtype).max, dtype) - np.arange(2, dtype=dtype) * rank
+            assert backend.allreduce(highest, op="max")[1] == np.iinfo(dtype).max
+            with np.errstate(over="ignore"):
+                assert backend.allreduce(highest)[0] == np.array([highest[0] * dtype(3)])[0]
+        z = np.array([1 + 2j, rank + 1j], np.complex64)
+        assert backend.allreduce(z).tolist() == [3 + 6j, 3 + 3j]
+        assert np.allclose(backend.allreduce(z, op="prod")[0], (1 + 2j) ** 3)
+
+    with start_gloo_job(3, body) as job:
+        job.results()
+
+
+def test_strided_tensors_are_packed_before_gloo_sees_them(start_gloo_job):
+    def body(backend, pipe):
+        whole = torch.arange(12.0).reshape(3, 4) + backend.rank
+        assert torch.equal(
+            backend.allreduce(whole[:, ::2]), 2 * torch.arange(12.0).reshape(3, 4)[:, ::2] + 1
+        )
+        assert torch.equal(
+            backend.broadcast(whole.t(), 1), (torch.arange(12.0).reshape(3, 4) + 1).t()
+        )
+        assert torch.equal(whole, torch.arange(12.0).reshape(3, 4) + backend.rank)
+
+    with start_gloo_job(2, body) as job:
+        job.results()
+
+
+def test_what_is_given_to_reduce_stays_as_it_was(start_gloo_job):
+    """Gloo leaves partial sums in it."""
+
+    def body(backend, pipe):
+        x = np.arange(1000.0) + backend.rank
+        found = backend.reduce(x, 1)
+        assert np.array_equal(x, np.arange(1000.0) + backend.rank)
+        assert (found is None) == (backend.rank != 1)
+        locked = np.arange(5.0)
+        locked.flags.writeable = False
+        return found, backend.allreduce(locked).tolist(), backend.broadcast(locked).tolist()
+
+    with start_gloo_job(3, body) as job:
+        results = job.results()
+    assert np.array_equal(results[1][0], 3 * np.arange(1000.0) + 3)
+    assert [one[1:] for one in results] == [([0, 3, 6, 9, 12], [0, 1, 2, 3, 4])] * 3
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def forever(backend):
+    while True:
+        backend.allreduce(np.ones(100_000), timeout=60)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_is_named_and_the_others_go_on_together(start_gloo_job, lost):
+    """Also if it is rank 0, which has served the store of the world."""
+
+    def body(backend, pipe):
+        backend.barrier()
+        pipe.send("ready")
+        error, _ = error_and_time(forever, backend)
+        assert isinstance(error, RankLost)
+        assert error.rank == lost
+        with pytest.raises(RankLost):
+            backend.send(1, lost)
+        left = [rank for rank in range(3) if rank != lost]
+        group = backend.split(left)
+        return group.allreduce(backend.rank), group.sendrecv(
+            backend.rank, 1 - group.rank, 1 - group.rank
+        )
+
+    with start_gloo_job(3, body) as job:
+        for rank in job:
+            assert rank.hear() == "ready"
+        job[lost].send_signal(signal.SIGKILL)
+        results = [rank.end() for rank in job.others(lost)]
+    assert all(end.error is None for end in results), results
+    left = [rank for rank in range(3) if rank != lost]
+    assert [end.result for end in results] == [(sum(left), left[1]), (sum(left), left[0])]
+
+
+def test_a_rank_that_does_not_come_is_missing_by_name_on_all(start_gloo_job):
+    def body(backend, pipe):
+        backend.barrier()
+        if backend.rank == 1:
+            assert pipe.recv() == "go"
+            with pytest.raises(GroupAborted):
+                backend.allreduce(np.ones(3))
+            return None
+        with pytest.raises(CollectiveTimeout) as found:
+            backend.allreduce(np.ones(3), timeout=0.3 if backend.rank else 60)
+        return found.value.missing, found.value.sequence
+
+    with start_gloo_job(3, body) as job:
+        ends = [job[0].end(), job[2].end()]
+        job[1].tell()
+        assert job[1].end().error is None
+    assert [end.result for end in ends] == [([1], 2)] * 2
+
+
+def test_ctrl_c_in_a_call_ends_it_on_all_ranks(start_gloo_job):
+    def body(backend, pipe):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        backend.barrier()
+        pipe.send("ready")
+        error = KeyboardInterrupt if backend.rank == 0 else GroupAborted
+        with pytest.raises(error) as found:
+            backend.barrier(timeout=60)
+        return getattr(found.value, "rank", None)
+
+    def late(backend, pipe):
+        if backend.rank == 2:
+            backend.barrier()
+            pipe.send("ready")
+            assert pipe.recv() == "go"
+            with pytest.raises(GroupAborted):
+                backend.barrier()
+            return 0
+        return body(backend, pipe)
+
+    with start_gloo_job(3, late) as job:
+        for rank in job:
+            assert rank.hear() == "ready"
+        job[0].await_sleep()
+        job[0].send_signal(signal.SIGINT)
+        assert [job[0].end().result, job[1].end().result] == [None, 0]
+        job[2].tell()
+        assert job[2].end().error is None
+
+
+def test_calls_that_differ_are_named_and_groups_stay_apart(start_gloo_job):
+    def body(backend, pipe):
+        with pytest.raises(CollectiveMismatch) as found:
+            backend.allreduce(np.ones(3 + backend.rank // 2))
+        pair = backend.split([2, 0]) if backend.rank != 1 else None
+        work = backend.allreduce(np.full(50_000, backend.rank), async_op=True)
+        total = None if pair is None else pair.allreduce(10 * backend.rank)
+        assert work.wait(60)[-1] == 3
+        return str(found.value), total
+
+    with start_gloo_job(3, body) as job:
+        results = job.results()
+    assert len({text for text, _ in results}) == 1
+    assert [total for _, total in results] == [20, None, 20]
+
+
+def run_program(path: Path, ranks: int, program: str) -> subprocess.CompletedProcess[str]:
+    script = path / "program.py"
+    script.write_text(textwrap.dedent(program))
+    return subprocess.run(
+        [sys.executable, "-m", "ferrodist", "run", "-n", str(ranks), str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_program_that_gave_a_call_up_ends_at_once(tmp_path):
+    """torch would wait for it, and Gloo's threads must not meet an interpreter that is gone."""
+    begin = time.monotonic()
+    done = run_program(
+        tmp_path,
+        3,
+        """
+        import ferrodist, numpy as np, sys, time
+
+        backend = ferrodist.init("gloo", timeout=30)
+        group = backend.split([1, 2, 0])
+        backend.barrier()
+        if backend.rank == 1:
+            try:
+                backend.recv(0)
+            except ferrodist.GroupAborted:
+                print("late", flush=True)
+            sys.exit(0)
+        for one in (group, backend):
+            try:
+                one.allreduce(np.ones(5), timeout=0.3)
+            except ferrodist.CollectiveTimeout as error:
+                print("missing", error.missing, flush=True)
+        """,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    words = [line.rpartition(": ")[2] for line in done.stdout.splitlines()]
+    assert {"missing [0]", "missing [1]", "late"} <= set(words)
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+def test_an_exit_without_close_is_quiet_and_leaves_the_exit_code(tmp_path):
+    done = run_program(
+        tmp_path,
+        3,
+        """
+        import ferrodist, sys
+
+        backend = ferrodist.init("gloo")
+        backend.send(backend.rank, (backend.rank + 1) % 3)
+        group = backend.split([0, 1, 2])
+        assert group.allreduce(1.0) == 3
+        assert backend.recv((backend.rank - 1) % 3) == (backend.rank - 1) % 3
+        print("done", type(backend).__name__, backend.local_rank, flush=True)
+        """,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert sorted(line[-1] for line in done.stdout.splitlines()) == ["0", "1", "2"]
+
+
+def test_closing_ends_every_thread_and_leaves_nothing_of_groups(start_gloo_job):
+    """A thread inside Gloo could not return to an interpreter that ends."""
+
+    def body(backend, pipe):
+        messages = backend._provider._world.messages
+        for _ in range(20):
+            group = backend.split([2, 1, 0])
+            assert (
+                group.sendrecv(group.rank, (group.rank + 1) % 3, (group.rank - 1) % 3) is not None
+            )
+            group.close()
+        backend.barrier()
+        assert len(messages._messages) + len(messages._receives) < 10
+        assert pipe.recv() == "go"
+        backend.close()
+        return [one.name for one in threading.enumerate() if one.name == "ferrodist-gloo"]
+
+    with start_gloo_job(3, body) as job:
+        for rank in job:  # one after the other: the later ones are still there
+            rank.tell()
+            assert rank.end().result == []
+
+
+def test_without_torch_the_error_names_the_extra():
+    program = """
+        import sys
+        sys.modules["torch"] = None
+        import ferrodist
+        try:
+            ferrodist.init("gloo")
+        except ferrodist.BackendUnavailable as error:
+            print(error)
+        """
+    code = textwrap.dedent(program)
+    text = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert "pip install 'ferrodist[torch]'" in text
+    assert "'gloo'" in text
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_says_what_this_torch_lacks():
+    with pytest.raises(ferrodist.BackendUnavailable, match="built with NCCL"):
+        NcclBackend.join(ferrodist.rendezvous.Job("one", 0, 1, bytes(32)))
+
+
+def test_names_of_torch_are_names_of_backends():
+    assert backend_class("gloo") is GlooBackend
+    assert backend_class("nccl") is NcclBackend
+    assert ferrodist.TorchDistributedBackend is TorchDistributedBackend
+
+
+def test_tls_is_refused_which_gloo_does_not_have():
+    job = ferrodist.rendezvous.Job("one", 0, 1, bytes(32))
+    with pytest.raises(InvalidArgument, match="FERRODIST_TLS=1: what Gloo sends is not encrypted"):
+        GlooBackend.join(job, config=ferrodist.Config(tls=True))
+
+
+def test_a_world_of_one_needs_nobody():
+    job = ferrodist.rendezvous.Job("one", 0, 1, bytes(32))
+    with GlooBackend.join(job, config=ferrodist.Config()) as backend:
+        assert backend.allreduce(np.arange(3), op="prod").tolist() == [0, 1, 2]
+        assert backend.all_gather(torch.tensor(2.5)).tolist() == [2.5]
+        assert backend.split([0]).reduce_scatter(np.arange(4)).tolist() == [0, 1, 2, 3]
+
+
+# -- a group of the program ------------------------------------------------------------------------
+
+
+class group_of_torch:  # noqa: N801 -- used as a function
+    """Make torch's default group, as a program does."""
+
+    def __init__(self, backend: Any, path: Path) -> None:
+        self._backend, self._path = backend, path
+
+    def __enter__(self) -> Any:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self._path}/store",
+            rank=self._backend.rank,
+            world_size=self._backend.world_size,
+            timeout=timedelta(seconds=3),  # ours are our own
+        )
+        return dist.group.WORLD
+
+    def __exit__(self, *about: object) -> None:
+        dist.destroy_process_group()
+
+
+def test_a_group_of_the_program_is_used_and_stays_the_programs(start_gloo_job, tmp_path):
+    def body(backend, pipe):
+        assert not dist.is_initialized()  # init made no default group
+        with group_of_torch(backend, tmp_path) as group:
+            made = TorchDistributedBackend.from_process_group(group)
+            twice = ferrodist.TorchDistributedBackend.from_process_group(group)
+            assert type(made) is GlooBackend
+            x = torch.full((4,), float(made.rank))
+            assert made.allreduce(x).tolist() == [3.0] * 4
+            dist.all_reduce(x)
+            assert x.tolist() == [3.0] * 4
+            assert twice.all_gather(made.rank).tolist() == [0, 1, 2]
+            assert made.split([1, 0, 2]).broadcast(made.rank) == 1
+            made.close()
+            twice.close()
+            dist.all_reduce(x)  # which goes on
+            return x.tolist()
+
+    with start_gloo_job(3, body) as job:
+        assert job.results() == [[9.0] * 4] * 3
+
+
+def test_what_is_no_group_of_torch_is_refused():
+    with pytest.raises(InvalidArgument, match=r"expected a group of torch\.distributed, got int"):
+        TorchDistributedBackend.from_process_group(1)
+
+
+# -- tensors that stay on their device -------------------------------------------------------------
+
+
+def as_if_on_gpus(backend: Any) -> Any:
+    """Let tensors of the host be what tensors of GPUs are to NCCL."""
+    engine = backend._provider
+    engine._world.device = "cpu"
+    engine._device = Caller(engine._control, engine.rank, engine.world_size, "cpu")
+    return backend
+
+
+def test_tensors_on_the_device_never_become_memory_of_the_host(start_gloo_job):
+    def body(backend, pipe):
+        as_if_on_gpus(backend)
+        library = importlib.import_module("ferrodist.arrays.torch_tensors")
+
+        def refuse(host: Any) -> Any:
+            raise AssertionError("a copy to the host")
+
+        library._as_numpy = refuse
+        rank = backend.rank
+        x = torch.arange(6.0).reshape(6, 1) + rank
+        whole = torch.arange(6.0).reshape(6, 1)
+        assert torch.equal(backend.allreduce(x), 3 * whole + 3)
+        assert torch.equal(backend.allreduce(x[::2], op="mean"), whole[::2] + 1)
+        assert torch.equal(backend.allreduce(x, async_op=True).wait(60), 3 * whole + 3)
+        assert torch.equal(backend.broadcast(x, 2), whole + 2)
+        assert torch.equal(backend.all_gather(x)[::6, 0], torch.arange(3.0))
+        assert torch.equal(backend.reduce_scatter(x), (3 * whole + 3)[2 * rank : 2 * rank + 2])
+        assert torch.equal(backend.all_to_all(x)[::2, 0], torch.arange(3.0) + 2 * rank)
+        got = backend.reduce(x, 1)
+        assert (got is None) if rank != 1 else torch.equal(got, 3 * whole + 3)
+        tree = backend.allreduce({"a": x, "b": [x[0], x]})
+        assert torch.equal(tree["b"][1], 3 * whole + 3)
+        out = torch.empty(6, 1)
+        assert backend.allreduce(x, out=out) is out
+        assert torch.equal(out, 3 * whole + 3)
+        kept = x.clone()
+        assert backend.allreduce(x, out=x) is x
+        assert torch.equal(x, 3 * whole + 3)
+        assert torch.equal(kept, whole + rank)
+        return backend.split([2, 1, 0]).rank
+
+    with start_gloo_job(3, body) as job:
+        ends = [rank.end() for rank in job]
+    # A group that is split off asks for NCCL, which is not here.
+    assert all("ProcessGroupNCCL" in str(end.error) for end in ends), [e.trace for e in ends]
+
+
+def test_what_the_engine_of_the_device_lacks_goes_through_host_memory(start_gloo_job):
+    def body(backend, pipe):
+        as_if_on_gpus(backend)
+        x = torch.tensor([float("nan") if backend.rank else 1.0, backend.rank])
+        assert backend.allreduce(x, op="max").isnan().tolist() == [True, False]
+        assert backend.allreduce(torch.ones(2, dtype=torch.int16)).tolist() == [2, 2]
+        assert backend.allreduce(torch.ones(2), algorithm="ring").tolist() == [2.0, 2.0]
+        assert (
+            backend.sendrecv(x[1:], 1 - backend.rank, 1 - backend.rank).item() == 1 - backend.rank
+        )
+
+    with start_gloo_job(2, body) as job:
+        job.results()
+
+
+def test_arrays_on_the_device_and_on_the_host_do_not_match(start_gloo_job):
+    def body(backend, pipe):
+        as_if_on_gpus(backend)
+        x = np.ones(3, np.float32) if backend.rank else torch.ones(3)
+        with pytest.raises(CollectiveMismatch, match="nccl"):
+            backend.allreduce(x)
+
+    with start_gloo_job(2, body) as job:
+        job.results()
+
+
+@needs_gpus
+@pytest.mark.slow
+def test_nccl_keeps_the_contract_on_gpus():
+    done = subprocess.run(
+        [sys.executable, "-m", "ferrodist", "run", "-n", "2", str(ROOT / "examples/gpu_check.py")],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
