@@ -72,7 +72,7 @@ def test_every_rank_hears_of_a_setting_that_differs(tmp_path, backend, name, val
 
 
 def test_the_settings_of_a_rank_and_what_differs_fit_a_message():
-    from ferrodist.backends.peers import describe_difference, _pack
+    from ferrodist.backends.peers import _pack, describe_difference
 
     long = [{"ports": [n, 10**300 + n]} for n in range(4096)]
     assert len(_pack(Config().shared()).buffer.memory) == len(
