@@ -17,8 +17,9 @@ import pytest
 from ferrodist import BackendUnavailable, InvalidArgument, RendezvousError
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import Job, foreign, launchers
-from ferrodist.rendezvous.foreign import MpiExchange, TorchExchange, connect_to_agent
+from ferrodist.rendezvous.foreign import MpiExchange, connect_to_agent
 from ferrodist.rendezvous.job import Bootstrap, Endpoint
+from ferrodist.rendezvous.store import StoreExchange
 from test_launchers import ENVIRONMENT, MPICH, OPEN_MPI, TORCHRUN
 
 pytestmark = pytest.mark.timeout(90)
@@ -112,9 +113,9 @@ def gather_all(make: Callable[[Job], Any], jobs: list[Job]) -> list[Any]:
         return list(pool.map(gather, jobs))
 
 
-def through_agent(job: Job, agent: Endpoint, seconds: float) -> TorchExchange:
+def through_agent(job: Job, agent: Endpoint, seconds: float) -> StoreExchange:
     deadline = Deadline(seconds)
-    return TorchExchange(job, connect_to_agent(job, agent, deadline), deadline)
+    return StoreExchange(job, connect_to_agent(job, agent, deadline), deadline)
 
 
 def test_all_get_the_values_of_all_through_torchs_store(agent):

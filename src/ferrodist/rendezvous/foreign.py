@@ -19,61 +19,11 @@ from typing import Any
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, InvalidArgument, RendezvousError
 from ferrodist.rendezvous.job import MASTER_ADDRESS, MASTER_PORT, Endpoint, Job
-from ferrodist.rendezvous.store import MAX_RECORD, Exchange, absent, gather, gather_keys
+from ferrodist.rendezvous.store import MAX_RECORD, Exchange, absent
 
 _LENGTH_NBYTES = 2
 _RECORD_NBYTES = _LENGTH_NBYTES + MAX_RECORD
 _PAUSE = 0.001  # seconds between two looks whether all have told
-_MAX_RANKS_SHOWN = 16
-
-
-class TorchExchange(Exchange):
-    """The exchange through a store of torch's; ``towards`` is the host that has it.
-
-    ``call`` is what every rank calls to come here.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        store: TorchStore,
-        deadline: Deadline,
-        towards: str = "",
-        call: str = "ferrodist.init()",
-    ) -> None:
-        self._job = job
-        self._deadline = deadline
-        self._towards = towards
-        self._store = store
-        self._call = call
-
-    @property
-    def towards(self) -> str:
-        """The host of the store."""
-        return self._towards
-
-    def gather(self, own: bytes) -> list[bytes]:
-        """Return what all ranks have to tell; raises RendezvousError naming those that do not."""
-        try:
-            return gather(self._store, self._job, own, self._deadline)
-        except RendezvousError as error:
-            raise self._missing() from error
-
-    def _missing(self) -> RendezvousError:
-        """Make the error for ranks that have told nothing."""
-        job = self._job
-        keys = gather_keys(job.world_size)
-        missing = [rank for rank, key in enumerate(keys) if not self._store.has(key)]
-        missing = [rank for rank in missing if rank != job.rank] or [0]
-        shown = ", ".join(f"rank {rank}" for rank in missing[:_MAX_RANKS_SHOWN])
-        return RendezvousError(
-            f"{shown} of {job.world_size} did not join job {job.name!r} within {self._deadline}; "
-            f"this is rank {job.rank}. Look at the output of those: they ended or hang before "
-            f"{self._call}, or did not call it",
-            missing=missing,
-            rank=missing[0],
-            this_rank=job.rank,
-        )
 
 
 class TorchStore:

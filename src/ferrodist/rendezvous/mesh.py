@@ -45,7 +45,7 @@ from ferrodist.rendezvous.sockets import (
     open_listener_at,
     resolve,
 )
-from ferrodist.rendezvous.store import MAX_RECORD, Exchange
+from ferrodist.rendezvous.store import MAX_RECORD, Exchange, StoreExchange
 from ferrodist.rendezvous.watch import try_pidfd
 from ferrodist.rendezvous.wire import MAX_HOST_NAME
 from ferrodist.version import __version__
@@ -126,10 +126,10 @@ def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
             this_rank=job.rank,
         )
     if job.bootstrap is Bootstrap.TORCH_STORE:
-        from ferrodist.rendezvous.foreign import TorchExchange, connect_to_agent
+        from ferrodist.rendezvous.foreign import connect_to_agent
 
         store = connect_to_agent(job, endpoint, deadline)
-        return TorchExchange(job, store, deadline, endpoint.host)
+        return StoreExchange(job, store, deadline, endpoint.host)
     if job.uses_munge and job.rank == 0:
         job = replace(job, secret=secrets.token_bytes(SECRET_NBYTES))
     return _open_socket_exchange(job, TcpPoint(job, endpoint, config, deadline), deadline)

@@ -26,6 +26,7 @@ _KEY_LENGTH = struct.Struct("!H")
 SECONDS = struct.Struct("!d")
 AMOUNT = struct.Struct("!q")
 
+_MAX_RANKS_SHOWN = 16
 MAX_RECORD = 1024  # bytes that a rank tells the others
 _LENGTH_NBYTES = 2
 _PER_VALUE = MAX_VALUE // (_LENGTH_NBYTES + MAX_RECORD)
@@ -86,6 +87,62 @@ class Store(Protocol):
 
     def get(self, key: str, timeout: float) -> bytes:
         """Wait for a value; raises RendezvousError if nobody sets it in time."""
+
+
+class ForeignStore(Store, Protocol):
+    """A store that somebody else keeps, who does not say which ranks have not come."""
+
+    def has(self, key: str) -> bool:
+        """Tell whether somebody has set it, as far as the store still answers."""
+
+
+class StoreExchange(Exchange):
+    """The exchange through a store that somebody else keeps.
+
+    ``towards`` is an address on the way to rank 0, ``call`` what every rank calls to come here.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        store: ForeignStore,
+        deadline: Deadline,
+        towards: str = "",
+        call: str = "ferrodist.init()",
+    ) -> None:
+        self._job = job
+        self._deadline = deadline
+        self._towards = towards
+        self._store = store
+        self._call = call
+
+    @property
+    def towards(self) -> str:
+        """The address that was given."""
+        return self._towards
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return what all ranks have to tell; raises RendezvousError naming those that do not."""
+        try:
+            return gather(self._store, self._job, own, self._deadline)
+        except RendezvousError as error:
+            raise self._missing() from error
+
+    def _missing(self) -> RendezvousError:
+        """Make the error for ranks that have told nothing."""
+        job = self._job
+        keys = gather_keys(job.world_size)
+        missing = [rank for rank, key in enumerate(keys) if not self._store.has(key)]
+        missing = [rank for rank in missing if rank != job.rank] or [0]
+        shown = ", ".join(f"rank {rank}" for rank in missing[:_MAX_RANKS_SHOWN])
+        return RendezvousError(
+            f"{shown} of {job.world_size} did not join job {job.name!r} within {self._deadline}; "
+            f"this is rank {job.rank}. Look at the output of those: they ended or hang before "
+            f"{self._call}, or did not call it",
+            missing=missing,
+            rank=missing[0],
+            this_rank=job.rank,
+        )
 
 
 def gather(store: Store, job: Job, own: bytes, deadline: Deadline) -> list[bytes]:

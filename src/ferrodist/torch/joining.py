@@ -30,7 +30,7 @@ from ferrodist.backends.registry import join_job, program_end
 from ferrodist.config import AUTO, Config, DefaultTimeout, environment, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, InvalidArgument, ProtocolError
-from ferrodist.rendezvous.foreign import TorchExchange, TorchStore
+from ferrodist.rendezvous.foreign import TorchStore
 from ferrodist.rendezvous.job import (
     Job,
     Launcher,
@@ -39,6 +39,7 @@ from ferrodist.rendezvous.job import (
     secret_from_file,
 )
 from ferrodist.rendezvous.mesh import host_id
+from ferrodist.rendezvous.store import StoreExchange
 from ferrodist.torch.process_group import ProcessGroup
 
 _INIT = "torch.distributed.init_process_group"
@@ -135,16 +136,16 @@ def join(store: Any, rank: int, world_size: int, config: Config) -> Backend:
         job = replace(job, secret=secret_from_file(config.secret_file), has_secret=True)
     if world_size > 1:
         at = TorchStore(store, f"ferrodist/{nth}/hosts/")
-        facts = _tell_facts(TorchExchange(job, at, deadline, call=_INIT), job, config)
+        facts = _tell_facts(StoreExchange(job, at, deadline, call=_INIT), job, config)
         job = _with_facts(job, facts)
         at = TorchStore(store, f"ferrodist/{nth}/mesh/")
-        job = replace(job, exchange=TorchExchange(job, at, deadline, _host_of(store), _INIT))
+        job = replace(job, exchange=StoreExchange(job, at, deadline, _host_of(store), _INIT))
     pretends = len({fact["shown"] for fact in facts}) > 1 if world_size > 1 else False
     asked = "hybrid" if config.backend == AUTO and pretends else config.backend
     return join_job(job, asked, replace(config, join_timeout=max(deadline.remaining(), 0.001)))
 
 
-def _tell_facts(exchange: TorchExchange, job: Job, config: Config) -> list[dict[str, Any]]:
+def _tell_facts(exchange: StoreExchange, job: Job, config: Config) -> list[dict[str, Any]]:
     """Tell all ranks where this one is, and hear the same of all, in rank order."""
     here = host_id()
     own = {
