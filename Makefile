@@ -28,11 +28,11 @@ test test-fast test-long test-slurm torch-suite torch-ecosystem: export PYTHONDO
 # waits for a timeout leaves one to the others.
 PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 
-test: $(STAMPS)/test peers
+test: $(STAMPS)/test peers $(STAMPS)/ray
 	$(PYTEST) -m "not long"
 
 # More worlds, more repeats, more seeds, more combinations: some thirty minutes more.
-test-long: $(STAMPS)/test peers
+test-long: $(STAMPS)/test peers $(STAMPS)/ray
 	$(PYTEST) -m long
 
 test-fast: $(STAMPS)/test peers
@@ -129,4 +129,10 @@ $(STAMPS)/torch-ecosystem: $(STAMPS)/venv $(NATIVE)
 $(PEERS): $(STAMPS)/%: $(STAMPS)/venv
 	-$(PYTHON) -m venv $(VENV)/peers/$* && \
 	$(VENV)/peers/$*/bin/pip install --quiet numpy mpi4py $* && \
+	touch $@
+
+# Ray has one, too, with the package in it, as its actors need it: without torch, and only for tests.
+$(STAMPS)/ray: $(STAMPS)/package
+	-$(BIN)/python -m venv $(VENV)/peers/ray && \
+	$(VENV)/peers/ray/bin/pip install --quiet --editable ".[ray]" && \
 	touch $@

@@ -132,7 +132,7 @@ def test_every_public_thing_says_what_it_is(name):
 OPTIONS = ["out", "timeout", "async_op", "algorithm", "reproducible"]
 SIGNATURES = {
     "init": ("backend", ["timeout", "pickle"]),
-    "run": ("fn ranks", ["args", "timeout", "grace"]),
+    "run": ("fn ranks", ["args", "timeout", "grace", "cluster", "resources", "placement"]),
     "rank": ("", []),
     "world_size": ("", []),
     "local_rank": ("", []),

@@ -153,9 +153,23 @@ def init(
             config = replace(config, timeout=check_timeout(timeout))
         made = _join(backend, config)
         made._pickle = bool(pickle)
-        _process.backend = made
-        program_end.watch(made)
-        return made
+        return _keep(made)
+
+
+def init_job(job: Job, config: Config) -> Backend:
+    """Be a rank of a job that the program has made, as ``init`` is of one that it has found."""
+    tracebacks.install()
+    with _process.lock:
+        if _process.backend is not None:
+            raise InvalidArgument("this process was a rank before; a process joins one job, once")
+        return _keep(join_job(job, config.backend, config))
+
+
+def _keep(made: Backend) -> Backend:
+    """Let calls that are given no backend use this one, and its ranks know how this one ends."""
+    _process.backend = made
+    program_end.watch(made)
+    return made
 
 
 def current_backend() -> Backend | None:

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from ferrodist.config import check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveTimeout,
+    InvalidArgument,
     InvalidWorldSize,
     RankLost,
     UnsupportedArray,
@@ -48,7 +49,7 @@ class RemoteTraceback(Exception):
     """The traceback of another process, as text; the cause of the error that it is about."""
 
 
-class _NoResult(NamedTuple):
+class NoResult(NamedTuple):
     """Why a rank has no result."""
 
     rank: int
@@ -67,6 +68,9 @@ def run(
     args: tuple[Any, ...] = (),
     timeout: float | None = None,
     grace: float = 5.0,
+    cluster: str | None = None,
+    resources: Mapping[str, float] | None = None,
+    placement: str = "pack",
 ) -> list[T]:
     """Run ``fn(backend, *args)`` on new processes of this host and return the results by rank.
 
@@ -79,15 +83,29 @@ def run(
     CollectiveTimeout names those that had not finished. No process outlives this call, nor this
     process: what the ranks have started and left gets SIGTERM, and ``grace`` seconds later SIGKILL.
 
+    With ``cluster="ray"`` the ranks are actors on the Ray cluster that this process is connected
+    to. ``resources`` is what each needs on its node, by default ``{"CPU": 1}``; ``placement`` is
+    "pack", "spread", "strict_pack" or "strict_spread". By default there are as many ranks as there
+    is room for. NotInitialized without ``ray.init``, RendezvousError if there is no room in
+    ``Config.join_timeout``.
+
     Example:
         >>> import ferrodist
         >>> ferrodist.run(lambda backend: ferrodist.allreduce(backend.rank), 2)
         [1, 1]
     """
-    num_ranks = usable_cores() if ranks is None else ranks
-    if not isinstance(num_ranks, int) or num_ranks < 1:
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise InvalidWorldSize(f"run: ranks must be at least 1, got {ranks!r}", got=ranks)
     deadline = Deadline(check_timeout(timeout))
+    if cluster not in (None, "ray"):
+        raise InvalidArgument(f"run: cluster={cluster!r}: expected 'ray', or None", got=cluster)
+    if cluster is not None:
+        from ferrodist.launch.ray_cluster import run_on_ray
+
+        return run_on_ray((fn, args), ranks, resources, placement, deadline, grace)
+    if resources is not None or placement != "pack":
+        raise InvalidArgument("run: resources= and placement= are of a cluster: cluster='ray'")
+    num_ranks = usable_cores() if ranks is None else ranks
     console = console_of_streams(sys.stdout, sys.stderr)
     with ExitStack() as stack:
         stack.enter_context(standard_files_taken())
@@ -106,7 +124,7 @@ def run(
         _wait(workers, inboxes, streams, deadline, grace=grace)
         streams.finish()
         console.finish(lambda: False)  # as any program waits for its reader
-        results = _results(inboxes, deadline)
+        results = results_of(_outcomes(inboxes), num_ranks, deadline)
         if isinstance(results, BaseException):
             raise results
         return results
@@ -164,18 +182,25 @@ def _open_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> int:
 
     The call itself is pickled on its own: to read it a rank needs this process's path.
     """
+    call = pickled_call(fn, args)
+    file = os.memfd_create("ferrodist-task")
+    with open(file, "wb", closefd=False) as stream:
+        pickle.dump((sys.path, sys.argv, sources_in_no_file(), call), stream)
+    return file
+
+
+def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        call = pickled((fn, args))
+        return pickled((fn, args))
     except Exception as error:  # a pickler calls the user's code, which may raise anything
         raise UnsupportedArray(
             f"run: the function or its arguments cannot be pickled: {describe(error)}"
         ) from error
-    # Code that is in no file, as in a notebook: tracebacks show it.
-    sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
-    file = os.memfd_create("ferrodist-task")
-    with open(file, "wb", closefd=False) as stream:
-        pickle.dump((sys.path, sys.argv, sources, call), stream)
-    return file
+
+
+def sources_in_no_file() -> dict[str, Any]:
+    """Return the code that is in no file, as in a notebook: tracebacks show it."""
+    return {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
 
 
 def _spec(task: int, inbox: _Inbox, files: StandardFiles) -> ProcessSpec:
@@ -210,46 +235,52 @@ def _wait(
         workers.stop(seconds)
 
 
-def _results(inboxes: list[_Inbox], deadline: Deadline) -> list[Any] | BaseException:
+def _outcomes(inboxes: list[_Inbox]) -> dict[int, Any]:
+    """Return what became of each rank, without those that were ended by us."""
+    outcomes: dict[int, Any] = {}
+    for rank, inbox in enumerate(inboxes):
+        if inbox.result is not None:
+            outcomes[rank] = load_outcome(rank, inbox.result)
+        elif inbox.ended is not None:
+            is_quiet = (inbox.ended.returncode or 0) >= 0
+            how = f"{inbox.ended.how} without a result" if is_quiet else inbox.ended.how
+            outcomes[rank] = NoResult(rank, inbox.when, lost(rank, f"pid {inbox.ended.pid}", how))
+    return outcomes
+
+
+def lost(rank: int, process: str, how: str) -> RankLost:
+    """Make the error for a rank whose process ended without a word."""
+    return RankLost(f"rank {rank} ({process}) {how}; {died(how).advice}", rank=rank, how=how)
+
+
+def results_of(
+    outcomes: Mapping[int, Any], num_ranks: int, deadline: Deadline
+) -> list[Any] | BaseException:
     """Return all results, or the error that best explains why there are none."""
-    outcomes = [_outcome(rank, inbox) for rank, inbox in enumerate(inboxes)]
-    failures = [one for one in outcomes if isinstance(one, _NoResult)]
+    failures = [one for one in outcomes.values() if isinstance(one, NoResult)]
     if failures:
         return min(failures, key=lambda one: (one.is_consequence, one.when)).error
-    unfinished = [rank for rank, inbox in enumerate(inboxes) if inbox.result is None]
+    unfinished = [rank for rank in range(num_ranks) if rank not in outcomes]
     if unfinished:
         names = ", ".join(f"rank {rank}" for rank in unfinished)
         return CollectiveTimeout(
             f"run gave up after {deadline}, its timeout=: {names} had not finished",
             missing=unfinished,
         )
-    return outcomes
+    return [outcomes[rank] for rank in range(num_ranks)]
 
 
-def _outcome(rank: int, inbox: _Inbox) -> Any:
-    """Return the result of a rank, why it has none, or None if it was ended by us."""
-    result = inbox.result
-    if result is not None and result.result is not None:
-        return _load_result(rank, result.result)
-    if result is not None:
-        return _NoResult(rank, result.when, _load_error(rank, result))
-    if inbox.ended is not None:
-        is_quiet = (inbox.ended.returncode or 0) >= 0
-        how = f"{inbox.ended.how} without a result" if is_quiet else inbox.ended.how
-        who = f"rank {rank} (pid {inbox.ended.pid})"
-        error = RankLost(f"{who} {how}; {died(how).advice}", rank=rank, how=how)
-        return _NoResult(rank, inbox.when, error)
-    return None
-
-
-def _load_result(rank: int, data: bytes) -> Any:
+def load_outcome(rank: int, result: WorkerResult) -> Any:
+    """Return the result of a rank, or why it has none."""
+    if result.result is None:
+        return NoResult(rank, result.when, _load_error(rank, result))
     try:
-        return pickle.loads(data)
+        return pickle.loads(result.result)
     except Exception as error:  # noqa: BLE001 -- it runs the user's code, which may raise anything
         text = f"run: the result of rank {rank} cannot be read here: {error}"
         failure = UnsupportedArray(text, rank=rank)
         failure.__cause__ = error
-        return _NoResult(rank, time.monotonic(), failure)
+        return NoResult(rank, time.monotonic(), failure)
 
 
 def _load_error(rank: int, result: WorkerResult) -> BaseException:

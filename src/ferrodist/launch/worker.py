@@ -15,8 +15,12 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend
 
 _LENGTH = struct.Struct("!Q")
 
@@ -43,7 +47,7 @@ def main() -> None:
     os.close(task_file)
     sys.path[:], sys.argv[:], sources, call = pickle.loads(task)
     linecache.cache.update(sources)
-    result = pickle.dumps(tuple(_perform(call)))
+    result = pickle.dumps(tuple(perform(call)))
     with open(result_file, "wb") as stream:
         stream.write(_LENGTH.pack(len(result)))
         stream.write(result)
@@ -67,14 +71,14 @@ def try_read_result(data: bytearray) -> WorkerResult | None:
     return WorkerResult(*pickle.loads(memoryview(data)[_LENGTH.size :]))
 
 
-def _perform(call: bytes) -> WorkerResult:
+def perform(call: bytes, join: Callable[[], Backend] | None = None) -> WorkerResult:
     """Join the job, call the function and leave; the other ranks are told of an error."""
     import ferrodist
     from ferrodist.backends.registry import current_backend
 
     try:
         fn, args = pickle.loads(call)
-        backend = ferrodist.init()
+        backend = ferrodist.init() if join is None else join()
         result = _result_of(fn(backend, *args), backend.rank)
         backend._end()
     except SystemExit:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The actors of a job on a Ray cluster: its ranks, and the board at which they meet.
+
+The board also passes on what the ranks print: a thread of each rank sends it there. The only file
+that imports ray, when it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import linecache
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ferrodist.backends.base import Backend
+from ferrodist.backends.registry import init_job
+from ferrodist.config import Config
+from ferrodist.deadline import Deadline
+from ferrodist.errors import BackendUnavailable
+from ferrodist.launch.output.reader import Reader
+from ferrodist.launch.worker import perform
+from ferrodist.rendezvous.job import Job
+from ferrodist.rendezvous.store import StoreExchange, absent
+
+STDOUT, STDERR = 1, 2
+_MOST_NBYTES = 4 << 20  # of output that the board holds; then ranks that print wait
+_PAUSE = 0.01  # seconds between two looks whether the last output of a rank is sent
+
+Chunk = tuple[int, int, bytes]  # rank, file, what it wrote
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"run: cluster='ray' needs ray, which cannot be imported ({error}): pip install "
+            "'ferrodist[ray]', on all nodes of the cluster"
+        ) from error
+    return ray
+
+
+class Board:
+    """An actor: a store at which the ranks meet, and their output until it is read."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._output: list[Chunk] = []
+        self._nbytes = 0
+        self._is_closed = False
+        self._changed = asyncio.Condition()
+
+    async def set(self, key: str, value: bytes) -> None:
+        async with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    async def get(self, key: str, timeout: float) -> bytes | None:
+        """Wait for a value; None if nobody has set it in time."""
+        async with self._changed:
+            with suppress(TimeoutError):
+                is_there = self._changed.wait_for(lambda: key in self._values)
+                await asyncio.wait_for(is_there, timeout)
+        return self._values.get(key)
+
+    async def write(self, chunk: Chunk) -> None:
+        """Take what a rank has printed, when there is room for it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._nbytes < _MOST_NBYTES)
+            self._output.append(chunk)
+            self._nbytes += len(chunk[-1])
+            self._changed.notify_all()
+
+    async def read(self) -> list[Chunk]:
+        """Wait for output and return all there is; after ``close``, without waiting."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._output or self._is_closed)
+            output, self._output, self._nbytes = self._output, [], 0
+            self._changed.notify_all()
+        return output
+
+    async def close(self) -> None:
+        async with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all ranks are told; ``towards`` is the address of rank 0's node."""
+
+    name: str
+    world_size: int
+    secret: bytes = field(repr=False)
+    config: Config
+    towards: str
+    call: bytes = field(repr=False)
+    sources: dict[str, Any]
+
+
+class Rank:
+    """An actor: one rank, in a process of its own; to meet the others it is a store."""
+
+    def __init__(self, rank: int, board: Any) -> None:
+        self._ray = import_ray()
+        self._rank = rank
+        self._board = board
+
+    def perform(self, task: Task) -> tuple[Any, ...]:
+        """Do what ``worker.main`` does for ranks of one host."""
+        linecache.cache.update(task.sources)
+        with _sent_on(STDOUT, self._write), _sent_on(STDERR, self._write) as kept:
+            faulthandler.enable(kept, all_threads=False)  # a crash leaves nobody to send it on
+            return tuple(perform(task.call, lambda: self._join(task)))
+
+    def _join(self, task: Task) -> Backend:
+        job = Job(task.name, self._rank, task.world_size, task.secret, hosts="Ray")
+        deadline = Deadline(task.config.join_timeout)
+        exchange = StoreExchange(job, self, deadline, task.towards, "the function of run()")
+        node = self._ray.get_runtime_context().get_node_id()
+        return init_job(replace(job, exchange=exchange), replace(task.config, host_id=node))
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ray.get(self._board.set.remote(key, value))
+
+    def get(self, key: str, timeout: float) -> bytes:
+        value: bytes | None = self._ray.get(self._board.get.remote(key, timeout))
+        if value is None:
+            raise absent(key, Deadline(timeout))
+        return value
+
+    def has(self, key: str) -> bool:
+        return self._ray.get(self._board.get.remote(key, 0.0)) is not None
+
+    def _write(self, file: int, data: bytes) -> None:
+        self._ray.get(self._board.write.remote((self._rank, file, data)))
+
+
+@contextmanager
+def _sent_on(file: int, write: Callable[[int, bytes], None]) -> Iterator[int]:
+    """Send on what this process and its children write to a file; give a copy of the file.
+
+    At the end, all that was written is sent, for as long as that takes; a child may write on.
+    """
+    is_idle = threading.Event()
+
+    def take(data: bytes) -> None:
+        with suppress(Exception):  # without a board nobody reads it, and the rank goes on
+            write(file, data)
+
+    def send() -> None:
+        while reader.read():
+            is_idle.set()
+            select.select([end], [], [])
+            is_idle.clear()
+
+    kept = os.dup(file)
+    end, pipe = os.pipe()
+    os.dup2(pipe, file)
+    os.close(pipe)
+    reader = Reader(end, take, waits_for_lines=True)
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    try:
+        yield kept
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(kept, file)  # the process ends soon, and with it the copy
+        while sender.is_alive() and (select.select([end], [], [], 0)[0] or not is_idle.is_set()):
+            sender.join(_PAUSE)
