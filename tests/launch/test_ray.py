@@ -21,6 +21,7 @@ import ferrodist
 from commands import are_gone
 from ferrodist import BackendUnavailable, InvalidArgument
 from ferrodist.launch import ray_actors, ray_cluster
+from ferrodist.launch.doctor import engines, probes
 
 PYTHON = Path(__file__).parents[2] / ".venv/peers/ray/bin/python"
 LIMIT = 100.0
@@ -289,6 +290,15 @@ def test_much_output_arrives_whole_and_in_order(found_by):
     assert [one for one in lines if one.startswith("rank 1: ")] == [
         f"rank 1: 1-{n}" for n in range(20_000)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_doctor_sees_the_cluster(address):
+    probe = [str(PYTHON), "-P", probes.__file__, "ray"]
+    outcome = engines.run_probe(probe, environment(RAY_ADDRESS=address), 30.0)
+    assert outcome.error == ""
+    assert "a cluster of 2 nodes, free: 4 CPU, " in engines._details("ray", outcome.facts)
 
 
 # -- without a cluster -----------------------------------------------------------------------------

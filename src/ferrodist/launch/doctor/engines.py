@@ -29,6 +29,7 @@ from ferrodist.backends.registry import backend_names
 from ferrodist.config import AUTO, Config, read_setting, unread_variables, variable
 from ferrodist.errors import AuthenticationError, DistributedError, InvalidArgument
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, LogCollector, Subject, start
+from ferrodist.launch.ray_cluster import show_resources
 from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job, try_run_job
 from ferrodist.rendezvous.job import brief, no_secret, secret_from_file
 from ferrodist.rendezvous.munge import Munge, try_munge
@@ -38,12 +39,13 @@ _ENGINES, _ENVIRONMENT = Subject("engines"), Subject("environment")
 _SCRIPT = Path(__file__).with_name("probes.py")
 _LIMIT = 20.0  # seconds for the import of a large library from a slow disk
 _TRIED_BACKENDS = ("shared_memory", "tcp")
-_EXTRAS = {"torch": "torch", "mpi4py": "mpi", "jax": "jax", "cryptography": "tls"}
+_EXTRAS = {"torch": "torch", "mpi4py": "mpi", "ray": "ray", "jax": "jax", "cryptography": "tls"}
 _USES = {
     "torch": "DDP, tensors, and the backends 'gloo' and 'nccl'",
     "jax": "JAX arrays",
     "mpi4py": "init(backend='mpi'), and mpiexec on several hosts without MASTER_ADDR (on one host "
     "mpiexec is enough for the other backends)",
+    "ray": "ferrodist.run on a Ray cluster",
     "cryptography": "TLS",
 }
 # What would make a library believe that it is a rank of somebody's job.
@@ -143,6 +145,10 @@ def _details(name: str, facts: Mapping[str, Any]) -> str:
             "" if facts["threads"] else ", for one thread: calls in flight run when waited for"
         )
         return f" with {facts['library']}, MPI {facts['standard']}{threads}"
+    if name == "ray":
+        free = show_resources(facts.get("free", {}))
+        is_there = facts["num_nodes"] > 0
+        return f": a cluster of {facts['num_nodes']} nodes, free: {free}" if is_there else ""
     return " for TLS" if name == "cryptography" else ""
 
 

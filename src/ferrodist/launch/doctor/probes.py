@@ -79,6 +79,18 @@ def _short(text: str) -> str:
     return " ".join(text.strip("\0 \n").splitlines()[0].partition(",")[0].split())
 
 
+def probe_ray() -> Found:
+    """Ask the Ray cluster that a program finds from here what is free; none is started."""
+    ray = importlib.import_module("ray")
+    found: Found = {"version": ray.__version__, "num_nodes": 0}
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError:  # there is none
+        return found
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    return found | {"num_nodes": num_nodes, "free": ray.available_resources()}
+
+
 def probe_jax() -> Found:
     """Import jax; its devices are left alone, for it takes all their memory."""
     return {"version": importlib.import_module("jax").__version__}
@@ -100,6 +112,7 @@ def probe_ranks() -> Found:
 PROBES = {
     "torch": probe_torch,
     "mpi4py": probe_mpi4py,
+    "ray": probe_ray,
     "jax": probe_jax,
     "cryptography": probe_cryptography,
     "ranks": probe_ranks,
