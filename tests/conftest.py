@@ -22,12 +22,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C work in the programs that tests start, however the tests were started.
+    """Let signals work in the programs that tests start, however the tests were started.
 
-    A shell ignores SIGINT for what it puts into the background, and programs inherit that.
+    A shell ignores SIGINT and SIGQUIT for what it puts into the background, and nohup ignores
+    SIGHUP; programs inherit that.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

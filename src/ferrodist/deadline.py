@@ -39,7 +39,9 @@ class Deadline:
 
     def from_now(self) -> Deadline:
         """Return that of a call whose turn has come; one that somebody chose runs from the call."""
-        return Deadline(self.seconds, self.late_seconds) if self.late_seconds else self
+        if not isinstance(self.seconds, DefaultTimeout):
+            return self
+        return Deadline(self.seconds, self.late_seconds or None)
 
     @property
     def is_patient(self) -> bool:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +26,13 @@ import pytest
 
 import ferrodist
 from ferrodist import CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
+from ferrodist.backends import registry
 from ferrodist.backends.provider import Provider, RankStatus, Request
 from ferrodist.backends.provider_backend import ProviderBackend
 from ferrodist.backends.running_call import CollectiveArgs
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
+from ferrodist.config import DefaultTimeout
 from ferrodist.deadline import Deadline
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.testing import contract_cases, run_contract
@@ -550,3 +553,20 @@ def test_without_checks_an_engine_exchanges_nothing_before_plain_calls(
         return before, backend._provider.exchanges > 0
 
     assert run(2, body, ThreadsEngine) == [(0, True)] * 2
+
+
+def test_a_default_deadline_begins_again_when_a_call_in_flight_has_its_turn():
+    """Engines do not know who lives, and yet a queue of calls may take longer than one call."""
+    begun = time.monotonic() - 61
+    default = Deadline(DefaultTimeout(60.0), start=begun)
+    assert default.remaining() < 0 < default.from_now().remaining()
+    chosen = Deadline(60.0, start=begun)
+    assert chosen.from_now().remaining() < 0
+
+
+def test_an_engine_that_knows_its_job_is_told_nothing_by_a_process_without_launcher(monkeypatch):
+    monkeypatch.setattr(registry, "environment", dict)
+    assert registry._try_find_job() is None
+    of_torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    monkeypatch.setattr(registry, "environment", lambda: dict(of_torchrun))
+    assert registry._try_find_job().rank == 1

@@ -515,6 +515,8 @@ class Backend(CallMethods, abc.ABC):
     ) -> None:
         """Run a call that has its ticket, on a thread of its own or where it is waited for."""
         call, deadline = prepared.call, prepared.deadline
+        if not in_background:  # begins when somebody asks for it
+            deadline = deadline.from_now()
         with RunningCall(self, call, deadline, ticket=ticket, in_background=in_background) as one:
             prepared.run(one)
 

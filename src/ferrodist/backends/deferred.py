@@ -47,6 +47,9 @@ class DeferredWork(Work[T]):
             self.run()
         return True
 
+    def __repr__(self) -> str:
+        return f"<Work {self.describe} {'done' if self.has_run else 'in flight'}>"
+
     @property
     def has_run(self) -> bool:
         """Whether it has run, or was cancelled."""

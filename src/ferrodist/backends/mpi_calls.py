@@ -30,6 +30,13 @@ except (ImportError, RuntimeError) as _error:  # there is no MPI library to load
         f"backend 'mpi' needs mpi4py 4 and an MPI ({_why}): pip install 'ferrodist[mpi]' mpich"
     ) from _error
 
+if not hasattr(MPI, "ERR_PROC_FAILED"):
+    import mpi4py
+
+    raise BackendUnavailable(
+        f"backend 'mpi' needs mpi4py 4, found {mpi4py.__version__}: pip install 'mpi4py>=4'"
+    )
+
 LARGEST_COUNT = (1 << 31) - 1
 """The most elements of one call: not every MPI can take more."""
 

@@ -298,8 +298,11 @@ def _find_job() -> Job:
 
 def _try_find_job() -> Job | None:
     """Find what the launcher says for an engine that knows its job itself; it may say nonsense."""
+    from ferrodist.rendezvous.job import PROGRAM
+
     try:
-        return _find_job()
+        job = _find_job()
+        return job if job.launcher is not PROGRAM else None  # no launcher that we know
     except (InvalidArgument, AuthenticationError) as error:
         logger.info("not used: %s", error)
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -251,7 +252,7 @@ class TorchEngine:
         if len(members) == 1:
             return torch.distributed.HashStore()
         if world.rank == members[0]:
-            store = _serve_store(deadline)
+            store = _serve_store(world.address, deadline)
             told = f"{world.address} {store.port}".encode()
             for member in members[1:]:
                 messages.isend((group, member, _STORE_TAG), memoryview(told), member)
@@ -345,11 +346,18 @@ def _gather(process_group: Any, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(bytes(one.numpy())) for one in told.chunk(process_group.size())]
 
 
-def _serve_store(deadline: Deadline) -> Any:
-    timeout = _timeout(deadline)
-    return torch.distributed.TCPStore(
-        "localhost", 0, is_master=True, timeout=timeout, wait_for_workers=False
-    )
+def _serve_store(address: str, deadline: Deadline) -> Any:
+    """Serve a store at this address only: by itself torch listens at all of the host's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=1024) as listener:
+        return torch.distributed.TCPStore(
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=_timeout(deadline),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def _open_store(told: bytes, deadline: Deadline) -> Any:
@@ -396,7 +404,7 @@ class TorchDistributedBackend(ProviderBackend):
             address = _LOOPBACK
             if not job.meets_here:
                 _, address = choose_address(config.socket_ifname, exchange.towards)
-            store = _serve_store(deadline) if job.rank == 0 else None
+            store = _serve_store(address, deadline) if job.rank == 0 else None
             told = exchange.gather(f"{address} {0 if store is None else store.port}".encode())
             try:
                 store = _open_store(told[0], deadline) if store is None else store

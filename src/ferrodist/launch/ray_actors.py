@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import fcntl
 import linecache
 import os
 import select
@@ -164,6 +165,8 @@ def _sent_on(file: int, write: Callable[[int, bytes], None]) -> Iterator[int]:
 
     kept = os.dup(file)
     end, pipe = os.pipe()
+    with suppress(OSError):  # native code may print while it keeps the thread below from reading
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
     os.dup2(pipe, file)
     os.close(pipe)
     reader = Reader(end, take, waits_for_lines=True)

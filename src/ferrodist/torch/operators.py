@@ -74,6 +74,8 @@ def _keep_from_compiler(kind: type) -> None:
     ``torch.compiler.disable`` does the same, but imports the compiler, which takes a second.
     """
     frames = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "_FrameExecStrategy"):  # another release: only compiled programs need it
+        return
     skip = frames._FrameAction.SKIP
     strategy = frames._FrameExecStrategy(skip, skip)  # of the function, of those it calls
     for method in vars(kind).values():
