@@ -232,7 +232,7 @@ print("all is well", flush=True)
 """
 
 
-# Open MPI hung here once in five runs: see docs/engines.md.
+# Open MPI hung here in one of six runs: see docs/engines.md.
 @pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
 def test_differences_and_missing_ranks_are_named_and_the_program_ends(mpi: str) -> None:
     """With requests that were given up, which MPI_Finalize must not wait for."""
