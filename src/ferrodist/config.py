@@ -92,10 +92,10 @@ _LIMIT = _Form(
 _SIZE = _Form("bytes >= 4096, a multiple of 16", int, _is_size)
 _SWITCH = _Form("0 or 1", _flag, lambda value: isinstance(value, bool))
 _NAME = _Form("the name of a backend", str, lambda value: isinstance(value, str) and value != "")
-_LINK = _Form("four numbers > 0, by commas", _numbers, _is_link)
+_LINK = _Form("four numbers > 0, separated by commas", _numbers, _is_link)
 _TEXT = _Form("text", str, lambda value: isinstance(value, str))
 _EXECUTOR = _Form("native or python", str, lambda value: value in ("native", "python"))
-_PORTS = _Form("a port, or a range as 29600-29699; 0 is any free one", _ports, _is_port_range)
+_PORTS = _Form("a port, or a range such as 29600-29699; 0 is any free port", _ports, _is_port_range)
 
 
 def _setting(default: Any, form: _Form, what: str, *, shared: bool = False) -> Any:
@@ -110,13 +110,13 @@ class Config:
     timeout: float | None = _setting(
         DefaultTimeout(DEFAULT_COLLECTIVE_TIMEOUT),
         _LIMIT,
-        "deadline of a whole call when none is passed; exact if it is set, also to 60",
+        "timeout of a call if none is passed; exact if you set it, even to 60",
     )
     late_timeout: float = _setting(
         1800.0,
         _SECONDS,
-        "how long a call waits at most, when nobody has set a timeout, for ranks that are alive "
-        "and not stuck in another call",
+        "if no timeout is set, how long a call waits at most for ranks that are alive and not "
+        "stuck in another call",
         shared=True,
     )
     reproducible: bool = _setting(
@@ -125,19 +125,19 @@ class Config:
     check_sites: bool = _setting(
         False,
         _SWITCH,
-        "a call also has to be made in the same file and line on all ranks: tells two calls of one "
-        "shape apart that ranks make in different orders; slow",
+        "also compare the file and line of each call between ranks, to detect calls of the same "
+        "shape in different orders; slow",
         shared=True,
     )
     check: bool = _setting(
         True,
         _SWITCH,
-        "on engines (MPI, Gloo, NCCL) compare the calls of all ranks before each; without it a "
-        "call there has no deadline, and calls that differ hang or crash",
+        "on engines (MPI, Gloo, NCCL), compare the calls of all ranks before each collective; "
+        "without it, a call there has no deadline, and mismatched calls hang or crash",
         shared=True,
     )
     log_wait_after: float = _setting(
-        5.0, _SECONDS, "a wait longer than this is logged with the ranks it waits for"
+        5.0, _SECONDS, "log a wait that takes longer than this, with the ranks it waits for"
     )
     message_nbytes: int = _setting(
         1 << 20, _SIZE, "largest message a collective sends; the unit of pipelining", shared=True
@@ -145,20 +145,20 @@ class Config:
     chunk_nbytes: int = _setting(
         1 << 22,
         _SIZE,
-        "largest part of an array reduced at once; bounds the scratch memory",
+        "largest part of an array that is reduced at once; bounds scratch memory",
         shared=True,
     )
     fuse_nbytes: int = _setting(
         1 << 16,
         _SIZE,
-        "leaves of a tree up to this size travel in one message per dtype",
+        "leaves of a tree up to this size are fused into one message per dtype",
         shared=True,
     )
     unexpected_nbytes: int = _setting(
         16 << 20,
         _SIZE,
-        "bytes of messages that a rank may have sent to another and that are not received; beyond "
-        "it small sends wait for the receiver, as large ones do",
+        "how many bytes of unreceived messages a rank may have sent to another; beyond that, "
+        "small sends wait for the receiver, as large ones do",
         shared=True,
     )
     threads_link: tuple[float, float, float, float] = _setting(
@@ -167,66 +167,64 @@ class Config:
         "cost of a link between threads: latency (s), s per byte, per reduced byte, per message",
     )
     tcp_link: tuple[float, float, float, float] = _setting(
-        (2.5e-5, 5e-10, 1e-10, 5e-6), _LINK, "the same of a TCP connection", shared=True
+        (2.5e-5, 5e-10, 1e-10, 5e-6), _LINK, "the same for a TCP connection", shared=True
     )
     backend: str = _setting(
         AUTO,
         _NAME,
-        "what init() makes when it is given no name; auto is shared_memory on one host, hybrid on "
-        "several",
+        "the backend that init() makes without a name; auto is shared_memory on one host and "
+        "hybrid on several",
     )
     join_timeout: float = _setting(
-        60.0, _SECONDS, "how long the ranks of a job wait for each other at its start"
+        60.0, _SECONDS, "how long the ranks of a job wait for each other at startup"
     )
     heartbeat: float = _setting(
-        1.0, _SECONDS, "time between two heartbeats of a process", shared=True
+        1.0, _SECONDS, "interval between heartbeats of a process", shared=True
     )
     heartbeat_timeout: float = _setting(
         10.0,
         _SECONDS,
-        "a process that sends none for this long counts as lost; above the heartbeat",
+        "a process without a heartbeat for this long is lost; must exceed the heartbeat interval",
         shared=True,
     )
 
     secret_file: str = _setting(
         "",
         _TEXT,
-        "file with the secret of a job whose ranks are on several hosts, the same on all of them",
+        "file with the secret of a job on several hosts; the same content on all hosts",
     )
     munge_socket: str = _setting(
         "",
         _TEXT,
-        "where MUNGE listens, by which such ranks prove themselves if there is no secret file; "
-        "empty is its usual place",
+        "the socket of MUNGE, which authenticates ranks on several hosts if there is no secret "
+        "file; empty: the usual path",
     )
     socket_ifname: str = _setting(
         "",
         _TEXT,
-        "network interfaces to use, as NCCL writes it: eth0,ib (prefixes), =eth0 (exactly), "
-        "^docker,lo (all but these); empty is the one that routes to rank 0",
+        "network interfaces to use, in NCCL's notation: eth0,ib (prefixes), =eth0 (exact), "
+        "^docker,lo (all except these); empty: the one that routes to rank 0",
     )
     ports: tuple[int, int] = _setting(
-        (0, 0), _PORTS, "where a rank listens for the others while they connect"
+        (0, 0), _PORTS, "ports at which a rank listens while the ranks connect"
     )
     advertise: str = _setting(
         "",
         _TEXT,
-        "address:port that other ranks are told to connect to, where it is not the one listened at",
+        "address:port that other ranks connect to, if it differs from where this rank listens",
     )
     host_id: str = _setting(
         "",
         _TEXT,
-        "what this host is called; ranks of one name share memory. empty is found out",
+        "name of this host; ranks with the same name share memory; empty: detected",
     )
-    tls: bool = _setting(False, _SWITCH, "encrypt what travels between processes by TCP")
+    tls: bool = _setting(False, _SWITCH, "encrypt TCP connections between processes")
     executor: str = _setting(
         "native",
         _EXECUTOR,
         "what executes schedules over TCP: native code, or Python as a reference",
     )
-    full_traceback: bool = _setting(
-        False, _SWITCH, "show ferrodist's inner frames in the tracebacks of errors"
-    )
+    full_traceback: bool = _setting(False, _SWITCH, "show ferrodist's inner frames in tracebacks")
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -264,9 +262,10 @@ def settings_table() -> str:
     rows = ["| variable | field | default | takes | what it does |", "|---|---|---|---|---|"]
     for setting in fields(Config):
         form, what = setting.metadata["form"].words, setting.metadata["what"]
-        what += "; the same on all ranks" if setting.metadata["shared"] else ""
+        what += "; must be the same on all ranks" if setting.metadata["shared"] else ""
         name = f"`{variable(setting.name)}` | `{setting.name}`"
-        rows.append(f"| {name} | `{setting.default}` | {form} | {what} |")
+        default = "empty" if setting.default == "" else f"`{setting.default}`"
+        rows.append(f"| {name} | {default} | {form} | {what} |")
     return "\n".join(rows)
 
 
