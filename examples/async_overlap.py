@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Compute while gradients travel: ``async_op=True`` returns a handle at once.
+"""Overlap communication with computation: ``async_op=True`` returns a handle immediately.
 
     python examples/async_overlap.py
 
-A backward pass finishes the last layer first. Its gradient can be on its way while the layers
-before it are still computed; only the update has to wait.
+A backward pass finishes the last layer first. Its gradient can be sent while the earlier layers are
+still being computed; only the update has to wait.
 """
 
 import time
@@ -19,7 +19,7 @@ SIZE = 1_000_000
 
 
 def gradient_of(layer, rank):
-    time.sleep(0.02)  # stands for the computation, on a device that leaves this processor free
+    time.sleep(0.02)  # stands for computation on a device that leaves this CPU free
     return np.full(SIZE, float(layer * 10 + rank), np.float32)
 
 
@@ -34,7 +34,7 @@ def overlapped(backend):
     start = time.perf_counter()
     flights = []
     for layer in reversed(range(LAYERS)):
-        gradient = gradient_of(layer, backend.rank)  # from here on it belongs to the call
+        gradient = gradient_of(layer, backend.rank)  # do not modify it while the call is in flight
         flights.append(ferrodist.allreduce(gradient, backend, op="mean", async_op=True))
     means = [flight.wait() for flight in flights]
     return time.perf_counter() - start, means

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What goes wrong says what, on which rank, and what to do; nothing hangs.
+"""Errors say what went wrong, on which rank, and what to do; nothing hangs.
 
     python examples/errors.py
 
-All ranks raise the same error for the same mistake, and after a mismatch the group goes on.
+All ranks raise the same error for a mistake, and after a mismatch the group still works.
 """
 
 import time

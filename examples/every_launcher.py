@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One script for every launcher: it asks nobody how it was started.
+"""One script for every launcher: it does not need to know how it was started.
 
     python examples/every_launcher.py
     ferrodist run -n 4 examples/every_launcher.py
     torchrun --nproc-per-node 4 examples/every_launcher.py
     mpiexec -n 4 python examples/every_launcher.py
 
-Under each of them it prints one line per rank; with plain python there is one.
+It prints one line per rank; with plain python there is one rank.
 """
 
 import numpy as np

@@ -4,9 +4,9 @@
     python examples/gpu_check.py
     ferrodist run -n 2 examples/gpu_check.py
 
-take a minute, with as many ranks as there are GPUs, and print a table to paste into an issue.
-What is right is said by ranks that are threads, on the CPU. Where torch finds no GPU they do the
-same with tensors of the host, on backend "gloo".
+Use as many ranks as there are GPUs. It takes a minute and prints a table to paste into an issue.
+Expected results come from ranks that are threads, on the CPU. If torch finds no GPU, the script
+checks backend "gloo" with CPU tensors instead.
 """
 
 import sys
@@ -27,7 +27,7 @@ OPS = [op for op in ReduceOp if op.name not in ("MINLOC", "MAXLOC")]
 
 
 def values(rank, world, dtype):
-    """Small numbers that differ by rank, one block for each rank; floats with a NaN at the end."""
+    """Return small numbers that differ by rank, one block per rank; floats end with a NaN."""
     numbers = torch.arange(4 * world) % 5 + rank
     if dtype == "bool":
         return numbers % 2 == 0
@@ -38,7 +38,7 @@ def values(rank, world, dtype):
 
 
 def run(backend, call, op, x):
-    """Make one call; None where this rank has no result, "refused" where it has no meaning."""
+    """Make one call; None if this rank gets no result, "refused" if the call is unsupported."""
     if call == "scatter" and backend.rank:
         x = x[: len(x) // backend.world_size]
     try:
@@ -48,7 +48,7 @@ def run(backend, call, op, x):
 
 
 def problem(got, expected, device):
-    """Say what is wrong with a result; '' if nothing is."""
+    """Describe what is wrong with a result; '' if it is right."""
     if expected is None or isinstance(expected, str):
         return "" if got is expected or got == expected else f"got {got}"
     if got.device.type != device or got.dtype != expected.dtype:
@@ -60,7 +60,7 @@ def problem(got, expected, device):
 
 
 def check(backend, device, call, op):
-    """Try a call on all dtypes; return those that it got right, those refused, and the rest."""
+    """Try a call with all dtypes; return the dtypes that are right, refused and wrong."""
     right, refused, wrong = [], [], {}
     world = backend.world_size
     for dtype in DTYPES:
@@ -76,7 +76,7 @@ def check(backend, device, call, op):
 
 
 def check_streams(backend, device):
-    """Use results on a stream of one's own at once, and let nothing come to the host."""
+    """Use results on another stream immediately, without synchronizing with the host."""
     if device != "cuda":
         return "not tried: no GPU"
     x = torch.ones(1 << 20, device=device)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Heat spreads over a plate that is cut into blocks, one for each rank of a grid.
+"""Solve a heat equation on a plate that is divided into blocks, one for each rank of a grid.
 
     python examples/heat.py
 
-A block has a halo: one row or column on each side for the edge of the neighbor's block. Before
-every step all ranks exchange edges, each with its neighbors only. The result has the very bits of
-one process that has the whole plate.
+A block has a halo: one row or column on each side that holds the edge of the neighbor's block.
+Before every step, each rank exchanges edges with its neighbors. The result has the same bits as in
+one process with the whole plate.
 """
 
 import math
@@ -16,29 +16,29 @@ import ferrodist
 
 
 def step(plate):
-    """Let heat flow for a moment in all of the plate but its outermost rows and columns."""
+    """Make one time step on the whole plate except its outermost rows and columns."""
     middle = plate[1:-1, 1:-1]
     around = plate[:-2, 1:-1] + plate[2:, 1:-1] + plate[1:-1, :-2] + plate[1:-1, 2:]
     middle += 0.1 * (around - 4 * middle)
 
 
 def exchange(grid, block):
-    """Send the edges of a block to the neighbors, and put theirs into its halo."""
+    """Send the edges of a block to the neighbors, and store theirs in its halo."""
     edges = [block[1, 1:-1], block[-2, 1:-1], block[1:-1, 1], block[1:-1, -2]]
     halos = [block[0, 1:-1], block[-1, 1:-1], block[1:-1, 0], block[1:-1, -1]]
     for halo, edge in zip(halos, grid.neighbor_all_to_all(edges), strict=True):
-        if edge is not None:  # at the border of the plate the halo stays as it is
+        if edge is not None:  # at the border of the plate the halo does not change
             halo[:] = edge
 
 
 def cut(length, parts, place):
-    """Return where a part of the inner rows begins and ends, with one more on each side."""
+    """Return the slice of a part of the inner rows, with one more row on each side."""
     bounds = np.linspace(0, length - 2, parts + 1).astype(int)
     return slice(bounds[place], bounds[place + 1] + 2)
 
 
 def solve(backend, plate, num_steps):
-    """Return the plate after so many steps, on rank 0; None on the others."""
+    """Return the plate after num_steps steps on rank 0, and None on other ranks."""
     rows = max(
         n for n in range(1, math.isqrt(backend.world_size) + 1) if backend.world_size % n == 0
     )

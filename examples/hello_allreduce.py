@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The shortest program: three ranks add up their arrays.
+"""Add up the arrays of three ranks, in the shortest program.
 
     python examples/hello_allreduce.py
 
-The ranks are processes that share memory. ``ferrodist.run`` starts them, calls one function on each
+The ranks are processes that share memory. ``ferrodist.run`` starts them, calls a function on each
 and returns the results in rank order.
 """
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A backend of one's own: ranks on one host, connected by Unix sockets. Nothing of it is fast.
+"""Write a backend: ranks on one host, connected by Unix sockets. It is simple, not fast.
 
     python examples/own_backend.py
 
-starts three ranks of it. Installed with the entry point
+starts three ranks with it. Installed with the entry point
 
     [project.entry-points."ferrodist.backends"]
     sockets = "own_backend:SocketsBackend"
 
-it is what ``ferrodist.init(backend="sockets")`` makes, under every launcher. docs/own_backend.md
-leads through this file.
+it is available as ``ferrodist.init(backend="sockets")`` under every launcher. docs/own_backend.md
+walks through this file.
 """
 
 # ruff: noqa: D102 -- ferrodist.backends.provider says what the methods do
@@ -31,12 +31,12 @@ import numpy as np
 from ferrodist import Config
 from ferrodist.backends.provider_backend import ProviderBackend
 
-ENVELOPE = struct.Struct("<16sq")  # the group and the tag; then come the bytes of the message
+ENVELOPE = struct.Struct("<16sq")  # the group and the tag, followed by the bytes of the message
 WORLD = bytes(16)  # the group of all ranks
 
 
 class Sent:
-    """A send that is done: the bytes are in the socket."""
+    """A completed send: the bytes are in the socket."""
 
     def test(self) -> bool:
         return True
@@ -71,14 +71,14 @@ class Receive:
 
 
 class Sockets:
-    """What a process has once, for all groups: its connections, and what has come through them."""
+    """The connections of a process and the messages received on them, shared by all groups."""
 
     def __init__(self, name: str, rank: int, world_size: int, key: bytes, seconds: float) -> None:
         self.lock = threading.Lock()
         self.lost: set[int] = set()
-        self.messages: dict[Any, deque[bytes]] = defaultdict(deque)  # that nobody has received
-        self.receives: dict[Any, deque[Receive]] = defaultdict(deque)  # that wait for a message
-        self._locks = [threading.Lock() for _ in range(world_size)]  # of those who send
+        self.messages: dict[Any, deque[bytes]] = defaultdict(deque)  # unexpected messages
+        self.receives: dict[Any, deque[Receive]] = defaultdict(deque)  # posted receives
+        self._locks = [threading.Lock() for _ in range(world_size)]  # one per peer, for senders
         self._connections: dict[int, Connection] = {}
         # The null byte makes it a name that is free again when its process ends.
         with Listener(f"\0{name}-{rank}", "AF_UNIX", backlog=world_size, authkey=key) as listener:
@@ -93,7 +93,7 @@ class Sockets:
             threading.Thread(target=self._read, args=[peer], daemon=True).start()
 
     def _read(self, peer: int) -> None:
-        """Hand every message to the first receive that waits for it, or keep it."""
+        """Complete the first posted receive that matches a message, or store the message."""
         try:
             while message := self._connections[peer].recv_bytes():
                 group, tag = ENVELOPE.unpack_from(message)
@@ -124,7 +124,7 @@ def _connect(address: str, key: bytes, end: float) -> Connection:
     while True:
         try:
             return Client(address, "AF_UNIX", authkey=key)
-        except ConnectionRefusedError:  # that rank has not come yet
+        except ConnectionRefusedError:  # that rank does not listen yet
             if time.monotonic() > end:
                 raise
             time.sleep(0.01)
@@ -140,7 +140,7 @@ class SocketsProvider:
         self._splits: dict[tuple[int, ...], int] = defaultdict(int)
 
     def collective(self, kind: Any, input: Any, output: Any, args: Any, deadline: Any) -> Any:
-        return NotImplemented  # messages will do
+        return NotImplemented  # the base runs schedules on our messages
 
     def isend(self, data: memoryview, peer: int, tag: int) -> Sent:
         self._sockets.send(self._members[peer], self._group, tag, data)
@@ -170,7 +170,7 @@ class SocketsProvider:
         return SocketsProvider(self._sockets, members, ranks.index(self.rank), group)
 
     def abort(self, reason: str) -> None:
-        pass  # only collectives would have to hear of it
+        pass  # only collectives of our own would have to stop
 
     def close(self) -> None:
         if self._group == WORLD:
@@ -185,7 +185,7 @@ class SocketsBackend(ProviderBackend):
 
     @classmethod
     def join(cls, job: Any, *, config: Config) -> Self:
-        """Take this process's place in the job that its launcher has started."""
+        """Join the job that the launcher has started."""
         return cls(new_world(job.name, job.rank, job.world_size, job.secret, config), config)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Write a collective algorithm of your own, have it proved right, and use it.
+"""Write a collective algorithm, let the verifier prove it, and use it.
 
     python examples/own_schedule.py
 
-An algorithm is a function that yields what one rank does, step by step. Nothing in it sends or
-waits, so ferrodist can check it before a byte moves, and then run it on any backend.
+An algorithm is a function that yields the steps of one rank. It does not send or wait itself, so
+ferrodist can check it before any data moves, and then run it on any backend.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ from ferrodist.testing import run_ranks
 
 
 def everybody_reduces(rank, world, root):
-    """Send my whole array to everybody, then reduce all arrays in rank order."""
+    """Send the whole array to all other ranks, then reduce all arrays in rank order."""
     for distance in range(1, world):
         above, below = (rank + distance) % world, (rank - distance) % world
         yield Step(Send(above, (mine(0),)), Recv(below, (scratch(0, below),)))
@@ -36,7 +36,7 @@ def everybody_reduces(rank, world, root):
 
 
 def forgets_the_last(rank, world, root):
-    """Do the same, with a mistake: the last round is left out."""
+    """Do the same with a mistake: omit the last round."""
     *steps, _, local_reduce = everybody_reduces(rank, world, root)
     yield from [*steps, local_reduce]
 

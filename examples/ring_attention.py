@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Attention over a sequence that no rank holds as a whole: keys and values go round a ring.
+"""Compute attention over a sequence that is split between ranks, in a ring.
 
     python examples/ring_attention.py
 
-Every rank keeps its queries. While it computes with one block of keys and values, that block is
-already on its way to the next rank, and another one on its way here. Sums are kept with the largest
+Every rank keeps its queries. While it computes with one block of keys and values, it already sends
+that block to the next rank and receives another one. The running sums are scaled by the largest
 score so far, so the result is the softmax over the whole sequence.
 """
 
@@ -14,7 +14,7 @@ import ferrodist
 
 
 def attend(scores, values, state):
-    """Take one more block into the running sums: largest score, sum of weights, weighted values."""
+    """Add a block to the running sums: largest score, sum of weights, weighted values."""
     top, weight, total = state
     new_top = np.maximum(top, scores.max(axis=-1, keepdims=True))
     shrink, parts = np.exp(top - new_top), np.exp(scores - new_top)

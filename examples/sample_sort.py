@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Sort more numbers than one rank holds, by the samples that all ranks have seen.
+"""Sort numbers that are distributed over ranks, with sample sort.
 
     python examples/sample_sort.py
 
-Each rank sorts its own part and shows the others some of it. By these samples all choose the same
-bounds, send every number to the rank between whose bounds it lies, and sort what they get.
+Each rank sorts its own part and shares some samples of it. From these, all ranks choose the same
+bounds, send every number to the rank whose bounds contain it, and sort what they receive.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ import ferrodist
 
 
 def sample_sort(x, backend):
-    """Return this rank's part of all numbers in order: those of rank 0 come first."""
+    """Return this rank's part of the sorted numbers; rank 0 has the smallest."""
     x = np.sort(x)
     samples = np.sort(ferrodist.all_gather_uneven(x[::64], backend))
     bounds = [part[0] for part in np.array_split(samples, backend.world_size)[1:] if len(part)]
@@ -24,7 +24,7 @@ def sample_sort(x, backend):
 
 
 def numbers_of(rank):
-    """Return this rank's numbers: those of rank 2 are all alike, and rank 3 has none."""
+    """Return this rank's numbers; those of rank 2 are all equal, and rank 3 has none."""
     if rank == 3:
         return np.empty(0)
     random = np.random.default_rng(rank)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A rank dies in the middle of training; the others go on without it.
+"""Continue training after a rank has died.
 
     python examples/survivors.py
 
-A lost rank is named to all others. Those make a group of who is left, agree on where they are, for
-some may have made a step more than others, and train on. Under ``ferrodist run`` a job does so with
-``--keep-survivors``; torchrun and mpiexec end all ranks when one fails.
+All other ranks get an error that names the lost rank. They make a group of the survivors, agree on
+a state, because some may have made one step more than others, and continue. Under ``ferrodist run``
+use ``--keep-survivors``; torchrun and mpiexec end all ranks when one fails.
 """
 
 import os
@@ -17,7 +17,7 @@ import ferrodist
 
 
 def without_lost(group, error):
-    """Make a group of those who are left; while it is made, more of them may be lost."""
+    """Make a group of the survivors; more ranks may be lost meanwhile."""
     lost = set()
     while True:
         lost.add(error.rank)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Rank 0 hands out tasks to whoever is free; a worker that dies costs its task some time, no more.
+"""Distribute tasks from rank 0 to idle workers; if a worker dies, its task is repeated.
 
     python examples/task_farm.py
 
-Answers are received from any rank, as they come. When a worker is lost, the task that it had is
-handed out again, and the others make a group without it. Under ``ferrodist run`` a job goes on
-with ``--keep-survivors``.
+Rank 0 receives results from any rank, as they arrive. When a worker is lost, its task is assigned
+again, and the other ranks make a group without it. Under ``ferrodist run`` use
+``--keep-survivors``.
 """
 
 import os
@@ -20,7 +20,7 @@ def compute(task):
 
 
 def without(group, lost):
-    """Make a group of those who are left; while it is made, more of them may be lost."""
+    """Make a group of the survivors; more ranks may be lost meanwhile."""
     while True:
         try:
             return group.split([rank for rank in range(group.world_size) if rank not in lost])
@@ -54,7 +54,7 @@ def hand_out(group, tasks):
 
 
 def collect(group, busy, lost):
-    """Receive what the other workers are still at, and tell them who is lost."""
+    """Receive the pending results of the other workers, and tell them which rank is lost."""
     for rank in range(1, group.world_size):
         if rank != lost:
             if rank in busy:
@@ -63,7 +63,7 @@ def collect(group, busy, lost):
 
 
 def work(group):
-    """Do what rank 0 says until it says no more."""
+    """Process tasks from rank 0 until it sends None."""
     while (task := ferrodist.recv_object(0, group)) is not None:
         number, content = task
         if number == "lost":
@@ -84,7 +84,7 @@ def farm(backend, tasks):
 
 if __name__ == "__main__":
     try:
-        # The others have so many seconds after a loss.
+        # After a loss, the other ranks have this many seconds (grace).
         ferrodist.run(farm, ranks=4, args=(range(100, 130),), grace=30.0)
     except ferrodist.RankLost as error:
         print(f"RankLost: {error}".splitlines()[0])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Test distributed code in plain pytest: ferrodist brings a ``world`` fixture.
+"""Test distributed code with pytest and the ``world`` fixture of ferrodist.
 
     pytest examples/test_my_code.py
 
-A test that asks for ``world`` runs once for every world size. A rank that fails or hangs fails the
-test and is named; the others are not left waiting.
+A test that uses ``world`` runs once for every world size. If a rank fails or hangs, the test fails
+and names it; the other ranks are not left waiting.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ import ferrodist
 
 
 def standardize(x, backend):
-    """The code to be tested: shift and scale by mean and deviation over all ranks."""
+    """Code under test: standardize by mean and deviation over all ranks."""
     count, total = ferrodist.allreduce([float(len(x)), float(x.sum())], backend)
     mean = total / count
     variance = ferrodist.allreduce(float(((x - mean) ** 2).sum()), backend) / count

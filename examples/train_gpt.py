@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Train a small GPT to write this file, letter by letter; any number of ranks gives the same loss.
+"""Train a small GPT on the text of this file; the loss does not depend on the number of ranks.
 
     ferrodist run -n 2 examples/train_gpt.py
     python examples/train_gpt.py
 
-The ranks share each batch. Sums are made in another order, so losses differ, by less than 1 in 100.
+The ranks share each batch. Only the order of summation differs, so losses differ by less than 1 %.
 """
 
 import argparse
@@ -21,7 +21,7 @@ BATCH, LENGTH, WIDTH = 24, 48, 64  # 24 sequences: for 1, 2, 3, 4, 6, 8, 12 or 2
 
 
 class GPT(nn.Module):
-    """Two layers; letters are read and written by the same weights."""
+    """A model of two layers with tied input and output embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class GPT(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), False)
 
     def forward(self, text):
-        """Foretell what follows each letter, from it and those before it."""
+        """Predict the next byte at each position from the bytes up to it."""
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         return self.write(self.layers(self.read(text) + self.places, mask))
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=120)
     steps, backend = parser.parse_args().steps, ferrodist.init()
-    torch.set_num_threads(1)  # so small a model gains nothing by more
+    torch.set_num_threads(1)  # more threads do not help so small a model
     torch.manual_seed(0)  # for rank 0, whose parameters DDP copies to the others
     model = ferrodist.DDP(GPT(), backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

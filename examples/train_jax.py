@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Train with JAX on three processes: JAX arrays go in, new JAX arrays come out.
+"""Train with JAX on three processes: pass JAX arrays, get new JAX arrays.
 
     pip install '.[jax]'
     python examples/train_jax.py
 
-The gradients of a dict of weights are a dict of arrays. One allreduce averages it whole.
+The gradients of a dict of weights are a dict of arrays. One allreduce averages the whole dict.
 """
 
 import jax

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Train a JAX model with optax on any number of ranks, with the same outcome.
+"""Train a JAX model with optax, with the same result on any number of ranks.
 
     pip install '.[jax]' optax
     python examples/train_jax_optax.py
     ferrodist run -n 2 examples/train_jax_optax.py
 
-Every rank takes its share of each batch. The mean of gradients, weighted by samples, is that of the
-whole batch, so the final loss is the same for any number of ranks, within 1 % (rounding differs).
+Every rank takes its share of each batch. The mean of the gradients, weighted by samples, is the
+gradient of the whole batch. So the final loss is the same on any number of ranks, within 1 %
+(rounding differs).
 """
 
 import jax
@@ -43,7 +44,7 @@ if __name__ == "__main__":
     x = jax.random.uniform(jax.random.key(7), (1000, 2), minval=-1, maxval=1)
     y = x[:, 0] * x[:, 1]
     parallel = ferrodist.DataParallel(new_params(jax.random.key(backend.rank)))
-    params = parallel.params  # those of rank 0
+    params = parallel.params  # rank 0's parameters, on every rank
     state = optimizer.init(params)
     shards = ferrodist.shard_indices(len(x), global_batch_size=200)
     while shards.epoch < 30:

@@ -5,8 +5,8 @@
     ferrodist run -n 2 examples/train_mlp.py
     torchrun --nproc-per-node 2 examples/train_mlp.py
 
-A step's batch is the same for any number of ranks, and each takes its share. Losses differ in the
-last digits only, because sums are made in another order: by less than 1 in 1000 after 300 steps.
+The batch of a step is the same for any number of ranks, and each rank takes its share. Only the
+order of summation differs, so losses differ by less than 1 in 1000 after 300 steps.
 """
 
 import argparse
@@ -20,7 +20,7 @@ BATCH = 96
 
 
 def whole_batch(step):
-    """Points in a square, and how far each is from a circle: a function of the step alone."""
+    """Return points in a square and their distances from a circle; depends only on the step."""
     random = torch.Generator().manual_seed(step)
     points = torch.rand(BATCH, 2, generator=random) * 2 - 1
     return points, points.norm(dim=1, keepdim=True) - 0.7
@@ -33,17 +33,17 @@ def show_progress(backend, done, steps):
 
 
 def train(backend, steps):
-    torch.set_num_threads(1)  # so small a model gains nothing by more
-    torch.manual_seed(0)  # only what rank 0 has counts: DDP copies it to the others
+    torch.set_num_threads(1)  # more threads do not help so small a model
+    torch.manual_seed(0)  # only rank 0's parameters matter: DDP copies them to the others
     layers = [torch.nn.Linear(2, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)]
     model = ferrodist.DDP(torch.nn.Sequential(*layers), backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         x, y = (part[backend.rank :: backend.world_size] for part in whole_batch(step))
-        # Summed over the share and divided by the mean share: right where 96 is not divisible too.
+        # Sum over the share, divided by the mean share: also right if 96 is not divisible.
         loss = (model(x) - y).square().sum() * backend.world_size / BATCH
         optimizer.zero_grad()
-        loss.backward()  # the gradients are now those of the whole batch, on every rank
+        loss.backward()  # every rank now has the gradients of the whole batch
         optimizer.step()
         show_progress(backend, step + 1, steps)
     return ferrodist.allreduce(loss.item(), backend, op="mean")

@@ -3,8 +3,8 @@
 
     python examples/train_numpy.py
 
-Each rank has its own points. One allreduce per step averages the gradients, all of them at once, as
-a dict of arrays; so every rank makes the same step and the weights never drift apart.
+Each rank has its own points. One allreduce per step averages all gradients at once, as a dict of
+arrays. So every rank makes the same step, and the weights stay equal.
 """
 
 import numpy as np

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Train with a sampler, a schedule and checkpoints; a job that was stopped goes on where it was.
+"""Train with a sampler, a schedule and checkpoints, and resume a job that was stopped.
 
     python examples/train_resume.py
     ferrodist run -n 2 examples/train_resume.py --file my.pt --stop 17
     ferrodist run -n 3 examples/train_resume.py --file my.pt
 
-The last two end with the loss of the first: there is no number of ranks in a checkpoint. On several
-hosts the file must be one that all of them see.
+The last two commands end with the loss of the first, because a checkpoint does not depend on the
+number of ranks. On several hosts, all hosts must see the same file.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ferrodist
 
-BATCH, EPOCHS = 24, 4  # samples of all ranks together in a step
+BATCH, EPOCHS = 24, 4  # BATCH: samples per step, over all ranks
 
 
 def save(path, states):
-    torch.save(states, f"{path}.new")  # one that is cut short does not replace the last good one
+    torch.save(states, f"{path}.new")  # an incomplete file never replaces a good one
     os.replace(f"{path}.new", path)
 
 
@@ -29,7 +29,7 @@ def train(backend, path, stop, workers):
     torch.manual_seed(0)  # for rank 0, whose parameters DDP copies to the others
     x = torch.rand(240, 2, generator=torch.Generator().manual_seed(7)) * 2 - 1
     y, size = x.prod(1, keepdim=True), BATCH // backend.world_size
-    sampler = ferrodist.ShardedSampler(x)  # every pass is an epoch with an order of its own
+    sampler = ferrodist.ShardedSampler(x)  # every pass is an epoch with a new order
     loader = DataLoader(TensorDataset(x, y), size, sampler=sampler, num_workers=workers)
     layers = [torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)]
     model = ferrodist.DDP(torch.nn.Sequential(*layers))
@@ -50,7 +50,7 @@ def train(backend, path, stop, workers):
                 save(path, states)
             if schedule.last_epoch == stop:
                 return f"stopped after step {stop}"
-    with torch.no_grad():  # one rank can do this alone: the module inside makes no calls
+    with torch.no_grad():  # any rank can do this alone: model.module does not communicate
         return f"final loss {torch.nn.functional.mse_loss(model.module(x), y):.6f}"
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Train a PyTorch model on three processes: tensors go in, tensors come out.
+"""Train a PyTorch model on three processes: pass tensors, get tensors.
 
     pip install '.[torch]'
     python examples/train_torch.py
 
-After ``backward`` one allreduce averages all gradients, as a list of tensors. ``out=`` puts the
-means where the gradients were, so the optimizer finds them there.
+After ``backward``, one allreduce averages all gradients as a list of tensors. ``out=`` writes the
+means into the gradients, where the optimizer expects them.
 """
 
 import torch
@@ -21,9 +21,9 @@ def train(backend):
     torch.manual_seed(backend.rank)  # all models differ until the broadcast
     model = new_model()
     weights = [weight.detach() for weight in model.parameters()]
-    ferrodist.broadcast(weights, backend, out=weights)  # every rank begins where rank 0 does
+    ferrodist.broadcast(weights, backend, out=weights)  # every rank starts as rank 0 does
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    random = torch.Generator().manual_seed(backend.rank)  # every rank has data of its own
+    random = torch.Generator().manual_seed(backend.rank)  # every rank has its own data
     for step in range(151):
         x = torch.rand(64, 2, generator=random) * 2 - 1
         target = x.prod(dim=1, keepdim=True)
