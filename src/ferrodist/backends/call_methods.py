@@ -18,6 +18,9 @@ from ferrodist.message_status import Special, Status
 from ferrodist.reduce_op import CustomOp, ReduceOp
 
 Op = ReduceOp | CustomOp | str
+Peer = int | Special
+Tag = int | Special
+Counts = Sequence[int]
 
 
 class InPlaceOptions(TypedDict, total=False):
@@ -40,196 +43,115 @@ class AllOptions(Options, total=False):
     async_op: bool
 
 
+class ObjectOptions(TypedDict, total=False):
+    """The keyword arguments of collectives of objects."""
+
+    pickle: bool | None
+    timeout: Timeout
+    async_op: bool
+
+
+class SendOptions(TypedDict, total=False):
+    """The keyword arguments of ``send`` on which its result does not hang."""
+
+    tag: int
+    timeout: Timeout
+
+
+class RecvOptions(TypedDict, total=False):
+    """The keyword arguments of ``recv`` on which its result does not hang."""
+
+    out: Any
+    like: Any
+    tag: Tag
+    timeout: Timeout
+
+
+class SendrecvOptions(TypedDict, total=False):
+    """The keyword arguments of ``sendrecv``."""
+
+    out: Any
+    like: Any
+    tag: int
+    recv_tag: Tag | None
+    timeout: Timeout
+    async_op: bool
+
+
 class CallMethods:
     """Every collective and point-to-point call, with this backend as the group."""
 
     if TYPE_CHECKING:
-
+        # fmt: off
         def allreduce(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
-
         def allreduce_(
             self, x: Any, op: Op = ..., *, async_op: bool = ..., **options: Unpack[InPlaceOptions]
         ) -> Any: ...
-
         def broadcast(self, x: Any, root: int = ..., **options: Unpack[AllOptions]) -> Any: ...
-
         def broadcast_(
-            self,
-            x: Any,
-            root: int = ...,
-            *,
-            async_op: bool = ...,
+            self, x: Any, root: int = ..., *, async_op: bool = ...,
             **options: Unpack[InPlaceOptions],
         ) -> Any: ...
-
         def reduce(
             self, x: Any, root: int = ..., op: Op = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
-
         def all_gather(
             self, x: Any, *, as_list: bool = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
-
         def all_gather_uneven(
-            self,
-            x: Any,
-            *,
-            as_list: bool = ...,
-            with_counts: bool = ...,
+            self, x: Any, *, as_list: bool = ..., with_counts: bool = ...,
             **options: Unpack[AllOptions],
         ) -> Any: ...
-
         def gather(self, x: Any, root: int = ..., **options: Unpack[AllOptions]) -> Any: ...
-
         def gather_uneven(
-            self,
-            x: Any,
-            root: int = ...,
-            *,
-            as_list: bool = ...,
-            with_counts: bool = ...,
+            self, x: Any, root: int = ..., *, as_list: bool = ..., with_counts: bool = ...,
             **options: Unpack[AllOptions],
         ) -> Any: ...
-
         def scatter(self, x: Any, root: int = ..., **options: Unpack[AllOptions]) -> Any: ...
-
         def scatter_uneven(
-            self,
-            x: Any,
-            counts: Sequence[int] | None,
-            root: int = ...,
-            **options: Unpack[AllOptions],
+            self, x: Any, counts: Counts | None, root: int = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
-
         def reduce_scatter(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
-
         def reduce_scatter_uneven(
-            self, x: Any, counts: Sequence[int], op: Op = ..., **options: Unpack[AllOptions]
+            self, x: Any, counts: Counts, op: Op = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
-
         def scan(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
-
         def exscan(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
-
         def all_to_all(self, x: Any, **options: Unpack[AllOptions]) -> Any: ...
-
         def all_to_all_uneven(
-            self,
-            x: Any,
-            send_counts: Sequence[int],
-            *,
-            recv_counts: Sequence[int] | None = ...,
-            as_list: bool = ...,
-            **options: Unpack[AllOptions],
+            self, x: Any, send_counts: Counts, *, recv_counts: Counts | None = ...,
+            as_list: bool = ..., **options: Unpack[AllOptions],
         ) -> Any: ...
-
         def barrier(self, *, timeout: Timeout = ..., async_op: bool = ...) -> Any: ...
 
         def send(
-            self,
-            x: Any,
-            dst: int | Special,
-            *,
-            tag: int = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
+            self, x: Any, dst: Peer, *, async_op: bool = ..., **options: Unpack[SendOptions]
         ) -> Any: ...
-
         def recv(
-            self,
-            src: int | Special = ...,
-            *,
-            out: Any = ...,
-            like: Any = ...,
-            tag: int | Special = ...,
-            with_status: bool = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
+            self, src: Peer = ..., *, with_status: bool = ..., async_op: bool = ...,
+            **options: Unpack[RecvOptions],
         ) -> Any: ...
-
         def sendrecv(
-            self,
-            x: Any,
-            dst: int | Special,
-            src: int | Special,
-            *,
-            out: Any = ...,
-            like: Any = ...,
-            tag: int = ...,
-            recv_tag: int | Special | None = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
+            self, x: Any, dst: Peer, src: Peer, **options: Unpack[SendrecvOptions]
         ) -> Any: ...
-
-        def probe(
-            self,
-            src: int | Special = ...,
-            *,
-            tag: int | Special = ...,
-            timeout: Timeout = ...,
-        ) -> Status: ...
-
-        def try_probe(
-            self, src: int | Special = ..., *, tag: int | Special = ...
-        ) -> Status | None: ...
-
+        def probe(self, src: Peer = ..., *, tag: Tag = ..., timeout: Timeout = ...) -> Status: ...
+        def try_probe(self, src: Peer = ..., *, tag: Tag = ...) -> Status | None: ...
         def send_object(
-            self,
-            obj: Any,
-            dst: int | Special,
-            *,
-            tag: int = ...,
-            pickle: bool | None = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
+            self, obj: Any, dst: Peer, *, tag: int = ..., **options: Unpack[ObjectOptions]
         ) -> Any: ...
-
         def recv_object(
-            self,
-            src: int | Special = ...,
-            *,
-            tag: int | Special = ...,
-            pickle: bool | None = ...,
-            with_status: bool = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
+            self, src: Peer = ..., *, tag: Tag = ..., with_status: bool = ...,
+            **options: Unpack[ObjectOptions],
         ) -> Any: ...
 
         def broadcast_object(
-            self,
-            value: Any,
-            root: int = ...,
-            *,
-            pickle: bool | None = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
+            self, value: Any, root: int = ..., **options: Unpack[ObjectOptions]
         ) -> Any: ...
-
-        def all_gather_object(
-            self,
-            value: Any,
-            *,
-            pickle: bool | None = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
-        ) -> Any: ...
-
+        def all_gather_object(self, value: Any, **options: Unpack[ObjectOptions]) -> Any: ...
         def gather_object(
-            self,
-            value: Any,
-            root: int = ...,
-            *,
-            pickle: bool | None = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
+            self, value: Any, root: int = ..., **options: Unpack[ObjectOptions]
         ) -> Any: ...
-
         def scatter_object(
-            self,
-            values: Sequence[Any] | None,
-            root: int = ...,
-            *,
-            pickle: bool | None = ...,
-            timeout: Timeout = ...,
-            async_op: bool = ...,
+            self, values: Sequence[Any] | None, root: int = ..., **options: Unpack[ObjectOptions]
         ) -> Any: ...
+        # fmt: on

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The public functions: check what was passed, hand it to the backend, wrap the result.
 
-``request`` and ``plan`` are the way all of them go; the other files hold the functions themselves.
+``methods`` and ``plan`` are the way all of them go; the other files hold the functions themselves.
 Nothing here knows an array library (that is ``arrays``) or an algorithm (that is ``schedules``).
 """
 
@@ -28,7 +28,6 @@ from ferrodist.collectives.messages import (
     sendrecv,
     try_probe,
 )
-from ferrodist.collectives.methods import attach
 from ferrodist.collectives.objects import (
     all_gather_object,
     broadcast_object,
@@ -74,6 +73,3 @@ __all__ = [
     "gather_object",
     "scatter_object",
 ]
-
-for _name in __all__:
-    attach(globals()[_name])

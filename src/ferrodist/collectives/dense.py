@@ -7,7 +7,6 @@ from typing import Any, TypeVar, Unpack, overload
 
 from ferrodist.arrays import split_blocks
 from ferrodist.backends.call_methods import InPlaceOptions, Op, Options
-from ferrodist.backends.running_call import Algorithm
 from ferrodist.call import Kind
 from ferrodist.collectives.fast_path import (
     ALL_GATHER,
@@ -23,7 +22,7 @@ from ferrodist.collectives.fast_path import (
     fast_path,
     fast_start,
 )
-from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
+from ferrodist.collectives.methods import are_defaults, check_keywords, public
 from ferrodist.collectives.plan import (
     Group,
     No,
@@ -48,18 +47,15 @@ def allreduce(
 def allreduce(
     x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
-@hide_mistaken
+@public(Options)
 def allreduce(
     x: Any,
     backend: Group = None,
     op: Op = ReduceOp.SUM,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Combine the arrays of all ranks, element by element; every rank gets the result.
 
@@ -72,21 +68,11 @@ def allreduce(
         >>> run_ranks(3, lambda b: ferrodist.allreduce(np.full(2, b.rank), b))[0]
         array([3, 3])
     """
-    if mistaken:
-        raise refuse_keyword("allreduce", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(ALLREDUCE, backend, x, out, op, -1)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.ALLREDUCE,
-        backend,
-        op=op,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.ALLREDUCE, backend, options, is_async=async_op, op=op)
     return execute(request, x, out)
 
 
@@ -98,17 +84,14 @@ def allreduce_(
 def allreduce_(
     x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[InPlaceOptions]
 ) -> T: ...
-@hide_mistaken
+@public(InPlaceOptions)
 def allreduce_(
     x: Any,
     backend: Group = None,
     op: Op = ReduceOp.SUM,
     *,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Combine the arrays of all ranks in place: ``allreduce`` with ``out=x``.
 
@@ -122,19 +105,10 @@ def allreduce_(
         >>> run_ranks(3, fill)[0]
         array([3, 3])
     """
-    if mistaken:
-        raise refuse_keyword("allreduce_", mistaken)
+    if options:
+        check_keywords("allreduce_", options)
     call: Any = allreduce  # which of its overloads is said by async_op
-    return call(
-        x,
-        backend,
-        op,
-        out=x,
-        timeout=timeout,
-        async_op=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    return call(x, backend, op, out=x, async_op=async_op, **options)
 
 
 @overload
@@ -145,18 +119,15 @@ def broadcast(
 def broadcast(
     x: T, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
-@hide_mistaken
+@public(Options)
 def broadcast(
     x: Any,
     backend: Group = None,
     root: int = 0,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Give every rank the array of ``root``; the others pass one of the same dtype and shape.
 
@@ -166,21 +137,11 @@ def broadcast(
         >>> run_ranks(3, lambda b: ferrodist.broadcast(np.full(2, b.rank), b, root=2))[0]
         array([2, 2])
     """
-    if mistaken:
-        raise refuse_keyword("broadcast", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(BROADCAST, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.BROADCAST,
-        backend,
-        root=root,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.BROADCAST, backend, options, is_async=async_op, root=root)
     return execute(request, x, out)
 
 
@@ -197,17 +158,14 @@ def broadcast_(
     async_op: No = ...,
     **rest: Unpack[InPlaceOptions],
 ) -> T: ...
-@hide_mistaken
+@public(InPlaceOptions)
 def broadcast_(
     x: Any,
     backend: Group = None,
     root: int = 0,
     *,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Overwrite ``x`` with the array of ``root``: ``broadcast`` with ``out=x``.
 
@@ -221,19 +179,10 @@ def broadcast_(
         >>> run_ranks(3, fill)[0]
         array([2, 2])
     """
-    if mistaken:
-        raise refuse_keyword("broadcast_", mistaken)
+    if options:
+        check_keywords("broadcast_", options)
     call: Any = broadcast  # which of its overloads is said by async_op
-    return call(
-        x,
-        backend,
-        root,
-        out=x,
-        timeout=timeout,
-        async_op=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    return call(x, backend, root, out=x, async_op=async_op, **options)
 
 
 @overload
@@ -256,7 +205,7 @@ def reduce(
     async_op: No = ...,
     **rest: Unpack[Options],
 ) -> T | None: ...
-@hide_mistaken
+@public(Options)
 def reduce(
     x: Any,
     backend: Group = None,
@@ -264,11 +213,8 @@ def reduce(
     op: Op = ReduceOp.SUM,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Combine the arrays of all ranks on ``root``; the other ranks get None.
 
@@ -278,22 +224,11 @@ def reduce(
         >>> run_ranks(3, lambda b: ferrodist.reduce(b.rank + 1, b, root=1, op="prod"))
         [None, 6, None]
     """
-    if mistaken:
-        raise refuse_keyword("reduce", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(REDUCE, backend, x, out, op, root)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.REDUCE,
-        backend,
-        root=root,
-        op=op,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.REDUCE, backend, options, is_async=async_op, root=root, op=op)
     return execute(request, x, out)
 
 
@@ -310,18 +245,15 @@ def all_gather(
     async_op: No = ...,
     **rest: Unpack[Options],
 ) -> Any: ...
-@hide_mistaken
+@public(Options)
 def all_gather(
     x: Any,
     backend: Group = None,
     *,
     as_list: bool = False,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Join the arrays of all ranks along axis 0, in rank order, on every rank.
 
@@ -337,27 +269,13 @@ def all_gather(
         >>> run_ranks(3, lambda b: ferrodist.all_gather(np.array([b.rank]), b, as_list=True))[0]
         [array([0]), array([1]), array([2])]
     """
-    if mistaken:
-        raise refuse_keyword("all_gather", mistaken)
-    if (
-        timeout is DEFAULT
-        and algorithm is None
-        and reproducible is None
-        and not (as_list and async_op)
-    ):
+    if not (as_list and async_op) and (not options or are_defaults(options)):
         done = (fast_start if async_op else fast_path)(ALL_GATHER, backend, x, out, None, -1)
         if done is not NotImplemented:
             if not as_list:
                 return done
             return split_blocks(done, x, open_backend(backend, "all_gather").world_size)
-    request = Request(
-        Kind.ALL_GATHER,
-        backend,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.ALL_GATHER, backend, options, is_async=async_op)
     return execute(request, x, out, as_list=as_list)
 
 
@@ -369,18 +287,15 @@ def gather(
 def gather(
     x: Any, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> Any: ...
-@hide_mistaken
+@public(Options)
 def gather(
     x: Any,
     backend: Group = None,
     root: int = 0,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Join the arrays of all ranks along axis 0 on ``root``; the other ranks get None.
 
@@ -390,21 +305,11 @@ def gather(
         >>> run_ranks(2, lambda b: ferrodist.gather(b.rank, b))
         [array([0, 1]), None]
     """
-    if mistaken:
-        raise refuse_keyword("gather", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(GATHER, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.GATHER,
-        backend,
-        root=root,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.GATHER, backend, options, is_async=async_op, root=root)
     return execute(request, x, out)
 
 
@@ -416,18 +321,15 @@ def reduce_scatter(
 def reduce_scatter(
     x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
-@hide_mistaken
+@public(Options)
 def reduce_scatter(
     x: Any,
     backend: Group = None,
     op: Op = ReduceOp.SUM,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Combine the arrays of all ranks; rank r gets part r of the result, cut along axis 0.
 
@@ -439,21 +341,11 @@ def reduce_scatter(
         >>> run_ranks(2, lambda b: ferrodist.reduce_scatter(np.arange(4), b))
         [array([0, 2]), array([4, 6])]
     """
-    if mistaken:
-        raise refuse_keyword("reduce_scatter", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(REDUCE_SCATTER, backend, x, out, op, -1)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.REDUCE_SCATTER,
-        backend,
-        op=op,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.REDUCE_SCATTER, backend, options, is_async=async_op, op=op)
     return execute(request, x, out)
 
 
@@ -465,16 +357,15 @@ def scan(
 def scan(
     x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
+@public(Options)
 def scan(
     x: Any,
     backend: Group = None,
     op: Op = ReduceOp.SUM,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Combine the arrays of the ranks up to this one: rank r gets x_0 ∘ x_1 ∘ ... ∘ x_r.
 
@@ -484,19 +375,11 @@ def scan(
         >>> run_ranks(4, lambda b: ferrodist.scan(b.rank + 1, b))
         [1, 3, 6, 10]
     """
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(SCAN, backend, x, out, op, -1)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.SCAN,
-        backend,
-        op=op,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.SCAN, backend, options, is_async=async_op, op=op)
     return execute(request, x, out)
 
 
@@ -508,16 +391,15 @@ def exscan(
 def exscan(
     x: T, backend: Group = None, op: Op = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T | None: ...
+@public(Options)
 def exscan(
     x: Any,
     backend: Group = None,
     op: Op = ReduceOp.SUM,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Combine the arrays of the ranks below this one; rank 0 gets None.
 
@@ -527,19 +409,11 @@ def exscan(
         >>> run_ranks(4, lambda b: ferrodist.exscan(b.rank + 1, b))
         [None, 1, 3, 6]
     """
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(EXSCAN, backend, x, out, op, -1)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.EXSCAN,
-        backend,
-        op=op,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.EXSCAN, backend, options, is_async=async_op, op=op)
     return execute(request, x, out)
 
 
@@ -551,17 +425,14 @@ def all_to_all(
 def all_to_all(
     x: T, backend: Group = None, *, async_op: No = ..., **rest: Unpack[Options]
 ) -> T: ...
-@hide_mistaken
+@public(Options)
 def all_to_all(
     x: Any,
     backend: Group = None,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Send part i of ``x`` to rank i and join what the others sent here, in rank order.
 
@@ -571,24 +442,15 @@ def all_to_all(
         >>> run_ranks(2, lambda b: ferrodist.all_to_all(np.arange(2) + 10 * b.rank, b))
         [array([ 0, 10]), array([ 1, 11])]
     """
-    if mistaken:
-        raise refuse_keyword("all_to_all", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(ALL_TO_ALL, backend, x, out, None, -1)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.ALL_TO_ALL,
-        backend,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.ALL_TO_ALL, backend, options, is_async=async_op)
     return execute(request, x, out)
 
 
-@hide_mistaken
+@public()
 def barrier(
     backend: Group = None,
     *,
@@ -604,11 +466,10 @@ def barrier(
         >>> run_ranks(2, ferrodist.barrier)
         [None, None]
     """
-    if mistaken:
-        raise refuse_keyword("barrier", mistaken)
-    if timeout is DEFAULT:
+    if timeout is DEFAULT and not mistaken:
         start = fast_start if async_op else fast_path
         done = start(BARRIER, backend, None, None, None, -1)
         if done is not NotImplemented:
             return done
-    return execute_barrier(Request(Kind.BARRIER, backend, timeout=timeout, is_async=async_op))
+    options = {"timeout": timeout, **mistaken}
+    return execute_barrier(Request(Kind.BARRIER, backend, options, is_async=async_op))

@@ -7,16 +7,17 @@ these calls, blocking or not, from any source or with any tag, receives them.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Unpack, overload
 
 import numpy as np
 
@@ -32,12 +33,13 @@ from ferrodist.arrays import (
     type_name,
 )
 from ferrodist.backends.base import Backend
+from ferrodist.backends.call_methods import Peer, RecvOptions, SendOptions, Tag
 from ferrodist.backends.receive import ANY, Receive
 from ferrodist.backends.registry import current_backend
 from ferrodist.buffer import ArrayKind
 from ferrodist.call import MAX_TAG
-from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
-from ferrodist.collectives.plan import Group, No, Yes, open_backend, open_deadline
+from ferrodist.collectives.methods import check_keywords, public
+from ferrodist.collectives.plan import Group, No, Yes, open_backend
 from ferrodist.config import DEFAULT, Timeout, check_timeout
 from ferrodist.errors import InvalidArgument, ProtocolError, SelfSend
 from ferrodist.message_status import (
@@ -50,31 +52,16 @@ from ferrodist.message_status import (
 )
 from ferrodist.work import Work
 
-Peer = int | Special
-Tag = int | Special
-
 
 @overload
 def send(
-    x: Any,
-    dst: Peer,
-    backend: Group = None,
-    *,
-    tag: int = ...,
-    timeout: Timeout = ...,
-    async_op: Yes,
+    x: Any, dst: Peer, backend: Group = None, *, async_op: Yes, **rest: Unpack[SendOptions]
 ) -> Work[None]: ...
 @overload
 def send(
-    x: Any,
-    dst: Peer,
-    backend: Group = None,
-    *,
-    tag: int = ...,
-    timeout: Timeout = ...,
-    async_op: No = ...,
+    x: Any, dst: Peer, backend: Group = None, *, async_op: No = ..., **rest: Unpack[SendOptions]
 ) -> None: ...
-@hide_mistaken
+@public()
 def send(
     x: Any,
     dst: Peer,
@@ -101,9 +88,7 @@ def send(
         >>> run_ranks(2, pass_on)
         [None, array([0, 1, 2])]
     """
-    if mistaken:
-        raise refuse_keyword("send", mistaken)
-    if timeout is DEFAULT:
+    if timeout is DEFAULT and not mistaken:
         group = current_backend() if backend is None else backend
         if async_op:
             start = getattr(group, "_fast_isend", None)
@@ -114,10 +99,9 @@ def send(
             fast = getattr(group, "_fast_send", None)
             if fast is not None and fast(group, x, dst, tag) is None:
                 return None
-    _refuse_backend(dst, "send(x, dst, backend)")
-    backend = open_backend(backend, "send")
+    backend = _open("send", backend, dst, mistaken)
     peer = _check_destination(backend, dst, "send", async_op=async_op)
-    deadline = open_deadline(backend, timeout)
+    deadline = backend._deadline(timeout)
     return _send(backend, as_input(x, "send: x"), peer, _check_tag(tag), deadline, async_op)
 
 
@@ -142,50 +126,38 @@ def recv(
     src: Peer = ...,
     backend: Group = None,
     *,
-    out: Any = ...,
-    like: Any = ...,
-    tag: Tag = ...,
-    with_status: Literal[False] = ...,
-    timeout: Timeout = ...,
+    with_status: No = ...,
     async_op: Yes,
+    **rest: Unpack[RecvOptions],
 ) -> Work[Any]: ...
 @overload
 def recv(
     src: Peer = ...,
     backend: Group = None,
     *,
-    out: Any = ...,
-    like: Any = ...,
-    tag: Tag = ...,
-    with_status: Literal[True],
-    timeout: Timeout = ...,
+    with_status: Yes,
     async_op: Yes,
+    **rest: Unpack[RecvOptions],
 ) -> Work[tuple[Any, Status]]: ...
 @overload
 def recv(
     src: Peer = ...,
     backend: Group = None,
     *,
-    out: Any = ...,
-    like: Any = ...,
-    tag: Tag = ...,
-    with_status: Literal[True],
-    timeout: Timeout = ...,
+    with_status: Yes,
     async_op: No = ...,
+    **rest: Unpack[RecvOptions],
 ) -> tuple[Any, Status]: ...
 @overload
 def recv(
     src: Peer = ...,
     backend: Group = None,
     *,
-    out: Any = ...,
-    like: Any = ...,
-    tag: Tag = ...,
     with_status: bool = ...,
-    timeout: Timeout = ...,
     async_op: bool = ...,
+    **rest: Unpack[RecvOptions],
 ) -> Any: ...
-@hide_mistaken
+@public()
 def recv(
     src: Peer = ANY_SOURCE,
     backend: Group = None,
@@ -219,21 +191,18 @@ def recv(
         >>> run_ranks(2, pass_on)
         [None, (2.5, Status(source=0, tag=3, dtype='float64', shape=()))]
     """
-    if mistaken:
-        raise refuse_keyword("recv", mistaken)
-    if timeout is DEFAULT and not extra:
+    if timeout is DEFAULT and not extra and not mistaken:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_irecv" if async_op else "_fast_recv", None)
         done = NotImplemented if fast is None else fast(group, src, out, like, tag, with_status)
         if done is not NotImplemented:
             return done
-    _refuse_backend(src, "recv(src, backend)")
     _refuse_array(src, "recv(src) returns what was sent, recv(src, out=x) fills x")
     if extra:
         raise TypeError(f"recv() takes src and backend by position, got {2 + len(extra)}")
-    backend = open_backend(backend, "recv")
+    backend = _open("recv", backend, src, mistaken)
     peer = _check_source(backend, src, "recv")
-    deadline = open_deadline(backend, timeout)
+    deadline = backend._deadline(timeout)
     number, target = _check_recv_tag(tag), _target(out, like, "recv")
     if peer is None:
         nothing = (out, NO_MESSAGE) if with_status else out
@@ -244,7 +213,7 @@ def recv(
     return start(receive, deadline)
 
 
-@hide_mistaken
+@public()
 def sendrecv(
     x: Any,
     dst: Peer,
@@ -274,9 +243,7 @@ def sendrecv(
         >>> run_ranks(3, shift)
         [2, 0, 1]
     """
-    if mistaken:
-        raise refuse_keyword("sendrecv", mistaken)
-    if timeout is DEFAULT:
+    if timeout is DEFAULT and not mistaken:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_isendrecv" if async_op else "_fast_sendrecv", None)
         done = (
@@ -284,12 +251,11 @@ def sendrecv(
         )
         if done is not NotImplemented:
             return done
-    _refuse_backend(dst, "sendrecv(x, dst, src, backend)")
     _refuse_array(src, "sendrecv(x, dst, src, out=y) fills y")
-    backend = open_backend(backend, "sendrecv")
+    backend = _open("sendrecv", backend, dst, mistaken)
     to = _check_destination(backend, dst, "sendrecv", async_op=True)
     peer = _check_source(backend, src, "sendrecv")
-    deadline = open_deadline(backend, timeout)
+    deadline = backend._deadline(timeout)
     source, number = as_input(x, "sendrecv: x"), _check_tag(tag)
     received = number if recv_tag is None else _check_recv_tag(recv_tag)
     target = _target(out, like, "sendrecv")
@@ -331,7 +297,7 @@ def _send_alone(
     return work
 
 
-@hide_mistaken
+@public()
 def probe(
     src: Peer = ANY_SOURCE,
     backend: Group = None,
@@ -354,16 +320,13 @@ def probe(
         >>> run_ranks(2, pass_on)
         [None, (2, 3)]
     """
-    if mistaken:
-        raise refuse_keyword("probe", mistaken)
-    _refuse_backend(src, "probe(src, backend)")
-    backend = open_backend(backend, "probe")
+    backend = _open("probe", backend, src, mistaken)
     peer, number = _check_source(backend, src, "probe"), _check_recv_tag(tag)
-    deadline = open_deadline(backend, timeout)
+    deadline = backend._deadline(timeout)
     return NO_MESSAGE if peer is None else backend._probe(peer, number, deadline)
 
 
-@hide_mistaken
+@public()
 def try_probe(
     src: Peer = ANY_SOURCE, backend: Group = None, *, tag: Tag = ANY_TAG, **mistaken: Any
 ) -> Status | None:
@@ -381,10 +344,7 @@ def try_probe(
         >>> run_ranks(1, look)
         [(None, Status(source=0, tag=2, dtype='float64', shape=()))]
     """
-    if mistaken:
-        raise refuse_keyword("try_probe", mistaken)
-    _refuse_backend(src, "try_probe(src, backend)")
-    backend = open_backend(backend, "try_probe")
+    backend = _open("try_probe", backend, src, mistaken)
     peer, number = _check_source(backend, src, "try_probe"), _check_recv_tag(tag)
     return NO_MESSAGE if peer is None else backend._try_probe(peer, number)
 
@@ -392,7 +352,7 @@ def try_probe(
 # -- objects ---------------------------------------------------------------------------------------
 
 
-@hide_mistaken
+@public()
 def send_object(
     obj: Any,
     dst: Peer,
@@ -420,12 +380,9 @@ def send_object(
     """
     from ferrodist.collectives.codec import encode  # imports a dozen types that it knows
 
-    if mistaken:
-        raise refuse_keyword("send_object", mistaken)
-    _refuse_backend(dst, "send_object(obj, dst, backend)")
-    backend = open_backend(backend, "send_object")
+    backend = _open("send_object", backend, dst, mistaken)
     peer = _check_destination(backend, dst, "send_object", async_op=async_op)
-    number, deadline = _check_tag(tag), open_deadline(backend, timeout)
+    number, deadline = _check_tag(tag), backend._deadline(timeout)
     use_pickle = backend._pickle if pickle is None else bool(pickle)
     data = np.frombuffer(encode(obj, use_pickle, "the object"), np.uint8)
     kind = ArrayKind.PICKLE if use_pickle else ArrayKind.OBJECT
@@ -433,7 +390,7 @@ def send_object(
     return _send(backend, source, peer, number, deadline, async_op)
 
 
-@hide_mistaken
+@public()
 def recv_object(
     src: Peer = ANY_SOURCE,
     backend: Group = None,
@@ -460,12 +417,9 @@ def recv_object(
         >>> run_ranks(2, pass_on)
         [None, (['a', 1], Status(source=0, tag=0, dtype='object', shape=()))]
     """
-    if mistaken:
-        raise refuse_keyword("recv_object", mistaken)
-    _refuse_backend(src, "recv_object(src, backend)")
-    backend = open_backend(backend, "recv_object")
+    backend = _open("recv_object", backend, src, mistaken)
     peer, number = _check_source(backend, src, "recv_object"), _check_recv_tag(tag)
-    deadline = open_deadline(backend, timeout)
+    deadline = backend._deadline(timeout)
     if peer is None:
         nothing = (None, NO_MESSAGE) if with_status else None
         return _done(nothing) if async_op else nothing
@@ -572,10 +526,15 @@ def _check_works(works: Any, name: str) -> list[Work[Any]]:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def _refuse_backend(peer: Any, form: str) -> None:
-    """Answer those who pass the backend before the rank."""
+def _open(what: str, backend: Group, peer: Any, mistaken: Mapping[str, Any]) -> Backend:
+    """Return the backend of a call; answer those who pass it before the rank."""
+    check_keywords(what, mistaken)
     if isinstance(peer, Backend):
+        names = inspect.signature(getattr(Backend, what)).parameters.values()
+        form = ", ".join(p.name for p in names if p.kind is p.POSITIONAL_OR_KEYWORD)
+        form = f"{what}({form.removeprefix('self, ')}, backend)"
         raise InvalidArgument(f"the rank comes before the backend: {form}", got=type_name(peer))
+    return open_backend(backend, what)
 
 
 def _refuse_array(src: Any, advice: str) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Makes a public function a method of every backend too: the same call, without ``backend``.
+"""What all public calls share: their options, how they show them, and that backends have them too.
 
-And hides from signatures what takes arguments that are mistakes, to answer them.
+``backend.allreduce(x)`` is ``ferrodist.allreduce(x, backend)``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from typing import Any, TypeVar
 
@@ -17,24 +17,15 @@ from ferrodist.config import DEFAULT
 _ABSENT: Any = object()
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-def hide_mistaken(function: F) -> F:
-    """Leave what takes arguments that are mistakes out of what help and editors show."""
-    signature = inspect.signature(function)
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    shown = [p for p in signature.parameters.values() if p.kind not in variable]
-    function.__dict__["__signature__"] = signature.replace(parameters=shown)
-    return function
-
-
 # What torch, MPI and Horovod call the arguments of these calls.
-_BACKEND = dict.fromkeys(("group", "process_group", "comm", "process_set"), "backend")
-_ROOT = dict.fromkeys(("src", "dst", "root_rank", "rank"), "root")
-_PEERS = {"dest": "dst", "source": "src"}
-_ARRAYS = {"tensor": "x", "obj": "value", "object_list": "value"}
+_MEANT = {
+    **dict.fromkeys(("group", "process_group", "comm", "process_set"), "backend"),
+    **dict.fromkeys(("src", "dst", "root_rank", "rank"), "root"),
+    "dest": "dst", "source": "src", "tensor": "x", "obj": "value", "object_list": "value",
+}
 
-
-ALL_OPTIONS: dict[str, Any] = {
+_DEFAULTS = {
+    "pickle": None,
     "out": None,
     "timeout": DEFAULT,
     "async_op": False,
@@ -43,31 +34,60 @@ ALL_OPTIONS: dict[str, Any] = {
 }
 
 
-def show_options(function: F) -> F:
-    """Show the common keyword arguments, which the function takes as one, one by one."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    shown = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in ALL_OPTIONS.items()
-    ]
-    function.__dict__["__signature__"] = signature.replace(parameters=[*own, *shown])
-    return function
+def public(options: Any = None) -> Callable[[F], F]:
+    """Make a function a method of every backend, and show the options of both one by one.
+
+    ``options`` is the TypedDict that its ``**options`` unpack. What else is variable is there to
+    answer mistakes, and not shown.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        fixed = [
+            p
+            for p in signature.parameters.values()
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if options is not None:
+            own = {p.name: p for p in fixed if p.name in _DEFAULTS}
+            hints = options.__annotations__
+            fixed = [p for p in fixed if p.name not in own]
+            fixed += [
+                own.get(name) or _parameter(name, default, hints[name])
+                for name, default in _DEFAULTS.items()
+                if name in own or name in hints
+            ]
+        function.__dict__["__signature__"] = signature.replace(parameters=fixed)
+        _attach(function, signature.replace(parameters=fixed))
+        return function
+
+    return decorate
 
 
-def refuse_keyword(name: str, mistaken: dict[str, Any]) -> TypeError:
-    """Make the error for a keyword that a call does not have, with the one that was meant."""
-    keyword = next(iter(mistaken))
-    text = f"{name}() got an unexpected keyword argument {keyword!r}"
-    meant = (_BACKEND | _ROOT | _PEERS | _ARRAYS).get(keyword)
-    if meant in inspect.signature(getattr(Backend, name)).parameters or meant == "backend":
-        text += f"; here it is {meant}="
-    return TypeError(text)
+def _parameter(name: str, default: Any, hint: Any) -> inspect.Parameter:
+    words = getattr(hint, "__forward_arg__", hint)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=words
+    )
 
 
-def attach(function: Callable[..., Any]) -> None:
+def are_defaults(options: Mapping[str, Any]) -> bool:
+    """Tell whether options say no more than if they were omitted."""
+    return all(_DEFAULTS.get(name, _ABSENT) is value for name, value in options.items())
+
+
+def check_keywords(name: str, keywords: Mapping[str, Any]) -> None:
+    """Refuse a keyword that a call does not have, with the one that was meant."""
+    known = inspect.signature(getattr(Backend, name)).parameters
+    mistaken = next((keyword for keyword in keywords if keyword not in known), None)
+    if mistaken is not None:
+        meant = _MEANT.get(mistaken)
+        advice = f"; here it is {meant}=" if meant in known or meant == "backend" else ""
+        raise TypeError(f"{name}() got an unexpected keyword argument {mistaken!r}{advice}")
+
+
+def _attach(function: Callable[..., Any], signature: inspect.Signature) -> None:
     """Give ``Backend`` a method of this function's name, signature and docstring."""
-    signature = inspect.signature(function)
     place = list(signature.parameters).index("backend")
     method = _after_one(function) if place == 1 else _after(function, place)
     update_wrapper(method, function)

@@ -11,30 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
+from ferrodist.backends.call_methods import ObjectOptions
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
-from ferrodist.collectives.methods import hide_mistaken, refuse_keyword
+from ferrodist.collectives.methods import public
 from ferrodist.collectives.plan import Group, Request
 from ferrodist.collectives.refusals import share_refusal, size_of_refusal
-from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import InvalidArgument
 
 
-@hide_mistaken
+@public(ObjectOptions)
 def broadcast_object(
     value: Any,
     backend: Group = None,
     root: int = 0,
-    *,
-    pickle: bool | None = None,
-    timeout: Timeout = DEFAULT,
-    async_op: bool = False,
-    **mistaken: Any,
+    **options: Unpack[ObjectOptions],
 ) -> Any:
     """Give every rank the object of ``root``; what the others pass is not looked at.
 
@@ -45,21 +41,17 @@ def broadcast_object(
         >>> run_ranks(2, lambda b: ferrodist.broadcast_object(settings.get(b.rank), b))
         [{'lr': 0.1}, {'lr': 0.1}]
     """
-    if mistaken:
-        raise refuse_keyword("broadcast_object", mistaken)
-    request = Request(Kind.BROADCAST_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
-    return _execute(_BroadcastObject, request, [value] if request.is_root else [], pickle)
+    request = Request(Kind.BROADCAST_OBJECT, backend, options, root=root)
+    return _execute(
+        _BroadcastObject, request, [value] if request.is_root else [], options.get("pickle")
+    )
 
 
-@hide_mistaken
+@public(ObjectOptions)
 def all_gather_object(
     value: Any,
     backend: Group = None,
-    *,
-    pickle: bool | None = None,
-    timeout: Timeout = DEFAULT,
-    async_op: bool = False,
-    **mistaken: Any,
+    **options: Unpack[ObjectOptions],
 ) -> Any:
     """Give every rank the list of the objects of all, in rank order.
 
@@ -69,22 +61,16 @@ def all_gather_object(
         >>> run_ranks(2, lambda b: ferrodist.all_gather_object((b.rank, "ok"), b))[1]
         [(0, 'ok'), (1, 'ok')]
     """
-    if mistaken:
-        raise refuse_keyword("all_gather_object", mistaken)
-    request = Request(Kind.ALL_GATHER_OBJECT, backend, timeout=timeout, is_async=async_op)
-    return _execute(_GatherObject, request, [value], pickle)
+    request = Request(Kind.ALL_GATHER_OBJECT, backend, options)
+    return _execute(_GatherObject, request, [value], options.get("pickle"))
 
 
-@hide_mistaken
+@public(ObjectOptions)
 def gather_object(
     value: Any,
     backend: Group = None,
     root: int = 0,
-    *,
-    pickle: bool | None = None,
-    timeout: Timeout = DEFAULT,
-    async_op: bool = False,
-    **mistaken: Any,
+    **options: Unpack[ObjectOptions],
 ) -> Any:
     """Give ``root`` the list of the objects of all ranks; the other ranks get None.
 
@@ -94,22 +80,16 @@ def gather_object(
         >>> run_ranks(2, lambda b: ferrodist.gather_object({b.rank}, b))
         [[{0}, {1}], None]
     """
-    if mistaken:
-        raise refuse_keyword("gather_object", mistaken)
-    request = Request(Kind.GATHER_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
-    return _execute(_GatherObject, request, [value], pickle)
+    request = Request(Kind.GATHER_OBJECT, backend, options, root=root)
+    return _execute(_GatherObject, request, [value], options.get("pickle"))
 
 
-@hide_mistaken
+@public(ObjectOptions)
 def scatter_object(
     values: Sequence[Any] | None,
     backend: Group = None,
     root: int = 0,
-    *,
-    pickle: bool | None = None,
-    timeout: Timeout = DEFAULT,
-    async_op: bool = False,
-    **mistaken: Any,
+    **options: Unpack[ObjectOptions],
 ) -> Any:
     """Give rank r the object ``values[r]`` of ``root``; the other ranks pass None.
 
@@ -120,10 +100,10 @@ def scatter_object(
         >>> run_ranks(2, lambda b: ferrodist.scatter_object(parts.get(b.rank), b))
         ['a', 'b']
     """
-    if mistaken:
-        raise refuse_keyword("scatter_object", mistaken)
-    request = Request(Kind.SCATTER_OBJECT, backend, root=root, timeout=timeout, is_async=async_op)
-    return _execute(_ScatterObject, request, values if request.is_root else [], pickle)
+    request = Request(Kind.SCATTER_OBJECT, backend, options, root=root)
+    return _execute(
+        _ScatterObject, request, values if request.is_root else [], options.get("pickle")
+    )
 
 
 @dataclass(slots=True, eq=False)

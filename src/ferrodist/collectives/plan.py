@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
@@ -29,13 +29,13 @@ from ferrodist.arrays import (
     split_blocks,
 )
 from ferrodist.backends.base import Backend
-from ferrodist.backends.call_methods import AllOptions, Op
+from ferrodist.backends.call_methods import Op
 from ferrodist.backends.registry import current_backend
-from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Part, Prepared, RunningCall
+from ferrodist.backends.running_call import CollectiveArgs, Part, Prepared, RunningCall
 from ferrodist.buffer import DeviceBuffer
 from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.collectives.fusing import Item, Packed, fuse
-from ferrodist.collectives.methods import ALL_OPTIONS, refuse_keyword
+from ferrodist.collectives.methods import check_keywords
 from ferrodist.collectives.reductions import (
     CustomReduction,
     Pairs,
@@ -45,8 +45,7 @@ from ferrodist.collectives.reductions import (
     problem_of_kind,
     problem_of_pair,
 )
-from ferrodist.config import DEFAULT, Timeout
-from ferrodist.deadline import Deadline
+from ferrodist.config import DEFAULT
 from ferrodist.errors import (
     InvalidArgument,
     InvalidShape,
@@ -71,29 +70,32 @@ No = Literal[False]
 
 
 class Request:
-    """One public call on its way to the backend."""
+    """One public call on its way to the backend.
+
+    ``options`` are those keyword arguments of the call that most calls have.
+    """
 
     def __init__(
         self,
         kind: Kind,
         backend: Backend | None,
+        options: Mapping[str, Any],
         *,
         root: int | None = None,
         op: Op | None = None,
-        timeout: Timeout = DEFAULT,
         is_async: bool = False,
-        algorithm: Algorithm = None,
-        reproducible: bool | None = None,
     ) -> None:
+        check_keywords(kind.label, options)
         self.kind = kind
         self.backend = open_backend(backend, kind.label)
         self.root = None
         if kind.is_rooted:
             self.root = self.backend._check_rank(root, f"{kind.label}: root")
-        self.deadline = open_deadline(self.backend, timeout)
+        self.deadline = self.backend._deadline(options.get("timeout", DEFAULT))
         self.op = ReduceOp.parse(op) if kind.is_reduction else None
-        self.reproducible = (
-            self.backend.reproducible if reproducible is None else bool(reproducible)
+        algorithm, reproducible = options.get("algorithm"), options.get("reproducible")
+        self.reproducible = bool(
+            self.backend.reproducible if reproducible is None else reproducible
         )
         # What its collectives are told, where they are not told otherwise.
         self.args = CollectiveArgs(
@@ -105,7 +107,7 @@ class Request:
         self.algorithm_name = self.backend._check_algorithm(
             kind, algorithm, self.root or 0, self.reproducible
         )
-        self.is_async = is_async
+        self.is_async = is_async or options.get("async_op", False)
         self.counts: list[int] | None = None  # rows of each rank, where all pass them
         self._check_kind(is_algorithm_named=algorithm is not None)
 
@@ -172,31 +174,6 @@ class Request:
             check_number(taken, self.op, self.backend.world_size, f"{self.kind.label}: {where}")
 
 
-def open_request(
-    kind: Kind,
-    backend: Backend | None,
-    options: AllOptions,
-    *,
-    root: int | None = None,
-    op: Op | None = None,
-) -> tuple[Request, Any]:
-    """Check the options of a call whose function has them as one; return its ``out``, too."""
-    mistaken = {name: value for name, value in options.items() if name not in ALL_OPTIONS}
-    if mistaken:
-        raise refuse_keyword(kind.label, mistaken)
-    request = Request(
-        kind,
-        backend,
-        root=root,
-        op=op,
-        timeout=options.get("timeout", DEFAULT),
-        is_async=options.get("async_op", False),
-        algorithm=options.get("algorithm"),
-        reproducible=options.get("reproducible"),
-    )
-    return request, options.get("out")
-
-
 def open_backend(backend: Backend | None, what: str) -> Backend:
     """Return the backend to use, or say what is wrong with it."""
     if backend is None:
@@ -226,11 +203,6 @@ def _meant_instead(backend: Any, what: str) -> str:
     if type(backend).__module__.startswith("torch."):
         return ", a group of torch; pass what init() or backend.split() gave"
     return ""
-
-
-def open_deadline(backend: Backend, timeout: Timeout) -> Deadline:
-    """Start the clock of a call."""
-    return backend._deadline(timeout)
 
 
 def leaf_of(taken: InputArray, path: str = "") -> Leaf:

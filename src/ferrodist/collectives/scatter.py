@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Unpack, overload
 import numpy as np
 
 from ferrodist.arrays import InputArray, OutputArray, as_input, as_output, new_result, numpy_result
-from ferrodist.backends.call_methods import AllOptions, Options
-from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
+from ferrodist.backends.call_methods import AllOptions, InPlaceOptions, Options
+from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
-from ferrodist.collectives.methods import hide_mistaken, refuse_keyword, show_options
+from ferrodist.collectives.methods import are_defaults, public
 from ferrodist.collectives.plan import (
     Group,
     No,
@@ -26,12 +26,10 @@ from ferrodist.collectives.plan import (
     Yes,
     is_in_place,
     leaf_of,
-    open_request,
     result_shape,
 )
 from ferrodist.collectives.refusals import share_refusal, size_of_refusal
 from ferrodist.collectives.uneven import SizedCall, check_counts, check_sum, split_shape
-from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import (
     CollectiveMismatch,
     DistributedError,
@@ -50,18 +48,15 @@ def scatter(
 def scatter(
     x: Any, backend: Group = None, root: int = ..., *, async_op: No = ..., **rest: Unpack[Options]
 ) -> Any: ...
-@hide_mistaken
+@public(Options)
 def scatter(
     x: Any,
     backend: Group = None,
     root: int = 0,
     *,
     out: Any = None,
-    timeout: Timeout = DEFAULT,
     async_op: bool = False,
-    algorithm: Algorithm = None,
-    reproducible: bool | None = None,
-    **mistaken: Any,
+    **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Cut the array of ``root`` along axis 0 and give part r to rank r.
 
@@ -74,25 +69,15 @@ def scatter(
         >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
         [array([0, 1]), array([2, 3])]
     """
-    if mistaken:
-        raise refuse_keyword("scatter", mistaken)
-    if timeout is DEFAULT and algorithm is None and reproducible is None:
+    if not options or are_defaults(options):
         done = (fast_start if async_op else fast_path)(SCATTER, backend, x, out, None, root)
         if done is not NotImplemented:
             return done
-    request = Request(
-        Kind.SCATTER,
-        backend,
-        root=root,
-        timeout=timeout,
-        is_async=async_op,
-        algorithm=algorithm,
-        reproducible=reproducible,
-    )
+    request = Request(Kind.SCATTER, backend, options, root=root, is_async=async_op)
     return request.execute(_prepare(request, x, out))
 
 
-@show_options
+@public(AllOptions)
 def scatter_uneven(
     x: Any,
     counts: Sequence[int] | None,
@@ -112,11 +97,11 @@ def scatter_uneven(
         >>> run_ranks(2, lambda b: ferrodist.scatter_uneven(*inputs.get(b.rank, (None, None)), b))
         [array([0]), array([1, 2])]
     """
-    request, out = open_request(Kind.SCATTER_UNEVEN, backend, options, root=root)
+    request = Request(Kind.SCATTER_UNEVEN, backend, options, root=root)
     given = None
     if not request.is_root and counts is not None:
         given = check_counts(request, counts, "counts")
-    call = _prepare(request, x, out, counts)
+    call = _prepare(request, x, options.get("out"), counts)
     call.given = given
     return request.execute(call)
 

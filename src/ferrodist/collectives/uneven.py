@@ -27,14 +27,13 @@ from ferrodist.backends.call_methods import AllOptions, Op
 from ferrodist.backends.running_call import Part, Prepared, RunningCall
 from ferrodist.buffer import Buffer
 from ferrodist.call import Kind, Leaf
-from ferrodist.collectives.methods import show_options
+from ferrodist.collectives.methods import public
 from ferrodist.collectives.plan import (
     DenseCall,
     Group,
     Request,
     is_in_place,
     leaf_of,
-    open_request,
     take_out,
 )
 from ferrodist.errors import CollectiveMismatch, InvalidArgument, InvalidShape, SizeMismatch
@@ -44,7 +43,7 @@ _MANY = 1 << 62  # no array has so many rows, and the sum of two such counts fit
 _SHOWN_COUNTS = 16
 
 
-@show_options
+@public(AllOptions)
 def all_gather_uneven(
     x: Any,
     backend: Group = None,
@@ -68,11 +67,11 @@ def all_gather_uneven(
         >>> run_ranks(3, gather)[0]
         [array([], dtype=int64), array([7]), array([7, 7])]
     """
-    request, out = open_request(Kind.ALL_GATHER_UNEVEN, backend, options)
-    return _gather(request, x, out, as_list, with_counts)
+    request = Request(Kind.ALL_GATHER_UNEVEN, backend, options)
+    return _gather(request, x, options.get("out"), as_list, with_counts)
 
 
-@show_options
+@public(AllOptions)
 def gather_uneven(
     x: Any,
     backend: Group = None,
@@ -92,8 +91,8 @@ def gather_uneven(
         >>> run_ranks(3, gather)
         [(array([7, 7, 7]), [0, 1, 2]), None, None]
     """
-    request, out = open_request(Kind.GATHER_UNEVEN, backend, options, root=root)
-    return _gather(request, x, out, as_list, with_counts)
+    request = Request(Kind.GATHER_UNEVEN, backend, options, root=root)
+    return _gather(request, x, options.get("out"), as_list, with_counts)
 
 
 def _gather(request: Request, x: Any, out: Any, as_list: bool, with_counts: bool) -> Any:
@@ -168,7 +167,7 @@ class _GatherUneven(SizedCall):
         self.collective(running, kind, self.taken.buffer, self.counts, row)
 
 
-@show_options
+@public(AllOptions)
 def reduce_scatter_uneven(
     x: Any,
     counts: Sequence[int],
@@ -187,7 +186,7 @@ def reduce_scatter_uneven(
         >>> run_ranks(2, lambda b: ferrodist.reduce_scatter_uneven(np.arange(3), [1, 2], b))
         [array([0]), array([2, 4])]
     """
-    request, out = open_request(Kind.REDUCE_SCATTER_UNEVEN, backend, options, op=op)
+    request, out = Request(Kind.REDUCE_SCATTER_UNEVEN, backend, options, op=op), options.get("out")
     taken = as_input(x, "reduce_scatter_uneven: x")
     request.check_op(taken, "x")
     rows, row = split_shape(request, taken)
@@ -205,7 +204,7 @@ def reduce_scatter_uneven(
     return request.execute(dense)
 
 
-@show_options
+@public(AllOptions)
 def all_to_all_uneven(
     x: Any,
     send_counts: Sequence[int],
@@ -230,7 +229,7 @@ def all_to_all_uneven(
         >>> run_ranks(2, swap)
         [(array([0]), [0, 1]), (array([0, 1]), [2, 0])]
     """
-    request, out = open_request(Kind.ALL_TO_ALL_UNEVEN, backend, options)
+    request, out = Request(Kind.ALL_TO_ALL_UNEVEN, backend, options), options.get("out")
     taken = as_input(x, "all_to_all_uneven: x")
     sends = check_counts(request, send_counts, "send_counts")
     check_sum(request, sends, _rows(taken)[0], "send_counts")
