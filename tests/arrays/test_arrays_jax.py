@@ -104,7 +104,7 @@ def test_deleted_array_is_refused() -> None:
 
 
 def test_out_cannot_be_a_jax_array() -> None:
-    with pytest.raises(InvalidArgument, match=r"out is a jax\.Array.*leave out= away"):
+    with pytest.raises(InvalidArgument, match=r"out is a jax\.Array.*omit out="):
         as_output(jnp.zeros(3), DType.FLOAT32, (3,))
 
 

@@ -21,6 +21,7 @@ from ferrodist.arrays.convert import (
     split_blocks,
     split_rows,
 )
+from ferrodist.arrays.host_arrays import check_number
 from ferrodist.arrays.library import (
     InputArray,
     Library,
@@ -32,37 +33,12 @@ from ferrodist.arrays.library import (
     type_name,
 )
 from ferrodist.arrays.memory_overlap import Overlap, OverlapKind, find_crossing, overlap
-from ferrodist.arrays.python_objects import check_number
 from ferrodist.arrays.trees import flatten, is_tree
 
 __all__ = [
-    "as_input",
-    "as_device_input",
-    "as_device_output",
-    "is_on_device",
-    "new_result",
-    "numpy_result",
-    "as_output",
-    "split_blocks",
-    "split_rows",
-    "overlap",
-    "find_crossing",
-    "check_number",
-    "flatten",
-    "is_tree",
-    "array_over",
-    "received_array",
-    "advise_objects",
-    "is_writable_in_part",
-    "numpy_dtype",
-    "type_name",
-    "form_like",
-    "parse_form",
-    "Form",
-    "Library",
-    "Overlap",
-    "OverlapKind",
-    "Span",
-    "InputArray",
-    "OutputArray",
-]
+    "as_input", "as_device_input", "as_device_output", "is_on_device", "new_result", "numpy_result",
+    "as_output", "split_blocks", "split_rows", "overlap", "find_crossing", "check_number",
+    "flatten", "is_tree", "array_over", "received_array", "advise_objects", "is_writable_in_part",
+    "numpy_dtype", "type_name", "form_like", "parse_form", "Form", "Library", "Overlap",
+    "OverlapKind", "Span", "InputArray", "OutputArray",
+]  # fmt: skip

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ferrodist.arrays.dlpack_arrays import DLPACK_ARRAYS
+from ferrodist.arrays.host_arrays import (
+    DLPACK_ARRAYS,
+    NUMBER_TYPES,
+    NUMPY_ARRAYS,
+    NUMPY_SCALARS,
+    PYTHON_BUFFERS,
+    PYTHON_NUMBERS,
+    exports_memory,
+)
 from ferrodist.arrays.library import (
     SUPPORTED,
     InputArray,
@@ -25,13 +33,6 @@ from ferrodist.arrays.library import (
     refuse,
     refuse_out,
     type_name,
-)
-from ferrodist.arrays.numpy_arrays import NUMPY_ARRAYS, NUMPY_SCALARS
-from ferrodist.arrays.python_objects import (
-    NUMBER_TYPES,
-    PYTHON_BUFFERS,
-    PYTHON_NUMBERS,
-    exports_memory,
 )
 from ferrodist.buffer import DTYPES_BY_LABEL, ArrayKind, DType
 from ferrodist.errors import BackendUnavailable, InvalidArgument, UnsupportedArray

@@ -13,6 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from ferrodist.arrays.host_arrays import known_buffer
 from ferrodist.arrays.library import (
     InputArray,
     Library,
@@ -24,24 +25,20 @@ from ferrodist.arrays.library import (
     find_dtype,
     fresh,
 )
-from ferrodist.arrays.numpy_arrays import known_buffer
 from ferrodist.buffer import DType
 
 
-class CupyArrays:
+class _CupyArrays:
     """Arrays on a GPU, staged in host memory."""
 
     def as_input(self, x: Any, where: str) -> InputArray:
-        """Copy the array to the host; waits for the work on its stream."""
         return InputArray(known_buffer(cupy.asnumpy(x), where), self, x)
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
-        """Allocate host memory, which is copied to the device of ``taken`` at the end."""
         host = np.empty(shape, taken.array.dtype)
         return fresh(host, taken.buffer.dtype, functools.partial(_move, taken.array.device))
 
     def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
-        """Stage the result in host memory and copy it to the user's array at the end."""
         check_out(out, find_dtype(out.dtype), dtype, shape)
         check_out_contiguous(out.flags.c_contiguous, out.strides)
         host = np.empty(shape, out.dtype)
@@ -50,11 +47,10 @@ class CupyArrays:
         )
 
     def span(self, x: Any) -> Span:
-        """Tell which device memory the array occupies."""
         return Span(x.data.ptr, x.shape, x.strides, x.itemsize, f"cuda:{x.device.id}")
 
 
-LIBRARY: Library = CupyArrays()
+LIBRARY: Library = _CupyArrays()
 
 
 def _move(device: Any, host: np.ndarray[Any, Any]) -> Any:

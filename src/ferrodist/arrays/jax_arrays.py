@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ferrodist import _native
+from ferrodist.arrays.host_arrays import known_buffer
 from ferrodist.arrays.library import (
     InputArray,
     Library,
@@ -24,15 +25,13 @@ from ferrodist.arrays.library import (
     refuse_out,
     span_of,
 )
-from ferrodist.arrays.numpy_arrays import known_buffer
 from ferrodist.buffer import ArrayKind, DType
 
 
-class JaxArrays:
+class _JaxArrays:
     """Arrays are immutable: never written, never ``out``."""
 
     def as_input(self, x: Any, where: str) -> InputArray:
-        """View the bytes on the CPU, copy them from other devices."""
         problem = _find_problem(x)
         if problem is not None:
             raise refuse(where, *problem)
@@ -42,20 +41,17 @@ class JaxArrays:
         return InputArray(known_buffer(np.asarray(x), where), self, x, kind)
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
-        """Allocate host memory, which moves to the device of ``taken`` at the end."""
         host = np.empty(shape, taken.array.dtype)
         return fresh(host, taken.buffer.dtype, functools.partial(_put_beside, taken.array))
 
     def as_output(self, out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
-        """Refuse: JAX arrays cannot be written."""
-        raise refuse_out("a jax.Array, which cannot be written", "leave out= away")
+        raise refuse_out("a jax.Array, which cannot be written", "omit out=")
 
     def span(self, x: Any) -> Span:
-        """Tell which memory the array occupies; a NumPy array may share it."""
         return span_of(np.asarray(x))
 
 
-LIBRARY: Library = JaxArrays()
+LIBRARY: Library = _JaxArrays()
 _SHARED_NBYTES = 1 << 17  # from here on not copying saves more than device_put costs
 
 

@@ -216,6 +216,6 @@ def check_out_contiguous(contiguous: bool, strides: tuple[int, ...]) -> None:
     if not contiguous:
         raise InvalidArgument(
             f"out is not C-contiguous (strides {strides}); pass a C-contiguous array and copy "
-            "from it, or leave out= away",
+            "from it, or omit out=",
             got=strides,
         )

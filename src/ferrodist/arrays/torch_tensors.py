@@ -36,11 +36,10 @@ from ferrodist.buffer import ARRAY_DTYPES, ArrayKind, DeviceBuffer, DType
 _DTYPES: dict[Any, DType] = {getattr(torch, dtype.label): dtype for dtype in ARRAY_DTYPES}
 
 
-class TorchTensors:
+class _TorchTensors:
     """Tensors are taken by their data: gradients are neither read nor recorded."""
 
     def as_input(self, x: Any, where: str) -> InputArray:
-        """View the tensor's bytes, or a packed copy of them."""
         dtype = _check(x, where)
         # Each of these gives the tensor itself when there is nothing to do.
         host = x.detach().resolve_conj().resolve_neg().cpu()
@@ -50,7 +49,6 @@ class TorchTensors:
         return InputArray(buffer_of(_as_numpy(host), dtype), self, x, kind)
 
     def new_result(self, taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
-        """Allocate a plain tensor, which moves to the device of ``taken`` at the end."""
         x = taken.array
         if isinstance(taken.buffer, DeviceBuffer):
             made = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -71,14 +69,13 @@ class TorchTensors:
         return OutputArray(buffer_of(_as_numpy(host), dtype), host, convert, self.span(out))
 
     def span(self, x: Any) -> Span:
-        """Tell which memory the tensor occupies."""
         itemsize = x.element_size()
         strides = tuple(stride * itemsize for stride in x.stride())
         device = HOST if _is_on_host(x) else str(x.device)
         return Span(x.data_ptr(), tuple(x.shape), strides, itemsize, device)
 
 
-LIBRARY: Library = TorchTensors()
+LIBRARY: Library = _TorchTensors()
 
 
 # -- tensors that stay on their device -------------------------------------------------------------
