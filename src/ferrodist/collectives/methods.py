@@ -21,7 +21,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MEANT = {
     **dict.fromkeys(("group", "process_group", "comm", "process_set"), "backend"),
     **dict.fromkeys(("src", "dst", "root_rank", "rank"), "root"),
-    "dest": "dst", "source": "src", "tensor": "x", "obj": "value", "object_list": "value",
+    "dest": "dst",
+    "source": "src",
+    "tensor": "x",
+    "obj": "value",
+    "object_list": "value",
 }
 
 _DEFAULTS = {
