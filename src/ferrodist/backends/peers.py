@@ -177,12 +177,12 @@ def _shown(value: Any) -> str:
 
 
 def _send(backend: ProcessBackend, facts: dict[str, Any], peer: int, deadline: Deadline) -> None:
-    backend._messenger.send(_pack(facts), peer, _SETTINGS_TAG, deadline)
+    backend._send(_pack(facts), peer, _SETTINGS_TAG, deadline)
 
 
 def _receive(backend: ProcessBackend, peer: int, deadline: Deadline) -> dict[str, Any]:
     target = as_output(bytearray(_SETTINGS_NBYTES), DType.UINT8, (_SETTINGS_NBYTES,))
-    message = backend._messenger.recv(Receive(peer, _SETTINGS_TAG, target), deadline)
+    message = backend._recv(Receive(peer, _SETTINGS_TAG, target), deadline)
     try:
         found = json.loads(message.rstrip(b"\0").decode())
     except RecursionError as error:

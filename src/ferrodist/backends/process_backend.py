@@ -19,7 +19,6 @@ from typing import Any, Self, TypeVar
 
 from ferrodist import _native
 from ferrodist._native import Status
-from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.executor import Planner
@@ -34,9 +33,8 @@ from ferrodist.backends.failures import (
     unpack_group_error,
     unpack_leave_reason,
 )
-from ferrodist.backends.p2p import MessagingBackend, ProcessMessenger
+from ferrodist.backends.p2p import MessagingBackend
 from ferrodist.backends.peers import ExitStatuses
-from ferrodist.backends.receive import Receive
 from ferrodist.backends.request_work import end_callbacks_thread
 from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
 from ferrodist.backends.waits import Wait
@@ -57,8 +55,6 @@ _GROUP_ERROR_POLL = 0.001
 class ProcessBackend(MessagingBackend):
     """One rank of a group of processes; ``members`` are the ranks of the group in the world."""
 
-    _messenger: ProcessMessenger
-
     def __init__(
         self,
         world: _native.World | _native.Mesh,
@@ -76,15 +72,9 @@ class ProcessBackend(MessagingBackend):
         super().__init__(rank, len(members), config)
         self._tickets = group.tickets
         self._wait: Wait | None = None  # of a call on the fast path
-        self._messenger = ProcessMessenger(self)
         group.set_unexpected_limit(config.unexpected_nbytes)
-        self._fast_send = group.fast_send
-        self._fast_recv = group.fast_recv
-        self._fast_sendrecv = group.fast_sendrecv
-        self._fast_isend = group.fast_isend
-        self._fast_irecv = group.fast_irecv
-        self._fast_isendrecv = group.fast_isendrecv
-        self._fast_exchange = group.fast_exchange
+        for name in ("send", "recv", "sendrecv", "isend", "irecv", "isendrecv", "exchange"):
+            setattr(self, f"_fast_{name}", getattr(group, f"fast_{name}"))
         self._id = 0
         self._parent: ProcessBackend | None = None
         self._children: weakref.WeakSet[ProcessBackend] = weakref.WeakSet()
@@ -110,33 +100,6 @@ class ProcessBackend(MessagingBackend):
         """Let calls go through native code, which knows nothing of where they are made."""
         if not self.config.check_sites:
             self._call_path, self._start_path = group.call_path, group.start_path
-
-    # -- messages -------------------------------------------------------------------------------
-
-    def _recv(self, receive: Receive, deadline: Deadline) -> Any:
-        """Receive the next message that matches."""
-        self._check_usable()
-        with self._aborting_on_interrupt("recv"):
-            return self._messenger.recv(receive, deadline)
-
-    def _start_send(
-        self, source: InputArray, peer: int, tag: int, deadline: Deadline
-    ) -> Work[None]:
-        """Post a send; the Work is done when ``source`` may change."""
-        self._check_usable()
-        return self._messenger.start_send(source, peer, tag, deadline)
-
-    def _start_recv(self, receive: Receive, deadline: Deadline) -> Work[Any]:
-        """Post a receive."""
-        self._check_usable()
-        return self._messenger.start_recv(receive, deadline)
-
-    def _start_sendrecv(
-        self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
-    ) -> Work[Any]:
-        """Post both."""
-        self._check_usable()
-        return self._messenger.start_sendrecv(source, to, tag, receive, deadline)
 
     def _await_works(self, deadline: Deadline) -> None:
         super()._await_works(deadline)

@@ -30,6 +30,11 @@ _LONGEST_SLEEP = 3600.0  # seconds
 NO_PEER, ANY_PEER = -1, -2  # as of Peers in native/bind/messages.cpp
 
 
+def source_of(peer: int) -> int:
+    """Say whom a receive is from as names of messages do; below 0 that is anybody."""
+    return ANY_PEER if peer < 0 else peer
+
+
 def name_of_message(dst: int, src: int, tag: int, recv_tag: int, name: str = "") -> str:
     """Name a point-to-point call as logs show it; a tag below 0 is any."""
     if src == NO_PEER:

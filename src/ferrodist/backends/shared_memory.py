@@ -24,7 +24,7 @@ from ferrodist.backends.failures import (
     unpack_descriptor,
 )
 from ferrodist.backends.peers import ExitStatuses, check_settings
-from ferrodist.backends.process_backend import ProcessBackend
+from ferrodist.backends.process_messages import ProcessMessagingBackend
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, Counts, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import MAX_TAG, Kind
@@ -44,7 +44,7 @@ _64_BITS = (1 << 64) - 1
 _SCHEDULE_TAG = MAX_TAG + 1  # no user's
 
 
-class SharedMemoryBackend(ProcessBackend):
+class SharedMemoryBackend(ProcessMessagingBackend):
     """One rank of a group of processes on one host.
 
     Made by ``ferrodist.init()`` under a launcher, by ``ferrodist.run``, or by ``split``.

@@ -28,7 +28,7 @@ from ferrodist.backends.failures import (
     unpack_descriptor,
 )
 from ferrodist.backends.peers import PeerExitStatuses, check_settings
-from ferrodist.backends.process_backend import ProcessBackend
+from ferrodist.backends.process_messages import ProcessMessagingBackend
 from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
@@ -43,7 +43,7 @@ _LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and red
 _NO_MEMORY = "no memory"  # how native code begins to say so
 
 
-class TcpBackend(ProcessBackend):
+class TcpBackend(ProcessMessagingBackend):
     """One rank of a group of processes that are connected by TCP.
 
     Made by ``ferrodist.init(backend="tcp")`` under a launcher, or by ``split``.

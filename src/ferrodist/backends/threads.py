@@ -25,7 +25,7 @@ from ferrodist.backends.failures import LeaveReason
 from ferrodist.backends.framing import Frame, FrameError, split_message
 from ferrodist.backends.p2p import Posted, ThreadMessagingBackend, header_of
 from ferrodist.backends.receive import ANY, Message, Misfit, PostedReceive, Receive, status_of
-from ferrodist.backends.request_work import ANY_PEER, NO_PEER, name_of_message
+from ferrodist.backends.request_work import NO_PEER, name_of_message, source_of
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.backends.thread_control import (
     CallHook,
@@ -394,8 +394,7 @@ class Messenger:
 
         A message that came but does not fit is this rank's own affair: its own goes out.
         """
-        src = ANY_PEER if receive.peer == ANY else receive.peer
-        what = name_of_message(to, src, tag, receive.tag)
+        what = name_of_message(to, source_of(receive.peer), tag, receive.tag)
         sending = MessageHook(self._control, self._rank, what, deadline)
         receiving = MessageHook(self._control, self._rank, what, deadline, is_receiving=True)
         request = self._post(source, to, tag, sending)
@@ -444,7 +443,7 @@ class Messenger:
         return ANY if peer == ANY else self._control.members[peer]
 
     def _hook(self, peer: int, tag: int, deadline: Deadline, name: str) -> MessageHook:
-        call = name_of_message(NO_PEER, ANY_PEER if peer == ANY else peer, 0, tag, name)
+        call = name_of_message(NO_PEER, source_of(peer), 0, tag, name)
         return MessageHook(self._control, self._rank, call, deadline, is_receiving=True)
 
     def _post(self, source: InputArray, peer: int, tag: int, hook: MessageHook) -> SendRequest:
