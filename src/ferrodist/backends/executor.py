@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ferrodist import _native
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Counts
@@ -145,19 +145,11 @@ def execute_plan(
     """Do one whole collective: execute its table over every segment."""
     if in_place and not plan.alias_safe and input is not None:
         in_place, input = False, input.copy()
-    task = Task(
-        plan.table,
-        input,
-        output,
-        plan.dtype,
-        plan.op,
-        plan.divisor,
-        plan.is_float32,
-        in_place,
-        config.message_nbytes,
-    )
     for layout in plan.layouts:
-        execute(task, layout, exchange)
+        segment = _Segment(plan, layout, input, output, in_place, config.message_nbytes)
+        for row in plan.table.rows:
+            _execute_instruction(segment, row, exchange)
+        segment.narrow_results()
     if plan.last_op is not None and output is not None:
         _native.local_reduce(plan.dtype, plan.last_op, output.memory, [output.memory], plan.divisor)
 
@@ -283,28 +275,6 @@ Move = Callable[[int, memoryview | None, int, int | None], memoryview | None]
 None."""
 
 
-class Task(NamedTuple):
-    """What one execution works on, the same for all its segments."""
-
-    table: Table
-    source: Buffer | None
-    target: Buffer | None
-    dtype: DType
-    op: ReduceOp
-    divisor: int
-    is_float32: bool
-    is_in_place: bool
-    message_nbytes: int
-
-
-def execute(task: Task, layout: Layout, exchange: Move) -> None:
-    """Execute the table over one segment of the array."""
-    segment = _Segment(task, layout)
-    for row in task.table.rows:
-        _execute_instruction(segment, row, exchange)
-    segment.narrow_results()
-
-
 def _execute_instruction(segment: _Segment, row: Row, exchange: Move) -> None:
     """Send and receive piece by piece; reduce each piece at once where that is safe."""
     outgoing = list(segment.pieces(row.sent)) if row.send_to != NOBODY else []
@@ -318,7 +288,7 @@ def _execute_instruction(segment: _Segment, row: Row, exchange: Move) -> None:
         if arrived is not None:
             _spread(arrived, incoming[index], row.recv_from)
             if row.is_piecewise:
-                begin = index * segment.task.message_nbytes
+                begin = index * segment.message_nbytes
                 segment.work(row.works, slice(begin, begin + len(arrived)))
     if not row.is_piecewise:
         segment.work(row.works, slice(None))
@@ -346,9 +316,18 @@ def _spread(arrived: memoryview, parts: list[memoryview], peer: int) -> None:
 class _Segment:
     """The memory of the cells of one segment."""
 
-    def __init__(self, task: Task, layout: Layout) -> None:
-        self.task = task
-        self._layout = layout
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        layout: Layout,
+        source: Buffer | None,
+        target: Buffer | None,
+        is_in_place: bool,
+        message_nbytes: int,
+    ) -> None:
+        self._plan, self._layout = plan, layout
+        self._source, self._target, self._is_in_place = source, target, is_in_place
+        self.message_nbytes = message_nbytes
         self._scratch = memoryview(bytearray(layout.scratch_nbytes))
         self._views: dict[int, memoryview] = {}
 
@@ -361,7 +340,7 @@ class _Segment:
 
     def pieces(self, cells: tuple[int, ...]) -> Iterator[list[memoryview]]:
         """Cut a message into pieces, each a list of memory to join; at least one, maybe empty."""
-        size, piece, room = self.task.message_nbytes, [], self.task.message_nbytes
+        size, piece, room = self.message_nbytes, [], self.message_nbytes
         for cell in cells:
             view = self.view(cell)
             while len(view) > room:
@@ -386,47 +365,45 @@ class _Segment:
 
     def _is_there_already(self, into: int, operands: tuple[int, ...]) -> bool:
         """Tell whether a copy goes from an input to the result that is the same memory."""
-        cells = self.task.table.cells
+        cells = self._plan.table.cells
         return (
-            self.task.is_in_place
+            self._is_in_place
             and len(operands) == 1
             and cells[into].chunk == cells[operands[0]].chunk
             and (cells[operands[0]].space, cells[into].space) == (Space.MINE, Space.OUT)
-            and not self.task.is_float32
+            and not self._plan.is_float32
         )
 
     def narrow_results(self) -> None:
         """Round float32 results to the caller's 16-bit floats, once."""
-        if not self.task.is_float32 or self.task.target is None:
+        if not self._plan.is_float32 or self._target is None:
             return
         for cell, view in self._views.items():
-            if self.task.table.cells[cell].space is Space.OUT:
+            if self._plan.table.cells[cell].space is Space.OUT:
                 begin, end = self._layout.ranges[cell]
-                if self.task.divisor > 1:
+                if self._plan.divisor > 1:
                     _native.local_reduce(
-                        DType.FLOAT32, ReduceOp.MEAN, view, [view], self.task.divisor
+                        DType.FLOAT32, ReduceOp.MEAN, view, [view], self._plan.divisor
                     )
-                _native.narrow(
-                    self.task.dtype, self.task.target.memory[begin // 2 : end // 2], view
-                )
+                _native.narrow(self._plan.dtype, self._target.memory[begin // 2 : end // 2], view)
 
     def _reduce(self, into: memoryview, operands: list[memoryview]) -> None:
-        task = self.task
-        dtype = DType.FLOAT32 if task.is_float32 else task.dtype
+        plan = self._plan
+        dtype = DType.FLOAT32 if plan.is_float32 else plan.dtype
         _native.local_reduce(
-            dtype, task.op, into, operands, task.divisor if task.op is ReduceOp.MEAN else 1
+            dtype, plan.op, into, operands, plan.divisor if plan.op is ReduceOp.MEAN else 1
         )
 
     def _open(self, cell: int) -> memoryview:
         begin, end = self._layout.ranges[cell]
-        space = self.task.table.cells[cell].space
+        space = self._plan.table.cells[cell].space
         if space is Space.SCRATCH:
             return self._scratch[begin:end]
-        buffer = self.task.source if space is Space.MINE else self.task.target
-        assert buffer is not None, f"rank {self.task.table.rank} has no memory for {space.name}"
-        if not self.task.is_float32:
+        buffer = self._source if space is Space.MINE else self._target
+        assert buffer is not None, f"rank {self._plan.table.rank} has no memory for {space.name}"
+        if not self._plan.is_float32:
             return buffer.memory[begin:end]
         wide = memoryview(bytearray(end - begin))
         if space is Space.MINE:
-            _native.widen(self.task.dtype, wide, buffer.memory[begin // 2 : end // 2])
+            _native.widen(self._plan.dtype, wide, buffer.memory[begin // 2 : end // 2])
         return wide

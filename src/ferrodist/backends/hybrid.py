@@ -22,7 +22,6 @@ from ferrodist.backends import two_levels
 from ferrodist.backends.base import Backend
 from ferrodist.backends.executor import MOST_PLANS, Planner, lengths_of
 from ferrodist.backends.failures import LeaveReason, StatusCode, unpack_leave_reason
-from ferrodist.backends.peers import PeerExitStatuses
 from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.backends.shared_memory import MISMATCH_FOUND, SharedMemoryBackend
 from ferrodist.backends.tcp import TcpBackend
@@ -34,7 +33,6 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
-from ferrodist.rendezvous.mesh import MeshPeer
 from ferrodist.schedules import Lengths
 
 
@@ -47,20 +45,12 @@ class HybridBackend(TcpBackend):
     _has_fast_path = False  # until the ranks of this host have met
     _two_levels: _native.HybridGroup
 
-    def __init__(
-        self,
-        mesh: _native.Mesh,
-        group: _native.TcpGroup,
-        members: tuple[int, ...],
-        rank: int,
-        config: Config,
-        mesh_peers: Sequence[MeshPeer],
-        exit_statuses: PeerExitStatuses,
-    ) -> None:
-        super().__init__(mesh, group, members, rank, config, mesh_peers, exit_statuses)
-        self.host_map = HostMap.of([mesh_peers[member].host for member in members], rank)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        hosts = [self.mesh_peers[member].host for member in self.members]
+        self.host_map = HostMap.of(hosts, self.rank)
         self._inside: SharedMemoryBackend | None = None
-        group.leaves_deaths = True  # who shares memory with a rank knows what it has done
+        self.group.leaves_deaths = True  # who shares memory with a rank knows what it has done
         self._planners: dict[tuple[int, ...], Planner] = {}
         self._programs: dict[tuple[Any, ...], _native.Program] = {}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -141,12 +142,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
             return
         self._check(running, self.run_native(running, number, Kind.BARRIER))
         plan = self.planner.plan(kind, input, output, args)
-
-        def exchange(
-            to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
-        ) -> memoryview | None:
-            return self._exchange(running, to, payload, peer, expected_nbytes)
-
+        exchange = partial(self._exchange, running)
         execute_plan(plan, input, output, args.in_place, self.config, exchange)
 
     def run_native(
@@ -189,11 +185,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
         expected_nbytes: int | None,
     ) -> memoryview | None:
         """Send and receive one message of a schedule at once; either may be None."""
-        group = self.group
-
-        def poll() -> None:
-            self._poll_in_schedule(running)
-
+        group, poll = self.group, partial(self._poll_in_schedule, running)
         arrived = receiving = sending = None
         try:
             if expected_nbytes is not None:

@@ -181,20 +181,10 @@ class TcpBackend(ProcessMessagingBackend):
         plan, in_place = self.planner.plan(kind, input, output, args), args.in_place
         if in_place and not plan.alias_safe and input is not None:
             in_place, input = False, input.copy()
-        execute = self._execute_in_python
-        if self.config.executor != "python":
-            execute = self._execute_in_native_code
-        self._check(running, execute(running, plan, input, output, in_place))
-
-    def _execute_in_native_code(
-        self,
-        running: RunningCall,
-        plan: ExecutionPlan,
-        input: Buffer | None,
-        output: Buffer | None,
-        in_place: bool,
-    ) -> Status:
-        return self.group.execute(
+        if self.config.executor == "python":
+            self._check(running, self._execute_in_python(running, plan, input, output, in_place))
+            return
+        status = self.group.execute(
             plan.native,
             input.memory if input else None,
             output.memory if output else None,
@@ -205,6 +195,7 @@ class TcpBackend(ProcessMessagingBackend):
             running.in_background,
             running.poll,
         )
+        self._check(running, status)
 
     def _execute_in_python(
         self,
@@ -220,7 +211,18 @@ class TcpBackend(ProcessMessagingBackend):
             to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
         ) -> memoryview | None:
             arrived = None if expected_nbytes is None else memoryview(bytearray(expected_nbytes))
-            status = self._exchange(running, to, payload, peer, arrived)
+            status = self.group.exchange(
+                running.call.kind,
+                to,
+                payload,
+                peer,
+                arrived,
+                running.sequence,
+                running.fingerprint,
+                running.deadline,
+                running.in_background,
+                running.poll,
+            )
             if status.code:
                 raise _ExecutionEnded(status)
             return arrived
@@ -235,28 +237,6 @@ class TcpBackend(ProcessMessagingBackend):
         finally:
             self.group.exit()
         return Status(StatusCode.DONE)
-
-    def _exchange(
-        self,
-        running: RunningCall,
-        to: int,
-        payload: memoryview | None,
-        peer: int,
-        arrived: memoryview | None,
-    ) -> Status:
-        """Send and receive one piece at once; either may be None."""
-        return self.group.exchange(
-            running.call.kind,
-            to,
-            payload,
-            peer,
-            arrived,
-            running.sequence,
-            running.fingerprint,
-            running.deadline,
-            running.in_background,
-            running.poll,
-        )
 
     def _has_barred(self) -> bool:
         """Tell whether those missing were barred, be it by all others because they are silent."""
