@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         try_probe,
     )
     from ferrodist.collectives.codec import register_type
-    from ferrodist.collectives.messages import wait_all, wait_any
     from ferrodist.collectives.scatter import scatter, scatter_uneven
     from ferrodist.config import DEFAULT, DEFAULT_COLLECTIVE_TIMEOUT, Config
     from ferrodist.errors import (
@@ -86,7 +85,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sharding import IndexShards, ShardedSampler, shard_indices
     from ferrodist.parallel.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from ferrodist.reduce_op import ReduceOp
-    from ferrodist.work import Work
+    from ferrodist.work import Work, wait_all, wait_any
 
 __all__ = [
     # start
@@ -131,7 +130,6 @@ _NAMES_OF = {
         "scatter_object send send_object sendrecv try_probe"
     ),
     "collectives.codec": "register_type",
-    "collectives.messages": "wait_all wait_any",
     "collectives.scatter": "scatter scatter_uneven",
     "config": "Config DEFAULT DEFAULT_COLLECTIVE_TIMEOUT",
     "errors": (
@@ -149,7 +147,7 @@ _NAMES_OF = {
     "parallel.sharding": "IndexShards ShardedSampler shard_indices",
     "parallel.sync_batch_norm": "SyncBatchNorm convert_sync_batchnorm",
     "reduce_op": "ReduceOp",
-    "work": "Work",
+    "work": "Work wait_all wait_any",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 _PACKAGES = {module.partition(".")[0] for module in _NAMES_OF}  # ferrodist.errors, to name one

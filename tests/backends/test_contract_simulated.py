@@ -18,7 +18,7 @@ from ferrodist import Config, InvalidArgument, ReduceOp, SimulatedBackend, _nati
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind
-from ferrodist.collectives.plan import Request
+from ferrodist.collectives.request import Request
 from ferrodist.schedules import known
 from ferrodist.testing import (
     Case,

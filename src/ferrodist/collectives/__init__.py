@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The public functions: check what was passed, hand it to the backend, wrap the result.
 
-``methods`` and ``plan`` are the way all of them go; the other files hold the functions themselves.
+``request`` and ``plan`` are the way all of them go; the other files hold the functions themselves.
 Nothing here knows an array library (that is ``arrays``) or an algorithm (that is ``schedules``).
 """
 

@@ -22,15 +22,16 @@ from ferrodist.collectives.fast_path import (
     fast_path,
     fast_start,
 )
-from ferrodist.collectives.methods import are_defaults, check_keywords, public
-from ferrodist.collectives.plan import (
+from ferrodist.collectives.plan import execute, execute_barrier
+from ferrodist.collectives.request import (
     Group,
     No,
     Request,
     Yes,
-    execute,
-    execute_barrier,
+    are_defaults,
+    check_keywords,
     open_backend,
+    public,
 )
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.reduce_op import ReduceOp

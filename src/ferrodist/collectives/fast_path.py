@@ -17,7 +17,7 @@ from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import RunningCall
 from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, Site, caller_site
-from ferrodist.collectives.plan import leaf_of
+from ferrodist.collectives.request import leaf_of
 from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Point to point: send, recv, sendrecv and probe, of arrays and objects; waiting for several Works.
+"""Point to point: send, recv, sendrecv and probe, of arrays and objects.
 
 Tags keep conversations apart. Messages between two ranks with one tag stay in order, whichever of
 these calls, blocking or not, from any source or with any tag, receives them.
@@ -8,14 +8,8 @@ these calls, blocking or not, from any source or with any tag, receives them.
 from __future__ import annotations
 
 import inspect
-import itertools
 import operator
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError
-from concurrent.futures import wait as wait_for_futures
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack, overload
 
@@ -38,9 +32,8 @@ from ferrodist.backends.receive import ANY, Receive
 from ferrodist.backends.registry import current_backend
 from ferrodist.buffer import ArrayKind
 from ferrodist.call import MAX_TAG
-from ferrodist.collectives.methods import check_keywords, public
-from ferrodist.collectives.plan import Group, No, Yes, open_backend
-from ferrodist.config import DEFAULT, Timeout, check_timeout
+from ferrodist.collectives.request import Group, No, Yes, check_keywords, open_backend, public
+from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import InvalidArgument, ProtocolError, SelfSend
 from ferrodist.message_status import (
     ANY_SOURCE,
@@ -447,80 +440,6 @@ def _decode(
     except ProtocolError as error:
         text = f"recv_object: of rank {source}: {error}"
         raise ProtocolError(text, rank=source, this_rank=this_rank) from error
-
-
-# -- several calls in flight -----------------------------------------------------------------------
-
-
-def wait_all(works: Sequence[Work[Any]], timeout: float | timedelta | None = None) -> list[Any]:
-    """Wait for all of these calls and return their results, in this order.
-
-    If some failed, the error of the first of them is raised when all are over. After ``timeout``
-    TimeoutError is raised, and those not over go on.
-
-    Example:
-        >>> import ferrodist
-        >>> from ferrodist.testing import run_ranks
-        >>> def swap(backend):
-        ...     peer = 1 - backend.rank
-        ...     coming = backend.recv(peer, async_op=True)
-        ...     return ferrodist.wait_all([coming, backend.send(backend.rank, peer, async_op=True)])
-        >>> run_ranks(2, swap)
-        [[1, None], [0, None]]
-    """
-    seconds = 0 if timeout == 0 else check_timeout(timeout)
-    end = None if seconds is None else time.monotonic() + seconds
-    works = _check_works(works, "wait_all")
-    for work in works:
-        with suppress(CancelledError):
-            work.exception(None if end is None else max(0.0, end - time.monotonic()))
-    return [work.result() for work in works]
-
-
-_STARTS = itertools.count()
-
-
-def wait_any(works: Sequence[Work[Any]], timeout: float | timedelta | None = None) -> int:
-    """Wait until one of these calls is over and return its index; ``works[i].wait()`` tells more.
-
-    If several are over, it is now one of them and now another, so that none is always the last.
-    After ``timeout`` TimeoutError is raised.
-
-    Example:
-        >>> import ferrodist
-        >>> from ferrodist.testing import run_ranks
-        >>> def first(backend):
-        ...     if backend.rank > 0:
-        ...         return backend.send(backend.rank, 0)
-        ...     works = [backend.recv(peer, async_op=True) for peer in (1, 2)]
-        ...     index = ferrodist.wait_any(works)
-        ...     return works[index].wait() == index + 1, works[1 - index].wait() == 2 - index
-        >>> run_ranks(3, first)
-        [(True, True), None, None]
-    """
-    works = _check_works(works, "wait_any")
-    if not works:
-        raise InvalidArgument("wait_any needs at least one Work, got none")
-    seconds = 0 if timeout == 0 else check_timeout(timeout)
-    start = next(_STARTS) % len(works)
-    order: list[int] = [*range(start, len(works)), *range(start)]
-    for is_last in (seconds == 0, True):
-        for index in order:
-            if works[index].done():
-                return index
-        if not is_last:
-            wait_for_futures(works, seconds, FIRST_COMPLETED)
-    raise TimeoutError(f"none of {len(works)} calls is over after {seconds:g} s")
-
-
-def _check_works(works: Any, name: str) -> list[Work[Any]]:
-    is_list = isinstance(works, (list, tuple))
-    wrong = [work for work in works if not isinstance(work, Work)] if is_list else [works]
-    if wrong:
-        got = type_name(wrong[0])
-        text = f"{name} takes a list of what calls with async_op=True returned, got a {got}"
-        raise InvalidArgument(text, got=got)
-    return list(works)
 
 
 # -- checks ----------------------------------------------------------------------------------------

@@ -19,9 +19,7 @@ from ferrodist.backends.call_methods import ObjectOptions
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
-from ferrodist.collectives.methods import public
-from ferrodist.collectives.plan import Group, Request
-from ferrodist.collectives.refusals import share_refusal, size_of_refusal
+from ferrodist.collectives.request import Group, Request, public, share_refusal, size_of_refusal
 from ferrodist.errors import InvalidArgument
 
 

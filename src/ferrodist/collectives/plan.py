@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from ferrodist.arrays import (
     InputArray,
@@ -19,7 +19,6 @@ from ferrodist.arrays import (
     as_device_output,
     as_input,
     as_output,
-    check_number,
     find_crossing,
     flatten,
     is_on_device,
@@ -28,190 +27,18 @@ from ferrodist.arrays import (
     overlap,
     split_blocks,
 )
-from ferrodist.backends.base import Backend
-from ferrodist.backends.call_methods import Op
-from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import CollectiveArgs, Part, Prepared, RunningCall
-from ferrodist.buffer import DeviceBuffer
-from ferrodist.call import Call, Kind, Leaf, caller_site
-from ferrodist.collectives.fusing import Item, Packed, fuse
-from ferrodist.collectives.methods import check_keywords
-from ferrodist.collectives.reductions import (
-    CustomReduction,
-    Pairs,
-    applying,
-    open_pair,
-    problem_of_dtype,
-    problem_of_kind,
-    problem_of_pair,
-)
-from ferrodist.config import DEFAULT
+from ferrodist.buffer import Buffer, DeviceBuffer, DType
+from ferrodist.call import Kind
+from ferrodist.collectives.reductions import CustomReduction, Pairs, open_pair, problem_of_pair
+from ferrodist.collectives.request import Request, leaf_of
 from ferrodist.errors import (
     InvalidArgument,
     InvalidShape,
-    NotInitialized,
     SizeMismatch,
     UnsupportedArray,
-    UnsupportedOp,
 )
 from ferrodist.reduce_op import CustomOp, ReduceOp
-
-# -- requests --------------------------------------------------------------------------------------
-#
-# What every public call begins with: check the options, in the order SEMANTICS asks for.
-#
-# First the root or peer, then the arrays, then the shapes; nothing is sent and no sequence number
-# is used before all of it has passed.
-
-# Short names for the typed signatures of the public functions.
-Group = Backend | None
-Yes = Literal[True]
-No = Literal[False]
-
-
-class Request:
-    """One public call on its way to the backend.
-
-    ``options`` are those keyword arguments of the call that most calls have.
-    """
-
-    def __init__(
-        self,
-        kind: Kind,
-        backend: Backend | None,
-        options: Mapping[str, Any],
-        *,
-        root: int | None = None,
-        op: Op | None = None,
-        is_async: bool = False,
-    ) -> None:
-        check_keywords(kind.label, options)
-        self.kind = kind
-        self.backend = open_backend(backend, kind.label)
-        self.root = None
-        if kind.is_rooted:
-            self.root = self.backend._check_rank(root, f"{kind.label}: root")
-        self.deadline = self.backend._deadline(options.get("timeout", DEFAULT))
-        self.op = ReduceOp.parse(op) if kind.is_reduction else None
-        algorithm, reproducible = options.get("algorithm"), options.get("reproducible")
-        self.reproducible = bool(
-            self.backend.reproducible if reproducible is None else reproducible
-        )
-        # What its collectives are told, where they are not told otherwise.
-        self.args = CollectiveArgs(
-            self.op if isinstance(self.op, ReduceOp) else None,
-            self.root or 0,
-            algorithm=algorithm,
-            in_order=self.reproducible,
-        )
-        self.algorithm_name = self.backend._check_algorithm(
-            kind, algorithm, self.root or 0, self.reproducible
-        )
-        self.is_async = is_async or options.get("async_op", False)
-        self.counts: list[int] | None = None  # rows of each rank, where all pass them
-        self._check_kind(is_algorithm_named=algorithm is not None)
-
-    def _check_kind(self, *, is_algorithm_named: bool) -> None:
-        if self.op is None:
-            return
-        problem = problem_of_kind(self.kind, self.op, is_algorithm_named)
-        if problem is not None:
-            raise UnsupportedOp(
-                f"{self.kind.label}: {self.op.label} {problem}",
-                op=self.kind.label,
-                this_rank=self.backend.rank,
-            )
-
-    @property
-    def is_root(self) -> bool:
-        """True on the rank a rooted call is about."""
-        return self.root == self.backend.rank
-
-    @property
-    def takes_pairs(self) -> bool:
-        """True where values are reduced together with their indices."""
-        return self.op is not None and self.op.takes_pairs
-
-    def call(
-        self,
-        leaves: tuple[Leaf, ...] = (),
-        *,
-        compared: tuple[Leaf, ...] | None = None,
-        pickle: bool = False,
-    ) -> Call:
-        """Describe the call as ranks compare it."""
-        return Call(
-            self.kind,
-            leaves,
-            op=self.op,
-            root=self.root,
-            algorithm=self.algorithm_name,
-            reproducible=self.reproducible,
-            site=caller_site(),
-            compared=compared,
-            pickle=pickle,
-            counts=None if self.counts is None else tuple(self.counts),
-        )
-
-    def execute(self, prepared: Prepared[Any]) -> Any:
-        """Hand the call to the backend: return its result, or its Work if it is asynchronous."""
-        return (self.backend._start if self.is_async else self.backend._perform)(prepared)
-
-    def check_op(self, taken: InputArray, where: str) -> None:
-        """Refuse a reduction that has no meaning for the dtype, and numbers that could wrap."""
-        if self.op is None:
-            return
-        dtype = taken.buffer.dtype
-        problem = problem_of_dtype(self.kind, self.op, dtype, taken.is_number)
-        if problem is not None:
-            raise UnsupportedOp(
-                f"{self.kind.label}: {self.op.label} of {dtype.label} ({where}) {problem}",
-                op=self.kind.label,
-                got=dtype.label,
-                this_rank=self.backend.rank,
-            )
-        if taken.is_number and isinstance(self.op, ReduceOp):
-            check_number(taken, self.op, self.backend.world_size, f"{self.kind.label}: {where}")
-
-
-def open_backend(backend: Backend | None, what: str) -> Backend:
-    """Return the backend to use, or say what is wrong with it."""
-    if backend is None:
-        backend = current_backend()
-    if backend is None:
-        raise NotInitialized(f"{what}: call ferrodist.init() first, or pass a backend")
-    if not isinstance(backend, Backend):
-        raise InvalidArgument(
-            f"{what}: backend must be a Backend, got {type(backend).__name__}"
-            f"{_meant_instead(backend, what)}",
-            got=backend,
-        )
-    if applying.backend is backend:
-        raise InvalidArgument(f"{what}: called by a custom op, which must not communicate")
-    backend._check_usable()
-    return backend
-
-
-def _meant_instead(backend: Any, what: str) -> str:
-    """Guess what was meant by an argument that stands where the backend belongs."""
-    kind = next((kind for kind in Kind if kind.label == what), None)
-    if kind is not None and kind.is_reduction and isinstance(backend, (str, ReduceOp)):
-        op = backend.label if isinstance(backend, ReduceOp) else backend
-        return f"; the operation comes after it, or as {what}(x, op={op!r})"
-    if kind is not None and kind.is_rooted and hasattr(backend, "__index__"):
-        return f"; the root comes after it, or as {what}(x, root={backend})"
-    if type(backend).__module__.startswith("torch."):
-        return ", a group of torch; pass what init() or backend.split() gave"
-    return ""
-
-
-def leaf_of(taken: InputArray, path: str = "") -> Leaf:
-    """Describe an array as ranks compare it."""
-    return Leaf(path, taken.buffer.dtype, taken.buffer.shape)
-
-
-# -- plans -----------------------------------------------------------------------------------------
-
 
 _TAKES_TREES = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
@@ -495,3 +322,87 @@ def _is_allowed(request: Request, taken: InputArray, result: OutputArray, found:
     if request.kind is Kind.REDUCE_SCATTER:
         return -found.offset == request.backend.rank * result.buffer.nbytes
     return False
+
+
+# -- fusing ----------------------------------------------------------------------------------------
+#
+# The leaves of a tree travel as few messages: small ones of one dtype are packed into one buffer,
+# large and lone ones go as they are. In reduce_scatter the packing is by part, so that a rank's
+# part of the packed buffer holds its part of every leaf; all_gather is unpacked block by block.
+
+
+class Item(NamedTuple):
+    """One leaf of a call: its input, where its result goes (None where there is none)."""
+
+    taken: InputArray
+    result: OutputArray | None
+    in_place: bool = False
+
+    def alone(self, kind: Kind, args: CollectiveArgs) -> Part:
+        """Make the collective of a leaf that travels as it is."""
+        output = None if self.result is None else self.result.buffer
+        args = args._replace(in_place=True) if self.in_place else args
+        return Part(kind, self.taken.buffer, output, args)
+
+
+class Packed(NamedTuple):
+    """Results of leaves that travel together."""
+
+    leaves: list[Buffer]
+    output: Buffer
+    parts: int  # into how many equal parts each result is cut: W in all_gather, else 1
+
+    def unpack(self) -> None:
+        """Distribute the packed result to the leaves."""
+        _copy(self.leaves, self.output, self.parts, is_packing=False)
+
+
+def fuse(
+    items: Sequence[Item], kind: Kind, args: CollectiveArgs, world: int, fuse_nbytes: int
+) -> tuple[list[Part], list[Packed]]:
+    """Make the collectives of a call and say what to unpack when they are done.
+
+    Which leaves travel together depends only on what all ranks agree on.
+    """
+    if len(items) == 1:
+        return [items[0].alone(kind, args)], []
+    small: dict[DType, list[Item]] = {}
+    parts: list[Part] = []
+    packed: list[Packed] = []
+    for item in items:
+        is_packable = not isinstance(item.taken.buffer, DeviceBuffer)
+        if is_packable and item.taken.buffer.memory.nbytes <= fuse_nbytes:
+            small.setdefault(item.taken.buffer.dtype, []).append(item)
+        else:
+            parts.append(item.alone(kind, args))
+    for dtype in sorted(small):
+        if len(small[dtype]) == 1:
+            parts.append(small[dtype][0].alone(kind, args))
+            continue
+        inputs = [item.taken.buffer for item in small[dtype]]
+        outputs = [item.result.buffer for item in small[dtype] if item.result is not None]
+        together, output = _room_for(inputs), _room_for(outputs) if outputs else None
+        _copy(inputs, together, world if kind is Kind.REDUCE_SCATTER else 1, is_packing=True)
+        parts.append(Part(kind, together, output, args))
+        if output is not None:
+            packed.append(Packed(outputs, output, world if kind is Kind.ALL_GATHER else 1))
+    return parts, packed
+
+
+def _room_for(buffers: Sequence[Buffer]) -> Buffer:
+    nbytes, dtype = sum([buffer.memory.nbytes for buffer in buffers]), buffers[0].dtype
+    return Buffer.empty(dtype, (nbytes // dtype.itemsize,))
+
+
+def _copy(leaves: Sequence[Buffer], packed: Buffer, parts: int, *, is_packing: bool) -> None:
+    """Copy leaves to packed memory or back: part 0 of every leaf, then part 1 of every leaf, ..."""
+    place = 0
+    for part in range(parts):
+        for leaf in leaves:
+            size = leaf.memory.nbytes // parts
+            outer, inner = slice(place, place + size), slice(part * size, (part + 1) * size)
+            if is_packing:
+                packed.memory[outer] = leaf.memory[inner]
+            else:
+                leaf.memory[inner] = packed.memory[outer]
+            place += size

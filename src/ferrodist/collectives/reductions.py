@@ -7,7 +7,6 @@ function is applied on one rank, which then gives the others the result, or what
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,48 +15,12 @@ import numpy as np
 
 from ferrodist import _native
 from ferrodist.arrays import InputArray, OutputArray, as_input, flatten, new_result, type_name
-from ferrodist.backends.base import Backend
 from ferrodist.backends.running_call import CollectiveArgs, Part, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind, Leaf
-from ferrodist.collectives.refusals import share_refusal, size_of_refusal
+from ferrodist.collectives.request import applying, share_refusal, size_of_refusal
 from ferrodist.errors import DistributedError, InvalidShape, UnsupportedArray, UnsupportedOp
 from ferrodist.reduce_op import CustomOp, ReduceOp
-
-# -- which operations there are --------------------------------------------------------------------
-
-_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-_ORDERED = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.MINLOC, ReduceOp.MAXLOC)
-_OF_PAIRS = (Kind.ALLREDUCE, Kind.REDUCE, Kind.SCAN)
-_CUT = (Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_UNEVEN)
-
-
-def problem_of_kind(kind: Kind, op: ReduceOp | CustomOp, is_algorithm_named: bool) -> str | None:
-    """Say why a call does not take an operation, whatever the array; None if it does."""
-    if isinstance(op, CustomOp) and is_algorithm_named:
-        return "is applied in rank order; omit algorithm="
-    if op.takes_pairs and kind not in _OF_PAIRS:
-        return "is an operation of allreduce, reduce and scan only"
-    if isinstance(op, CustomOp) and kind in _CUT:
-        return "needs whole arrays, and here they are cut; use allreduce and take a part"
-    return None
-
-
-def problem_of_dtype(
-    kind: Kind, op: ReduceOp | CustomOp, dtype: DType, is_number: bool
-) -> str | None:
-    """Say why an operation has no meaning for a dtype; None if it has."""
-    if op is ReduceOp.MEAN and kind.is_prefix:
-        return "has no meaning here: every rank would divide by another number; use sum"
-    if op is ReduceOp.MEAN and not (dtype.is_float or dtype.is_complex):
-        advice = "pass float(x)" if is_number else "convert to a float type first, or use sum"
-        return f"would not be of that type; {advice}"
-    if op in _ORDERED and dtype.is_complex:
-        return "is not defined: complex numbers have no order"
-    if op in _BITWISE and (dtype.is_float or dtype.is_complex):
-        return "is not defined: bit operations need integers or bool; use land, lor or lxor"
-    return None
-
 
 # -- values with their indices ---------------------------------------------------------------------
 
@@ -132,15 +95,6 @@ class Pairs(NamedTuple):
 
 
 # -- functions of users ----------------------------------------------------------------------------
-
-
-class _Applying(threading.local):
-    """The backend in whose call this thread runs a user's function: a further one never begins."""
-
-    backend: Backend | None = None
-
-
-applying = _Applying()
 
 
 @dataclass(slots=True, eq=False)

@@ -18,17 +18,18 @@ from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
-from ferrodist.collectives.methods import are_defaults, public
-from ferrodist.collectives.plan import (
+from ferrodist.collectives.plan import is_in_place, result_shape
+from ferrodist.collectives.request import (
     Group,
     No,
     Request,
     Yes,
-    is_in_place,
+    are_defaults,
     leaf_of,
-    result_shape,
+    public,
+    share_refusal,
+    size_of_refusal,
 )
-from ferrodist.collectives.refusals import share_refusal, size_of_refusal
 from ferrodist.collectives.uneven import SizedCall, check_counts, check_sum, split_shape
 from ferrodist.errors import (
     CollectiveMismatch,

@@ -27,15 +27,8 @@ from ferrodist.backends.call_methods import AllOptions, Op
 from ferrodist.backends.running_call import Part, Prepared, RunningCall
 from ferrodist.buffer import Buffer
 from ferrodist.call import Kind, Leaf
-from ferrodist.collectives.methods import public
-from ferrodist.collectives.plan import (
-    DenseCall,
-    Group,
-    Request,
-    is_in_place,
-    leaf_of,
-    take_out,
-)
+from ferrodist.collectives.plan import DenseCall, is_in_place, take_out
+from ferrodist.collectives.request import Group, Request, leaf_of, public
 from ferrodist.errors import CollectiveMismatch, InvalidArgument, InvalidShape, SizeMismatch
 from ferrodist.reduce_op import ReduceOp
 
