@@ -356,7 +356,7 @@ class Backend(CallMethods, abc.ABC):
         """Make one array of zeros per host, which all ranks of the host see; every rank calls it.
 
         What a rank writes is seen by those who have come through a ``barrier`` after it. The memory
-        lives until every rank of the host has dropped its array or ended, whoever leaves first. If
+        lives until every rank of the host has dropped its array or ended, in any order. If
         it cannot be had, every rank raises OutOfMemory. Over TCP alone there is none.
 
         Example:

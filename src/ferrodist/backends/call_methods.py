@@ -5,8 +5,6 @@
 this package knows nothing of it. ``backend.allreduce(x)`` is ``ferrodist.allreduce(x, backend)``.
 """
 
-# ruff: noqa: D102 -- the docstrings are those of the functions
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -4,8 +4,8 @@
 Here is what surrounds the collectives: what becomes of a call that cannot succeed, group errors,
 splitting, leaving, and the texts of what goes wrong. When ranks differ, each exchanges descriptors
 with all the others and makes the same group error of them. Losses, aborts and deadlines are seen by
-whoever waits; the first one's group error, told to all, is everybody's. Joining, and the
-collectives themselves, are for subclasses.
+ranks that wait; the group error of the first, told to all, is everybody's. Joining, messages, and
+the collectives themselves, are for subclasses.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ferrodist.backends.failures import (
 )
 from ferrodist.backends.p2p import MessagingBackend
 from ferrodist.backends.peers import ExitStatuses
+from ferrodist.backends.progress import Wait
 from ferrodist.backends.request_work import end_callbacks_thread
 from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
-from ferrodist.backends.waits import Wait
 from ferrodist.call import Kind, Site, caller_site
 from ferrodist.config import DEFAULT, Config, DefaultTimeout, Timeout
 from ferrodist.deadline import Deadline
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 _FOR_EVER = 1e9  # seconds: thirty years
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
-_GROUP_ERROR_WAIT = 5.0  # seconds that whoever has barred this rank has to say so to all
+_GROUP_ERROR_WAIT = 5.0  # seconds that a rank which has barred this one has to say so to all
 _GROUP_ERROR_POLL = 0.001
 
 
@@ -137,7 +137,7 @@ class ProcessBackend(MessagingBackend):
     # -- collectives ----------------------------------------------------------------------------
 
     def _start(self, prepared: Prepared[T]) -> Work[T]:
-        """Put a call in flight that Python prepares; whoever waits for it first runs it."""
+        """Put a call in flight that Python prepares; the first thread to wait for it runs it."""
         with self._lock:  # so that nothing is queued behind the end of the thread
             self._check_usable()
             run = functools.partial(self._run_in_flight, prepared)
@@ -236,7 +236,7 @@ class ProcessBackend(MessagingBackend):
     def _await_group_error(self, running: RunningCall) -> GroupError:
         """Return the group error of a call that this rank is in, or was barred from.
 
-        Whoever has barred a rank sets the group error next; if it died in between, this rank does.
+        The rank that barred this one sets it next; if that died meanwhile, this rank does.
         """
         end = time.monotonic() + _GROUP_ERROR_WAIT
         while (given := self.error_of(running.sequence)) is None:

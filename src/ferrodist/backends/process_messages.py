@@ -13,9 +13,9 @@ from ferrodist.backends.failures import LeaveReason, StatusCode
 from ferrodist.backends.framing import FrameError, pack_array_form, unpack_shape
 from ferrodist.backends.p2p import header_of
 from ferrodist.backends.process_backend import ProcessBackend
+from ferrodist.backends.progress import Wait
 from ferrodist.backends.receive import ANY, Receive, leaf_of_target, make_status, status_of
 from ferrodist.backends.request_work import ANY_PEER, NO_PEER, name_of_message, source_of
-from ferrodist.backends.waits import Wait
 from ferrodist.buffer import ArrayKind, DType
 from ferrodist.call import Leaf, Site, caller_site
 from ferrodist.deadline import Deadline

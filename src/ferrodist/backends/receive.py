@@ -130,20 +130,17 @@ class Message(Protocol):
         """Hear that a receive has it."""
 
 
+@dataclass(slots=True, eq=False)
 class PostedReceive:
     """A receive, or a probe, that is waiting for its message."""
 
-    __slots__ = ("is_cancelled", "is_probe", "is_refused", "message", "peer", "tag", "takes_object")
-
-    def __init__(
-        self, peer: int, tag: int, *, takes_object: bool = False, is_probe: bool = False
-    ) -> None:
-        self.peer, self.tag = peer, tag
-        self.takes_object = takes_object
-        self.is_probe = is_probe
-        self.message: Message | None = None  # the one that it has taken, or seen
-        self.is_refused = False  # the message is an object, or no object, and stays
-        self.is_cancelled = False
+    peer: int
+    tag: int
+    takes_object: bool = False
+    is_probe: bool = False
+    message: Message | None = None  # the one that it has taken, or seen
+    is_refused: bool = False  # the message is an object, or no object, and stays
+    is_cancelled: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -159,7 +156,7 @@ class MatchQueue:
     """The posted receives and the unexpected messages of one rank in one group.
 
     A message goes to the oldest receive that takes it, a receive takes the oldest message that it
-    matches. Whoever calls holds the lock that guards it.
+    matches. The caller holds the lock that guards it.
     """
 
     def __init__(self) -> None:

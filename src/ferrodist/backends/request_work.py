@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """RequestWork: the handle of a call in flight that native code finishes by itself.
 
-A call is a native request; no thread of Python stands behind it. Whoever waits for the Work waits
+A call is a native request; no thread of Python stands behind it. A wait for the Work is one
 in native code, without the GIL. What a Future needs beyond that (its condition, waiters, callbacks)
 is made when somebody first asks for it; from then on, and for errors that nobody asks for, the one
 callbacks thread of the process hears of the request.

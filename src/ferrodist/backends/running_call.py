@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -48,6 +48,7 @@ class CollectiveArgs(NamedTuple):
 
 
 NO_ARGS = CollectiveArgs()
+_NO_FINGERPRINT = -1
 
 
 class Part(NamedTuple):
@@ -75,44 +76,29 @@ class Prepared(abc.ABC, Generic[T]):
         """Make the result, when the ticket has ended: what goes wrong here concerns nobody else."""
 
 
+@dataclass(slots=True, eq=False)
 class RunningCall:
     """One call from its ticket to its end; a context manager that runs it in ticket order.
 
     A call that fails is made known to the other ranks before its ticket ends, unless they know.
     """
 
-    __slots__ = (
-        "backend",
-        "call",
-        "deadline",
-        "fingerprint",
-        "hook",
-        "in_background",
-        "num_collectives",
-        "sequence",
-    )
+    backend: Backend
+    call: Call
+    deadline: Deadline
+    _: KW_ONLY
+    ticket: InitVar[int] = 0  # 0 until it is drawn
+    sequence: int = field(init=False)
+    in_background: bool = False
+    num_collectives: int = 0  # of this call so far
+    fingerprint: int = _NO_FINGERPRINT
+    hook: Any = None  # what the backend keeps for the waits of this call
 
-    def __init__(
-        self,
-        backend: Backend,
-        call: Call,
-        deadline: Deadline,
-        *,
-        ticket: int = 0,
-        in_background: bool = False,
-        num_collectives: int = 0,
-        fingerprint: int | None = None,
-    ) -> None:
-        self.backend = backend
-        self.call = call
-        self.deadline = deadline
-        self.sequence = ticket  # 0 until it is drawn
-        if fingerprint is None:
-            fingerprint = call.fingerprint(checks_site=backend.config.check_sites)
-        self.fingerprint = fingerprint
-        self.in_background = in_background
-        self.num_collectives = num_collectives  # of this call so far
-        self.hook: Any = None  # what the backend keeps for the waits of this call
+    def __post_init__(self, ticket: int) -> None:
+        self.sequence = ticket
+        if self.fingerprint == _NO_FINGERPRINT:
+            checks_site = self.backend.config.check_sites
+            self.fingerprint = self.call.fingerprint(checks_site=checks_site)
 
     def __enter__(self) -> Self:
         tickets = self.backend._tickets

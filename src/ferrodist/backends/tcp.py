@@ -3,9 +3,9 @@
 
 Every rank has a connection to every other, made when it joins; native code reads and writes them
 (``native/net``), executes the schedules and keeps the group errors. Every piece that is sent
-carries the call's fingerprint, so whoever differs is found by whoever hears from it. The group's
-coordinator, its lowest rank that is there, is told, asks all for their descriptors, and hands
-everybody all of them.
+carries the call's fingerprint, so a rank that differs is found by those that hear from it. The
+group's coordinator, its lowest rank that is there, is told, asks all for their descriptors, and
+hands everybody all of them.
 """
 
 from __future__ import annotations

@@ -19,15 +19,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ferrodist.backends import failures
 from ferrodist.backends.failures import GroupError, LeaveReason
+from ferrodist.backends.progress import LogTimes, log_wait
 from ferrodist.backends.receive import ANY
-from ferrodist.backends.thread_links import Switch
-from ferrodist.backends.waits import LogTimes, log_wait
+from ferrodist.backends.thread_links import ProgressHook, Switch
 from ferrodist.call import Call, Kind, caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -36,33 +37,20 @@ _NOTHING = Call(Kind.BARRIER)
 STALL = 0.2  # seconds for which nothing may move in a call that all have entered and that is late
 
 
+@dataclass(slots=True, eq=False)
 class RankStatus:
     """What is known of one rank: its last call, whether it is inside, whom it waits for."""
 
-    __slots__ = (
-        "call",
-        "fingerprint",
-        "is_closing",
-        "is_inside",
-        "lateness",
-        "leave_reason",
-        "receives",
-        "sequence",
-        "since",
-        "waiting_for",
-    )
-
-    def __init__(self) -> None:
-        self.sequence = 0
-        self.call = _NOTHING
-        self.fingerprint = 0
-        self.is_inside = False
-        self.waiting_for: int | None = None
-        self.since = 0.0
-        self.leave_reason: LeaveReason | None = None
-        self.is_closing = False  # makes no new calls, but waits for those in flight
-        self.receives = 0  # point-to-point receives in flight
-        self.lateness = 0.0
+    sequence: int = 0
+    call: Call = _NOTHING
+    fingerprint: int = 0
+    is_inside: bool = False
+    waiting_for: int | None = None
+    since: float = 0.0
+    leave_reason: LeaveReason | None = None
+    is_closing: bool = False  # makes no new calls, but waits for those in flight
+    receives: int = 0  # point-to-point receives in flight
+    lateness: float = 0.0
 
     def sends_no_more(self) -> LeaveReason | None:
         """Tell how a rank left, or is leaving, that sends nothing it has not sent by now."""
@@ -144,7 +132,6 @@ class Control:
             return key
 
     def take(self, key: int, rank: int) -> np.ndarray[Any, Any]:
-        """Return memory that is offered."""
         with self.switch.lock:
             memory, waiting = self._shared[key]
             waiting.discard(rank)
@@ -193,7 +180,6 @@ class Control:
         return self._finals[0] if self._finals else None
 
     def refuse_if_final(self, rank: int) -> None:
-        """Raise the final group error if there is one."""
         if self._finals:
             raise self._finals[0].later(rank)
 
@@ -334,7 +320,6 @@ class Control:
         return None
 
     def rank_of(self, world_rank: int) -> int:
-        """Translate a world rank to a rank of this group."""
         return self._rank_of[world_rank]
 
     def _is_cut(self, source: int, target: int) -> bool:
@@ -352,7 +337,7 @@ class Control:
 # -- waits -----------------------------------------------------------------------------------------
 
 
-class _LoggingHook:
+class _LoggingHook(ProgressHook):
     """The waits of one rank in one call, of which the log hears when they last."""
 
     def __init__(self, control: Control, rank: int, deadline: Deadline) -> None:
@@ -411,7 +396,6 @@ class CallHook(_LoggingHook):
         )
 
     def arrived(self) -> None:
-        """Hear that the wait is over."""
         self._status.waiting_for = None
 
     def damaged(self, peer: int, reason: str) -> None:
@@ -499,16 +483,11 @@ class MessageHook(_LoggingHook):
         may_come = (self.control.may_still_come([peer], self.deadline) for peer in peers)
         return is_late and not any(may_come)
 
-    def arrived(self) -> None:
-        """Hear that the wait is over."""
-
     def damaged(self, peer: int, reason: str) -> None:
-        """Refuse bytes that cannot be right."""
         rank = self.control.rank_of(peer)
         raise failures.damaged(self.what, rank, self.rank, reason)
 
     def timed_out(self, peers: Sequence[int]) -> CollectiveTimeout:
-        """Make the error of a wait that took too long."""
         tags = self.control.waiting_tags(peers, self.rank)
         return failures.timed_out(self.what, peers, self.rank, self.deadline, tags)
 
@@ -524,7 +503,7 @@ class SendHook(MessageHook):
         self.ring: list[int] = []
 
     def poll(self, peer: int) -> float:
-        """Raise as a message does; whoever finds a ring first tells the others in it."""
+        """Raise as a message does; the first to find a ring tells the others in it."""
         if not self.ring and self.is_over([self.peer]):
             self._find_ring()
         leave_reason = self.control.statuses[self.peer].takes_no_more()
@@ -576,12 +555,6 @@ class SplitHook(_LoggingHook):
         if self.group.final is not None:
             raise self.group.final.now(self.rank)
         return self._sleep_limit(lambda: f"{self.what} at {self._site}", self.absent)
-
-    def arrived(self) -> None:
-        """Hear that the wait is over."""
-
-    def damaged(self, peer: int, reason: str) -> None:
-        """Say nothing: no bytes are awaited here."""
 
     def _due(self) -> GroupError | None:
         self.parent.refuse_if_aborted(self.rank)

@@ -8,12 +8,14 @@ not pass its tests on threads.
 
 from __future__ import annotations
 
+import abc
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 from ferrodist.backends.framing import POINT_TO_POINT, Frame
 from ferrodist.backends.progress import ProgressThread
@@ -21,19 +23,20 @@ from ferrodist.backends.receive import ANY, MatchQueue, Message, PostedReceive, 
 from ferrodist.backends.thread_faults import Faults, FaultyLinks
 
 
-class ProgressHook(Protocol):
+class ProgressHook(abc.ABC):
     """The side of a wait that knows about deadlines, losses and group errors.
 
     Called by the transport while it holds its lock, each time a wait is about to sleep.
     """
 
+    @abc.abstractmethod
     def poll(self, peer: int) -> float:
         """Raise if waiting for ``peer`` is over, else give the seconds until the next look."""
 
-    def arrived(self) -> None:
+    def arrived(self) -> None:  # noqa: B027 -- most have nothing to do
         """Hear that what was waited for is here."""
 
-    def damaged(self, peer: int, reason: str) -> None:
+    def damaged(self, peer: int, reason: str) -> None:  # noqa: B027 -- where bytes are awaited
         """Hear that bytes from ``peer`` cannot be right; raises."""
 
 
@@ -55,37 +58,25 @@ EAGER_NBYTES = 64 * 1024
 _LONGEST_SLEEP = 0.2
 
 
+@dataclass(slots=True, eq=False)
 class SendRequest:
     """A point-to-point message on its way; ``is_taken`` when the receiver has copied it."""
 
-    __slots__ = ("frame", "is_object", "is_taken", "is_withdrawn", "peer", "source", "tag", "taken")
-
-    def __init__(
-        self,
-        source: int,
-        peer: int,
-        frame: Frame,
-        taken: threading.Condition,
-        *,
-        is_object: bool,
-        is_taken: bool,
-    ) -> None:
-        self.source = source
-        self.peer = peer
-        self.frame = frame
-        self.tag = frame.tag
-        self.taken = taken  # what its sender sleeps on
-        self.is_object = is_object
-        self.is_taken = is_taken
-        self.is_withdrawn = False
+    source: int
+    peer: int
+    frame: Frame
+    tag: int
+    taken: threading.Condition  # what its sender sleeps on
+    is_object: bool
+    is_taken: bool
+    is_withdrawn: bool = False
 
     @property
     def payload(self) -> bytes | memoryview:
-        """Header and content."""
         return self.frame.payload
 
     def take(self) -> None:
-        """Hear that a receive has it. The lock is held by the caller."""
+        """Hear that a receive has it. Lock held."""
         self.is_taken = True
         self.taken.notify_all()
 
@@ -118,11 +109,10 @@ class Switch:
         self.links = FaultyLinks(faults, self) if faults is not None else None
 
     def is_locked_here(self) -> bool:
-        """Tell whether this very thread holds the lock."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # Condition uses it too
 
     def wake_all(self) -> None:
-        """Make every wait look again. The lock is held by the caller."""
+        """Make every wait look again. Lock held."""
         for mailbox in self.mailboxes:
             mailbox.changed.notify_all()
 
@@ -138,7 +128,7 @@ class Switch:
             self.deliver(source, target, item)
 
     def deliver(self, source: int, target: int, item: Frame | SendRequest) -> None:
-        """Put an item into a mailbox. The lock is held by the caller."""
+        """Put an item into a mailbox. Lock held."""
         mailbox = self.mailboxes[target]
         frame = item if isinstance(item, Frame) else item.frame
         self.received[source][target] += 1
@@ -155,7 +145,7 @@ class Switch:
             mailbox.changed.notify_all()
 
     def damage(self, source: int, target: int, reason: str) -> None:
-        """Mark a link as broken by bytes that cannot be right. The lock is held by the caller."""
+        """Mark a link as broken by bytes that cannot be right. Lock held."""
         mailbox = self.mailboxes[target]
         mailbox.damage[source] = reason
         mailbox.changed.notify_all()
@@ -165,19 +155,18 @@ class Switch:
         return self.sent[source][target] - self.received[source][target]
 
     def forget(self, group: int) -> None:
-        """Throw away what is left of a group that all have left. The lock is held by the caller."""
+        """Throw away what is left of a group that all have left. Lock held."""
         for mailbox in self.mailboxes:
             for frame_key in [key for key in mailbox.frames if key[1] == group]:
                 del mailbox.frames[frame_key]
             mailbox.queues.pop(group, None)
 
     def close(self) -> None:
-        """End the thread that carries delayed messages, if there is one."""
         if self.links is not None:
             self.links.close()
 
     def waiting_tags(self, sources: Iterable[int], target: int, group: int) -> list[int]:
-        """List the tags of messages that nobody has received. The lock is held by the caller."""
+        """List the tags of messages that nobody has received. Lock held."""
         queue = self.mailboxes[target].queues.get(group)
         return [] if queue is None else queue.tags_of(sources)
 
@@ -231,13 +220,6 @@ class ThreadTransport:
             hook.arrived()
             return memoryview(frames.popleft().payload)
 
-    def exchange(
-        self, to: int, frame: Frame, peer: int, expected: Expected, hook: ProgressHook
-    ) -> memoryview:
-        """Send, which never waits here, then receive."""
-        self.send(to, frame, hook)
-        return self.recv(peer, expected, hook)
-
     def post(
         self,
         peer: int,
@@ -251,14 +233,9 @@ class ThreadTransport:
         with self.switch.lock:
             hook.poll(peer)
         frame = Frame(group, POINT_TO_POINT, 0, b"".join((header, content)), tag)
-        request = SendRequest(
-            self.rank,
-            peer,
-            frame,
-            self._mailbox.changed,
-            is_object=is_object(header),
-            is_taken=len(content) <= EAGER_NBYTES,
-        )
+        is_eager = len(content) <= EAGER_NBYTES
+        changed = self._mailbox.changed
+        request = SendRequest(self.rank, peer, frame, tag, changed, is_object(header), is_eager)
         self.switch.carry(self.rank, peer, request, hook)
         return request
 
@@ -290,7 +267,7 @@ class ThreadTransport:
             return self._mailbox.queues[group].find(peer, tag)
 
     def sleep_until(self, is_ready: Callable[[], bool], peer: int, hook: ProgressHook) -> None:
-        """Wait for what is one step of a call. The lock is held by the caller."""
+        """Wait for what is one step of a call. Lock held."""
         if is_ready():
             return
         with self.switch.holding(self.rank):
@@ -298,7 +275,7 @@ class ThreadTransport:
                 self.sleep(peer, hook)
 
     def sleep(self, peer: int, hook: ProgressHook) -> None:
-        """Sleep until something changes or it is time to look. The lock is held by the caller."""
+        """Sleep until something changes or it is time to look. Lock held."""
         for source, reason in list(self._mailbox.damage.items()):
             if peer in (ANY, source):
                 hook.damaged(source, reason)

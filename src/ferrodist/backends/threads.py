@@ -236,13 +236,10 @@ class SimulatedBackend(ThreadMessagingBackend):
             to: int, payload: memoryview | None, peer: int, expected_nbytes: int | None
         ) -> memoryview | None:
             control.num_moves += 1
-            if payload is None:
-                return transport.recv(members[peer], expected, hook)
-            frame = Frame(*expected, payload)
-            if expected_nbytes is not None:
-                return transport.exchange(members[to], frame, members[peer], expected, hook)
-            transport.send(members[to], frame, hook)
-            return None
+            if payload is not None:  # which never waits for its receiver
+                transport.send(members[to], Frame(*expected, payload), hook)
+            wants = payload is None or expected_nbytes is not None
+            return transport.recv(members[peer], expected, hook) if wants else None
 
         plan = self.planner.plan(kind, input, output, args)
         execute_plan(plan, input, output, args.in_place, self.config, exchange)
@@ -289,7 +286,6 @@ class SimulatedBackend(ThreadMessagingBackend):
     def _check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
     ) -> str | None:
-        """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
         return self.planner.check(kind, algorithm, root, reproducible)
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -358,7 +354,6 @@ class Messenger:
         self._status = control.statuses[rank]
 
     def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
-        """Send a message and wait until ``source`` may change."""
         what = name_of_message(peer, NO_PEER, tag, 0)
         hook = SendHook(self._control, self._rank, peer, what, deadline)
         request = self._post(source, peer, tag, hook)
@@ -370,7 +365,6 @@ class Messenger:
             sends.remove(hook)
 
     def post(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> Posted:
-        """Send a message; what is left is to wait until ``source`` may change."""
         what = name_of_message(peer, NO_PEER, tag, 0)
         hook = MessageHook(self._control, self._rank, what, deadline)
         request = self._post(source, peer, tag, hook)
@@ -379,7 +373,6 @@ class Messenger:
         return Posted(what, settle, take_back, request.is_taken)
 
     def post_receive(self, receive: Receive, deadline: Deadline) -> Posted:
-        """Take a place among the receives; what is left is to wait for the message."""
         name = "recv_object" if receive.takes_object else "recv"
         hook = self._hook(receive.peer, receive.tag, deadline, name)
         posted = self._post_receive(receive)
@@ -415,7 +408,6 @@ class Messenger:
         return received
 
     def probe(self, peer: int, tag: int, deadline: Deadline) -> Status:
-        """Wait for a message and leave it."""
         hook = self._hook(peer, tag, deadline, "probe")
         source, group = self._world_rank(peer), self._control.group
         posted = PostedReceive(source, tag, is_probe=True)
