@@ -95,7 +95,7 @@ ARRAY_DTYPES = tuple(dtype for dtype in DType if dtype is not DType.PAIR)
 DTYPES_BY_LABEL = {dtype.label: dtype for dtype in ARRAY_DTYPES}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Buffer:
     """Contiguous memory of one array: what backends see.
 
@@ -141,7 +141,7 @@ class Buffer:
         return Buffer(self.memory[index * size : (index + 1) * size], self.dtype, shape, self.owner)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DeviceBuffer(Buffer):
     """An array that stays on its device, for an engine that does a call there.
 

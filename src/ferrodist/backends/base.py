@@ -32,7 +32,6 @@ from ferrodist.backends import failures
 from ferrodist.backends.call_methods import CallMethods
 from ferrodist.backends.failures import LeaveReason
 from ferrodist.backends.progress import Progress, ProgressThread
-from ferrodist.backends.receive import Receive
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind, Leaf, caller_site
@@ -52,6 +51,7 @@ from ferrodist.work import Work
 
 if TYPE_CHECKING:
     from ferrodist.backends.grid import Grid
+    from ferrodist.backends.receive import Receive
 
 logger = logging.getLogger("ferrodist")
 

@@ -8,7 +8,6 @@ final group error also answers every later call of the group. Pure data and text
 from __future__ import annotations
 
 import enum
-import json
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -374,6 +373,20 @@ def _other_tags(tags: Sequence[int]) -> str:
 # -- as bytes: what processes tell each other ------------------------------------------------------
 
 
+def pack_json(record: Any) -> bytes:
+    """Lay out a record; what cannot be encoded of a text is replaced."""
+    import json  # only calls that fail need it
+
+    return json.dumps(record, ensure_ascii=False).encode(errors="replace")
+
+
+def unpack_json(data: bytes | bytearray) -> Any:
+    """Read a record back."""
+    import json
+
+    return json.loads(data.decode())
+
+
 _GROUP_ERROR_NBYTES = 16 * 1024  # what there is room for in shared memory
 _LEAVE_REASON_NBYTES = 2048
 
@@ -404,13 +417,13 @@ def pack_descriptor(descriptor: CallDescriptor) -> bytes:
         "counts": call.counts,
         "objection": None if report is None else [report[0].__name__, report[1]],
     }
-    return json.dumps(facts).encode()
+    return pack_json(facts)
 
 
 def unpack_descriptor(data: bytes) -> CallDescriptor:
     """Read a rank's call descriptor."""
     with _reading("what a rank says of its call"):
-        return _descriptor_of(json.loads(data.decode()))
+        return _descriptor_of(unpack_json(data))
 
 
 def _descriptor_of(facts: dict[str, Any]) -> CallDescriptor:
@@ -455,22 +468,22 @@ def pack_group_error(group_error: GroupError, members: Sequence[int]) -> bytes:
 
 def _is_short(value: Any) -> bool:
     """Tell whether a fact is worth its room; the text has everything anyway."""
-    return len(json.dumps(value)) < _GROUP_ERROR_NBYTES // 16
+    return len(pack_json(value)) < _GROUP_ERROR_NBYTES // 16
 
 
 def _fitting(record: Callable[[str], list[Any]], text: str, limit: int) -> bytes:
     """Lay out a record with as much of its text as there is room for."""
-    data = json.dumps(record(text), ensure_ascii=False).encode(errors="replace")
+    data = pack_json(record(text))
     while len(data) > limit and text:
         text = text[: len(text) * 3 // 4]
-        data = json.dumps(record(text), ensure_ascii=False).encode(errors="replace")
+        data = pack_json(record(text))
     return data
 
 
 def unpack_group_error(data: bytes, members: Sequence[int]) -> GroupError:
     """Read a final group error; one of another group speaks of ranks of that group."""
     with _reading("a group error"):
-        return _error_of(json.loads(data.decode()), members)
+        return _error_of(unpack_json(data), members)
 
 
 def _error_of(record: list[Any], members: Sequence[int]) -> GroupError:
@@ -515,7 +528,7 @@ def unpack_leave_reason(data: bytes) -> LeaveReason:
     if not data:
         return died("dropped its backend without close()")
     try:
-        how, advice = json.loads(data.decode())
+        how, advice = unpack_json(data)
         return LeaveReason(str(how), str(advice))
     except (ValueError, TypeError, RecursionError):
         return died("left with words that cannot be read")

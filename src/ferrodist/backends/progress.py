@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ from ferrodist.config import DefaultTimeout
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
+    import queue
+
     from ferrodist.backends.process_backend import ProcessBackend
 
 logger = logging.getLogger("ferrodist")
@@ -34,6 +35,8 @@ class Progress:
     """The one thread that runs calls in flight; it sleeps while there are none."""
 
     def __init__(self, name: str) -> None:
+        import queue  # most programs have no such calls
+
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = ProgressThread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True)
         self.thread.start()

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,8 +25,7 @@ ANY = -1
 """Below the public functions: any source, or any tag."""
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(NamedTuple):
     """What a receive asks for.
 
     ``peer`` and ``tag`` may be ANY. Without a ``target`` the message says itself what it is; with
@@ -130,7 +129,7 @@ class Message(Protocol):
         """Hear that a receive has it."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PostedReceive:
     """A receive, or a probe, that is waiting for its message."""
 

@@ -60,7 +60,7 @@ class Part(NamedTuple):
     args: CollectiveArgs = NO_ARGS
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Prepared(abc.ABC, Generic[T]):
     """A call that is ready to run: everything that can be refused on one rank alone has passed."""
 
@@ -76,7 +76,7 @@ class Prepared(abc.ABC, Generic[T]):
         """Make the result, when the ticket has ended: what goes wrong here concerns nobody else."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RunningCall:
     """One call from its ticket to its end; a context manager that runs it in ticket order.
 

@@ -104,7 +104,7 @@ def scatter_object(
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _ObjectCall(Prepared[Any]):
     """A call on encoded objects: the sizes are told first, then the bytes travel.
 

@@ -119,7 +119,7 @@ def execute_barrier(request: Request) -> Any:
     return request.execute(DenseCall(request.call(), request.deadline, parts=[part]))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class DenseCall(Prepared[Any]):
     """A call whose arrays are known before it runs."""
 

@@ -97,7 +97,7 @@ class Pairs(NamedTuple):
 # -- functions of users ----------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class CustomReduction:
     """A reduction by a user's function: gathered on one rank, applied there, and handed out."""
 

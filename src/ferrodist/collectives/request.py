@@ -9,7 +9,6 @@ call, and all raise it.
 from __future__ import annotations
 
 import inspect
-import json
 import threading
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
@@ -19,6 +18,7 @@ from ferrodist import errors
 from ferrodist.arrays import InputArray, check_number
 from ferrodist.backends.base import Backend
 from ferrodist.backends.call_methods import Op
+from ferrodist.backends.failures import pack_json, unpack_json
 from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
@@ -365,11 +365,11 @@ def share_refusal(
 
 def _pack_refusal(error: BaseException | None) -> bytes:
     text = str(error) if isinstance(error, DistributedError) else f"{type(error).__name__}: {error}"
-    return json.dumps([type(error).__name__, text[:_LONGEST]]).encode()
+    return pack_json([type(error).__name__, text[:_LONGEST]])
 
 
 def _unpack_refusal(words: bytearray, running: RunningCall, rank: int) -> DistributedError:
-    name, text = json.loads(words)
+    name, text = unpack_json(words)
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, DistributedError)):
         kind = UnsupportedArray  # what an object raised that is no error of ours

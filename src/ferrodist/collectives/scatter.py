@@ -7,7 +7,6 @@ What the root refuses is told as well: the others wait for their parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack, overload
 
 import numpy as np
@@ -123,7 +122,9 @@ def _prepare(request: Request, x: Any, out: Any, counts: Sequence[int] | None = 
             raise
         refused = error  # the others wait for their parts: they are told
     call = request.call(() if taken is None else (leaf_of(taken),), compared=())
-    return _Scatter(call, request.deadline, request, taken, out, told=told, refused=refused)
+    scatter = _Scatter(call, request.deadline, request, taken, out)
+    scatter.told, scatter.refused = told, refused
+    return scatter
 
 
 class _Told(NamedTuple):
@@ -170,7 +171,6 @@ def _what_to_tell(request: Request, taken: InputArray, counts: Sequence[int] | N
     return _Told(dtype, row, check_sum(request, check_counts(request, counts, "counts"), rows))
 
 
-@dataclass(slots=True, eq=False)
 class _Scatter(SizedCall):
     told: _Told | None = None  # by the root
     refused: BaseException | None = None  # by the root; after the call, what this rank raises

@@ -96,7 +96,7 @@ def _gather(request: Request, x: Any, out: Any, as_list: bool, with_counts: bool
     return request.execute(gather)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SizedCall(Prepared[Any]):
     """A call that makes room for its result when it knows the size."""
 
@@ -146,7 +146,6 @@ class SizedCall(Prepared[Any]):
         return (found, self.counts) if self.with_counts else found
 
 
-@dataclass(slots=True, eq=False)
 class _GatherUneven(SizedCall):
     taken: InputArray
 
@@ -234,10 +233,9 @@ def all_to_all_uneven(
     return request.execute(exchange)
 
 
-@dataclass(slots=True, eq=False)
 class _AllToAllUneven(SizedCall):
     taken: InputArray
-    sends: list[int] = field(default_factory=list)
+    sends: list[int]
     expects: list[int] | None = None
 
     def run(self, running: RunningCall) -> None:
