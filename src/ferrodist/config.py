@@ -37,17 +37,7 @@ DEFAULT = Default.DEFAULT
 Timeout = float | timedelta | None | Default
 
 
-def _flag(text: str) -> bool:
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "": False,
-    }
-    return words[text.lower()]
+_FLAGS = dict.fromkeys(("1", "true", "yes"), True) | dict.fromkeys(("0", "false", "no", ""), False)
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -90,7 +80,7 @@ _LIMIT = _Form(
     lambda value: value is None or _is_positive(value),
 )
 _SIZE = _Form("bytes >= 4096, a multiple of 16", int, _is_size)
-_SWITCH = _Form("0 or 1", _flag, lambda value: isinstance(value, bool))
+_SWITCH = _Form("0 or 1", lambda text: _FLAGS[text.lower()], lambda value: isinstance(value, bool))
 _NAME = _Form("the name of a backend", str, lambda value: isinstance(value, str) and value != "")
 _LINK = _Form("four numbers > 0, separated by commas", _numbers, _is_link)
 _TEXT = _Form("text", str, lambda value: isinstance(value, str))

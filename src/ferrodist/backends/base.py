@@ -631,15 +631,14 @@ class Backend(CallMethods, abc.ABC):
 
         Not collective: others go on as long as they need nothing more from this rank.
         """
-        site = caller_site()
-        self._finish_and_leave(lambda after: failures.closed(after, site), Deadline(None))
+        self._finish_and_leave(f"closed at {caller_site()}", Deadline(None))
 
     def _end(self, how: str = "its program ended", timeout: float | None = None) -> None:
         """Leave as ``close`` does, because this rank's program came to its end.
 
         After ``timeout`` seconds what is still in flight is cut short.
         """
-        self._finish_and_leave(lambda after: failures.ended(after, how), Deadline(timeout))
+        self._finish_and_leave(how, Deadline(timeout))
 
     def _fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; the others are told its words."""
@@ -647,33 +646,28 @@ class Backend(CallMethods, abc.ABC):
             self._shut()
             self._leave(failures.raised(error), Deadline(_FAIL_SECONDS))
 
-    def _finish_and_leave(
-        self, leave_reason_after: Callable[[int], LeaveReason], deadline: Deadline
-    ) -> None:
+    def _finish_and_leave(self, how: str, deadline: Deadline) -> None:
         if not self._shut():
             return
         if self._holds_lock():
             # A finalizer or signal handler closes us in the middle of a call: to wait for what is
             # in flight would be to wait for ourselves.
-            threading.Thread(
-                target=self._leave_after_works, args=(leave_reason_after, deadline), daemon=True
-            ).start()
+            args = how, deadline
+            threading.Thread(target=self._leave_after_works, args=args, daemon=True).start()
             return
-        self._leave_after_works(leave_reason_after, deadline)
+        self._leave_after_works(how, deadline)
         for work in self._unasked:
             if not work.is_asked and (error := work.exception()) is not None:
                 raise error
 
-    def _leave_after_works(
-        self, leave_reason_after: Callable[[int], LeaveReason], deadline: Deadline
-    ) -> None:
+    def _leave_after_works(self, how: str, deadline: Deadline) -> None:
         self._announce_closing()
         try:
             self._await_works(deadline)
         except BaseException as error:
             self._leave(failures.raised(error), deadline)
             raise
-        self._leave(leave_reason_after(self._tickets.last_ended), deadline)
+        self._leave(failures.left(self._tickets.last_ended, how), deadline)
 
     def _shut(self) -> bool:
         """Take no further calls; tell whether this was the first time."""

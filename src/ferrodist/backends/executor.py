@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -48,6 +48,7 @@ _SCHEDULED_AS = {
 MOST_PLANS = 256
 
 
+@dataclass(eq=False, repr=False)
 class Planner:
     """Plans the executions of one rank.
 
@@ -55,46 +56,37 @@ class Planner:
     algorithm that does not. ``peers`` are the ranks of the group that take part, unless all do.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        config: Config,
-        model: LinkModel,
-        *,
-        reduces_in_order: bool = True,
-        peers: Sequence[int] = (),
-    ) -> None:
-        self._reduces_in_order = reduces_in_order
-        self._rank = rank
-        self._world = world
-        self._config = config
-        self._model = model
-        self._peers = peers
-        self._plans: dict[tuple[Any, ...], ExecutionPlan] = {}
+    rank: int
+    world: int
+    config: Config
+    model: LinkModel
+    _: KW_ONLY
+    reduces_in_order: bool = True
+    peers: Sequence[int] = ()
+    _plans: dict[tuple[Any, ...], ExecutionPlan] = field(default_factory=dict)
 
     def check(self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool) -> str | None:
         """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
         if algorithm is None:
             return None
         schedule = find(_SCHEDULED_AS.get(kind, kind), algorithm)
-        found = traits(schedule, self._world, root)
+        found = traits(schedule, self.world, root)
         if reproducible and kind.is_reduction and not found.in_order:
             raise UnsupportedOp(
                 f"{kind.label}: algorithm {schedule.name!r} does not reduce in rank order, which "
                 "reproducible=True asks for; leave one of the two out",
                 op=kind.label,
-                this_rank=self._rank,
+                this_rank=self.rank,
             )
         if kind is Kind.ALL_TO_ALL_UNEVEN and found.relays:
             raise InvalidArgument(
                 f"{kind.label}: algorithm {schedule.name!r} relays blocks through ranks that do "
                 "not know how large they are; name another",
-                this_rank=self._rank,
+                this_rank=self.rank,
             )
         if isinstance(algorithm, str):
             return schedule.name
-        return _signed_name(schedule, self._world, root)
+        return _signed_name(schedule, self.world, root)
 
     def _pick(
         self, kind: Kind, nbytes: int, dtype: DType, algorithm: Algorithm, in_order: bool
@@ -102,16 +94,16 @@ class Planner:
         """Take the algorithm asked for, or the cheapest that is allowed."""
         if algorithm is not None:
             return find(kind, algorithm)
-        in_order = in_order or self._reduces_in_order
+        in_order = in_order or self.reduces_in_order
         return choose(
-            kind, self._world, nbytes, half=dtype.is_half, in_order=in_order, model=self._model
+            kind, self.world, nbytes, half=dtype.is_half, in_order=in_order, model=self.model
         )
 
     def plan(
         self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
     ) -> ExecutionPlan:
         """Work out what a collective needs besides its buffers; kept, for it will come again."""
-        lengths = lengths_of(kind, self._rank, self._world, input, output, args.counts)
+        lengths = lengths_of(kind, self.rank, self.world, input, output, args.counts)
         sample = input or output
         return self.plan_lengths(kind, sample.dtype if sample else DType.UINT8, lengths, args)
 
@@ -126,10 +118,10 @@ class Planner:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             schedule = self._pick(kind, lengths.count * dtype.itemsize, dtype, algorithm, in_order)
-            table = compile_table(schedule, self._world, self._rank, root)
-            found = traits(schedule, self._world, root)
-            chunk_nbytes = self._config.chunk_nbytes
-            plan = make_plan(table, found, op, dtype, lengths, chunk_nbytes, self._peers)
+            table = compile_table(schedule, self.world, self.rank, root)
+            found = traits(schedule, self.world, root)
+            chunk_nbytes = self.config.chunk_nbytes
+            plan = make_plan(table, found, op, dtype, lengths, chunk_nbytes, self.peers)
             self._plans[key] = plan
         return plan
 

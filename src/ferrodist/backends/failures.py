@@ -25,7 +25,7 @@ from ferrodist.errors import (
 )
 
 if TYPE_CHECKING:  # the launcher names ranks and their ends, too, and starts without NumPy
-    from ferrodist.call import Call, Leaf, Site
+    from ferrodist.call import Call, Leaf
     from ferrodist.reduce_op import CustomOp, ReduceOp
 
 
@@ -91,18 +91,13 @@ class LeaveReason(NamedTuple):
         return self.advice == _SAME_NUMBER
 
 
-def closed(after: int, site: Site) -> LeaveReason:
-    """Describe a rank that called close()."""
-    return LeaveReason(f"left after #{after} (closed at {site})", _SAME_NUMBER)
-
-
 def closing() -> LeaveReason:
     """Describe a rank that has called close() and waits for what it has in flight."""
     return LeaveReason("is closing its backend", _SAME_NUMBER)
 
 
-def ended(after: int, how: str) -> LeaveReason:
-    """Describe a rank whose program came to its end."""
+def left(after: int, how: str) -> LeaveReason:
+    """Describe a rank that called close(), or whose program came to its end."""
     return LeaveReason(f"left after #{after} ({how})", _SAME_NUMBER)
 
 
@@ -201,6 +196,16 @@ def timeout(
     if is_barred:
         facts[_BARRED] = True
     return GroupError(errors.CollectiveTimeout, sequence, text, facts)
+
+
+def split_timeout(what: str, absent: Sequence[int], deadline: Deadline, others: list[str]) -> str:
+    """Say who did not come to a split, and who of them wait in another."""
+    elsewhere = f" (waiting elsewhere: {', '.join(others)})" if others else ""
+    return (
+        f"{what}: {names_of_ranks(absent)} did not call it within {deadline}{elsewhere}; every "
+        "member must, with the same list. the limit is timeout=, backend.timeout or "
+        "FERRODIST_TIMEOUT"
+    )
 
 
 def loss(call: Call, sequence: int, rank: int, leave_reason: LeaveReason) -> GroupError:

@@ -480,16 +480,9 @@ class ProcessBackend(MessagingBackend):
                     continue
                 ranks = [self.members.index(world_rank) for world_rank in world_ranks]
                 others.append(f"{failures.names_of_ranks([rank])} in split({ranks})")
-        elsewhere = f" (waiting elsewhere: {', '.join(others)})" if others else ""
-        text = (
-            f"{what}: {failures.names_of_ranks(absent)} did not call it within {deadline}"
-            f"{elsewhere}; every member must, with the same list. the limit is timeout=, "
-            "backend.timeout or FERRODIST_TIMEOUT"
-        )
-        missing = absent or None
-        return CollectiveTimeout(
-            text, missing=missing, rank=absent[0] if absent else None, this_rank=self.rank
-        )
+        text = failures.split_timeout(what, absent, deadline, others)
+        first = absent[0] if absent else None
+        return CollectiveTimeout(text, missing=absent or None, rank=first, this_rank=self.rank)
 
     # -- statistics -----------------------------------------------------------------------------
 

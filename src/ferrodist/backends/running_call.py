@@ -151,6 +151,10 @@ class RunningCall:
         self.num_collectives += 1
         self.backend._run_collective(self, kind, input, output, args)
 
+    def broadcast(self, buffer: Buffer, root: int) -> None:
+        """Give every rank what ``root`` has in its buffer, in place."""
+        self.collective(Kind.BROADCAST, buffer, buffer, CollectiveArgs(root=root, in_place=True))
+
     def tell_numbers(self, *numbers: int) -> Any:
         """Gather a few integers of every rank on every rank, one row per rank."""
         mine = Buffer.of_numbers(np.array(numbers, np.int64))

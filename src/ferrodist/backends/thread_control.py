@@ -568,15 +568,11 @@ class SplitHook(_LoggingHook):
         is_late = self.deadline.remaining() <= 0
         if is_late and not self.parent.may_still_come(absent, self.deadline):
             others = self._other_splits(absent)
-            text = (
-                f"{self.what}: {failures.names_of_ranks(absent)} did not call it within "
-                f"{self.deadline}{others}; every member must, with the same list. the limit is "
-                "timeout=, backend.timeout or FERRODIST_TIMEOUT"
-            )
+            text = failures.split_timeout(self.what, absent, self.deadline, others)
             return GroupError(CollectiveTimeout, 0, text, {"missing": absent, "rank": absent[0]})
         return None
 
-    def _other_splits(self, absent: list[int]) -> str:
+    def _other_splits(self, absent: list[int]) -> list[str]:
         """Say which of the absent wait in a split of their own, with another list."""
         found = []
         for child in self.parent.children:
@@ -584,4 +580,4 @@ class SplitHook(_LoggingHook):
             waiting = [ranks[rank] for rank in child.joined if ranks[rank] in absent]
             if waiting and not child.is_complete and child.final is None:
                 found.append(f"{failures.names_of_ranks(waiting)} in split({ranks})")
-        return f" (waiting elsewhere: {', '.join(found)})" if found else ""
+        return found

@@ -40,9 +40,7 @@ def broadcast_object(
         [{'lr': 0.1}, {'lr': 0.1}]
     """
     request = Request(Kind.BROADCAST_OBJECT, backend, options, root=root)
-    return _execute(
-        _BroadcastObject, request, [value] if request.is_root else [], options.get("pickle")
-    )
+    return _execute(request, [value] if request.is_root else [], options.get("pickle"))
 
 
 @public(ObjectOptions)
@@ -60,7 +58,7 @@ def all_gather_object(
         [(0, 'ok'), (1, 'ok')]
     """
     request = Request(Kind.ALL_GATHER_OBJECT, backend, options)
-    return _execute(_GatherObject, request, [value], options.get("pickle"))
+    return _execute(request, [value], options.get("pickle"))
 
 
 @public(ObjectOptions)
@@ -79,7 +77,7 @@ def gather_object(
         [[{0}, {1}], None]
     """
     request = Request(Kind.GATHER_OBJECT, backend, options, root=root)
-    return _execute(_GatherObject, request, [value], options.get("pickle"))
+    return _execute(request, [value], options.get("pickle"))
 
 
 @public(ObjectOptions)
@@ -99,9 +97,7 @@ def scatter_object(
         ['a', 'b']
     """
     request = Request(Kind.SCATTER_OBJECT, backend, options, root=root)
-    return _execute(
-        _ScatterObject, request, values if request.is_root else [], options.get("pickle")
-    )
+    return _execute(request, values if request.is_root else [], options.get("pickle"))
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -116,89 +112,74 @@ class _ObjectCall(Prepared[Any]):
     pickle: bool
     refused: BaseException | None = None
     found: Buffer | None = None
-    sizes: list[int] = field(default_factory=list)
-
-    @property
-    def args(self) -> CollectiveArgs:
-        return CollectiveArgs(root=self.request.args.root)
+    sizes: list[int] = field(default_factory=list)  # of the objects in what was found
 
     def run(self, running: RunningCall) -> None:
-        self.sizes = self.tell_sizes(running)
-        place = next((place for place, size in enumerate(self.sizes) if size < 0), None)
+        root, is_told_by_root = self.request.args.root, self.request.kind in _FROM_ROOT
+        sizes = self._tell_sizes(running, root if is_told_by_root else None)
+        place = next((place for place, size in enumerate(sizes) if size < 0), None)
         if place is None:
-            self.move(running)
+            self._move(running, sizes)
             return
-        rank = self.request.args.root if self.is_told_by_root else place
-        self.refused = share_refusal(running, rank, self.sizes[place], self.refused)
+        rank = root if is_told_by_root else place
+        self.refused = share_refusal(running, rank, sizes[place], self.refused)
 
-    def finish(self) -> Any:
-        if self.refused is not None:
-            raise self.refused
-        return self.result()
-
-    def result(self) -> Any:
-        """Make the object that has come."""
-        from ferrodist.collectives.codec import decode
-
-        assert self.found is not None
-        return decode(self.found.memory, self.pickle)
-
-    @property
-    def is_told_by_root(self) -> bool:
-        return self.request.kind in (Kind.BROADCAST_OBJECT, Kind.SCATTER_OBJECT)
-
-    def tell_sizes(self, running: RunningCall) -> list[int]:
+    def _tell_sizes(self, running: RunningCall, root: int | None) -> list[int]:
         """Give every rank the sizes of the root's bytes, or those of all ranks."""
         world = running.backend.world_size if self.request.kind is Kind.SCATTER_OBJECT else 1
         sizes = [len(one) for one in self.data] or [0] * world
         if self.refused is not None:
             sizes[0] = size_of_refusal(self.refused)
-        if self.is_told_by_root:
-            numbers = np.array(sizes, np.int64)
-            buffer = Buffer.of_numbers(numbers)
-            running.collective(Kind.BROADCAST, buffer, buffer, self.args._replace(in_place=True))
-        else:
-            numbers = running.tell_numbers(*sizes)[:, 0]
-        told: list[int] = numbers.tolist()
-        return told
+        if root is None:
+            return list(running.tell_numbers(*sizes)[:, 0].tolist())
+        numbers = np.array(sizes, np.int64)
+        running.broadcast(Buffer.of_numbers(numbers), root)
+        return list(numbers.tolist())
 
-    def move(self, running: RunningCall) -> None:
+    def _move(self, running: RunningCall, sizes: list[int]) -> None:
         """Move the bytes, of which all know the sizes."""
-        raise NotImplementedError
+        kind, is_root, root = self.request.kind, self.request.is_root, self.request.args.root
+        self.sizes, source = sizes, None
+        if kind is Kind.BROADCAST_OBJECT:
+            self.found = _bytes(bytearray(self.data[0])) if is_root else _room(sizes[0])
+            running.broadcast(self.found, root)
+            return
+        if kind is Kind.SCATTER_OBJECT:
+            source = _bytes(b"".join(self.data)) if is_root else None
+            self.sizes = [sizes[running.backend.rank]]
+            self.found = _room(self.sizes[0])
+        else:
+            source = _bytes(self.data[0])
+            self.found = _room(sum(sizes)) if is_root or kind is Kind.ALL_GATHER_OBJECT else None
+        args = CollectiveArgs(root=root, counts=sizes)
+        running.collective(_MOVED_AS[kind], source, self.found, args)
+
+    def finish(self) -> Any:
+        from ferrodist.collectives.codec import decode
+
+        if self.refused is not None:
+            raise self.refused
+        if self.found is None:
+            return None
+        values, place = [], 0
+        for size in self.sizes:
+            values.append(decode(self.found.memory[place : place + size], self.pickle))
+            place += size
+        return values[0] if self.request.kind in _FROM_ROOT else values
 
 
-class _BroadcastObject(_ObjectCall):
-    def move(self, running: RunningCall) -> None:
-        is_root = self.request.is_root
-        found = _bytes(bytearray(self.data[0])) if is_root else _room(self.sizes[0])
-        running.collective(Kind.BROADCAST, found, found, self.args._replace(in_place=True))
-        self.found = found
+_FROM_ROOT = (Kind.BROADCAST_OBJECT, Kind.SCATTER_OBJECT)
+_MOVED_AS = {
+    Kind.SCATTER_OBJECT: Kind.SCATTER,
+    Kind.GATHER_OBJECT: Kind.GATHER,
+    Kind.ALL_GATHER_OBJECT: Kind.ALL_GATHER,
+}
 
 
-class _GatherObject(_ObjectCall):
-    def move(self, running: RunningCall) -> None:
-        is_rooted = self.request.kind is Kind.GATHER_OBJECT
-        self.found = None if is_rooted and not self.request.is_root else _room(sum(self.sizes))
-        kind, args = Kind.GATHER if is_rooted else Kind.ALL_GATHER, self.args
-        running.collective(kind, _bytes(self.data[0]), self.found, args._replace(counts=self.sizes))
-
-    def result(self) -> list[Any] | None:
-        return _decode_each(self.found, self.sizes, self.pickle)
-
-
-class _ScatterObject(_ObjectCall):
-    def move(self, running: RunningCall) -> None:
-        source = _bytes(b"".join(self.data)) if self.request.is_root else None
-        self.found = _room(self.sizes[running.backend.rank])
-        running.collective(Kind.SCATTER, source, self.found, self.args._replace(counts=self.sizes))
-
-
-def _execute(
-    prepared: type[_ObjectCall], request: Request, values: Any, pickle: bool | None
-) -> Any:
+def _execute(request: Request, values: Any, pickle: bool | None) -> Any:
     use_pickle = request.backend._pickle if pickle is None else bool(pickle)
     call = request.call(pickle=use_pickle)
-    one = prepared(call, request.deadline, request, [], use_pickle)
+    one = _ObjectCall(call, request.deadline, request, [], use_pickle)
     try:
         one.data = _encode_each(request, values, use_pickle)
     except Exception as error:  # noqa: BLE001 -- whatever an object raises, those who wait are told
@@ -224,18 +205,6 @@ def _encode_each(request: Request, values: Any, pickle: bool) -> list[bytes]:
     return [
         encode(value, pickle, f"the object for rank {rank}") for rank, value in enumerate(values)
     ]
-
-
-def _decode_each(joined: Buffer | None, sizes: Sequence[int], pickle: bool) -> list[Any] | None:
-    from ferrodist.collectives.codec import decode
-
-    if joined is None:
-        return None
-    values, place = [], 0
-    for size in sizes:
-        values.append(decode(joined.memory[place : place + size], pickle))
-        place += size
-    return values
 
 
 def _bytes(data: bytes | bytearray) -> Buffer:

@@ -175,9 +175,7 @@ class CustomReduction:
         size = np.zeros(1, np.int64)
         if self.refused is not None:
             size[0] = size_of_refusal(self.refused)
-        buffer = Buffer.of_numbers(size)
-        args = CollectiveArgs(root=self.home, in_place=True)
-        running.collective(Kind.BROADCAST, buffer, buffer, args)
+        running.broadcast(Buffer.of_numbers(size), self.home)
         if size[0] < 0:
             self.refused = share_refusal(running, self.home, int(size[0]), self.refused)
         return self.refused is None

@@ -357,9 +357,7 @@ def share_refusal(
     """
     is_told_here = mine is not None and rank == running.backend.rank
     words = bytearray(_pack_refusal(mine)) if is_told_here else bytearray(-size)
-    buffer = Buffer(memoryview(words), DType.UINT8, (len(words),), words)
-    args = CollectiveArgs(root=rank, in_place=True)
-    running.collective(Kind.BROADCAST, buffer, buffer, args)
+    running.broadcast(Buffer(memoryview(words), DType.UINT8, (len(words),), words), rank)
     return _unpack_refusal(words, running, rank) if mine is None else mine
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ferrodist.arrays import InputArray, OutputArray, as_input, as_output, new_result, numpy_result
 from ferrodist.backends.call_methods import AllOptions, InPlaceOptions, Options
-from ferrodist.backends.running_call import CollectiveArgs, RunningCall
+from ferrodist.backends.running_call import RunningCall
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
@@ -197,9 +197,7 @@ class _Scatter(SizedCall):
             numbers[0] = size_of_refusal(self.refused)
         elif self.told is not None:
             numbers = self.told.to_numbers(world)
-        buffer = Buffer.of_numbers(numbers)
-        args = CollectiveArgs(root=self.request.args.root, in_place=True)
-        running.collective(Kind.BROADCAST, buffer, buffer, args)
+        running.broadcast(Buffer.of_numbers(numbers), self.request.args.root)
         return numbers
 
     def _compare_counts(self, running: RunningCall, told: _Told) -> None:
