@@ -39,7 +39,6 @@ class InputArray(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """True for Python numbers."""
         return self.kind is ArrayKind.NUMBER
 
     @property
@@ -184,7 +183,6 @@ def fresh(
 
 
 def span_of(array: np.ndarray[Any, Any]) -> Span:
-    """Tell which memory an array occupies."""
     address = array.__array_interface__["data"][0]
     return Span(address, array.shape, array.strides, array.itemsize)
 

@@ -89,7 +89,6 @@ def as_device_input(x: Any, where: str) -> InputArray:
 
 
 def as_device_output(out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
-    """Write into the user's tensor where it is."""
     _check_out(out, dtype, shape)
     convert = functools.partial(_mark_as_changed, out)
     return OutputArray(_device_buffer(out.detach(), dtype), out, convert, LIBRARY.span(out))

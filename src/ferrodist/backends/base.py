@@ -231,7 +231,11 @@ class Backend(CallMethods, abc.ABC):
 
     @abc.abstractmethod
     def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
-        """Make a group of some ranks; only those call it, with the same list."""
+        """Make a group of some ranks of this one.
+
+        Only the members call it, all with the same list; their ranks in the new group follow its
+        order. Waits for all of them and names those missing.
+        """
 
     def _sharing_ranks(self) -> Sequence[int]:
         """List the ranks that can share memory with this one, itself included; none by default."""
@@ -250,7 +254,7 @@ class Backend(CallMethods, abc.ABC):
 
     @abc.abstractmethod
     def abort(self, reason: str = "abort() was called") -> None:
-        """Give the group up: every rank's call, now and later, raises GroupAborted."""
+        """Give the group up, and those split off it: all calls on all ranks raise GroupAborted."""
 
     @abc.abstractmethod
     def statistics(self) -> Statistics:

@@ -91,7 +91,6 @@ class Planner:
     def _pick(
         self, kind: Kind, nbytes: int, dtype: DType, algorithm: Algorithm, in_order: bool
     ) -> Schedule:
-        """Take the algorithm asked for, or the cheapest that is allowed."""
         if algorithm is not None:
             return find(kind, algorithm)
         in_order = in_order or self.reduces_in_order
@@ -134,7 +133,6 @@ def execute_plan(
     config: Config,
     exchange: Move,
 ) -> None:
-    """Do one whole collective: execute its table over every segment."""
     if in_place and not plan.alias_safe and input is not None:
         in_place, input = False, input.copy()
     for layout in plan.layouts:
@@ -178,7 +176,6 @@ class ExecutionPlan:
 
     @cached_property
     def native(self) -> _native.Plan:
-        """The same as native code takes it."""
         ranges = array("Q")
         for layout in self.layouts:
             for span in layout.ranges:
@@ -324,7 +321,6 @@ class _Segment:
         self._views: dict[int, memoryview] = {}
 
     def view(self, cell: int) -> memoryview:
-        """Show the memory of a cell."""
         found = self._views.get(cell)
         if found is None:
             found = self._views[cell] = self._open(cell)

@@ -67,12 +67,10 @@ def pack_array_form(dtype: DType, shape: tuple[int, ...]) -> bytes:
 
 
 def pack_array_header(dtype: DType, shape: tuple[int, ...], kind: ArrayKind) -> bytes:
-    """Lay out dtype, shape and kind."""
     return pack_array_form(dtype, shape) + bytes([kind])
 
 
 def unpack_shape(header: bytes | memoryview) -> tuple[DType, tuple[int, ...]]:
-    """Read dtype and shape at the head of a message."""
     payload = memoryview(header)
     if len(payload) < _ARRAY.size:
         raise FrameError("the message has no array header")

@@ -83,7 +83,6 @@ class HybridBackend(TcpBackend):
 
     @property
     def inside(self) -> SharedMemoryBackend:
-        """The ranks of this host, as a group of their own."""
         assert self._inside is not None
         return self._inside
 
@@ -109,7 +108,6 @@ class HybridBackend(TcpBackend):
         self._take_fast_path(self._two_levels)
 
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """Take memory that the ranks of this host reach in place."""
         return self.inside._new_memory(nbytes)
 
     def _sharing_ranks(self) -> Sequence[int]:
@@ -224,7 +222,6 @@ class HybridBackend(TcpBackend):
         return found
 
     def planner_of(self, ranks: Sequence[int]) -> Planner:
-        """Return what plans the collectives of some ranks."""
         if len(ranks) == self.world_size:
             return self.planner
         key = tuple(ranks)

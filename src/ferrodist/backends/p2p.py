@@ -108,7 +108,6 @@ class ThreadMessagingBackend(MessagingBackend):
         self._messages: list[threading.Thread] = []  # those in flight
 
     def _send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
-        """Send a message; beyond 64 KB wait until the receiver has it."""
         self._check_usable()
         with self._aborting_on_interrupt("send"):
             self._messenger.send(source, peer, tag, deadline)
@@ -122,7 +121,6 @@ class ThreadMessagingBackend(MessagingBackend):
             return self._messenger.sendrecv(source, to, tag, receive, deadline)
 
     def _probe(self, peer: int, tag: int, deadline: Deadline) -> Status:
-        """Wait for a message and leave it; from this rank itself it is there, or never comes."""
         self._check_usable()
         if self._is_alone(peer):
             return self._probe_own(peer, tag)
@@ -130,7 +128,6 @@ class ThreadMessagingBackend(MessagingBackend):
             return self._messenger.probe(peer, tag, deadline)
 
     def _try_probe(self, peer: int, tag: int) -> Status | None:
-        """Tell what a receive would get now."""
         self._check_usable()
         return self._messenger.try_probe(peer, tag)
 
@@ -141,7 +138,6 @@ class ThreadMessagingBackend(MessagingBackend):
         return self._in_background(self._messenger.post(source, peer, tag, deadline))
 
     def _recv(self, receive: Receive, deadline: Deadline) -> Any:
-        """Receive the next message that matches."""
         self._check_usable()
         with self._aborting_on_interrupt("recv"):
             posted = self._messenger.post_receive(receive, deadline)

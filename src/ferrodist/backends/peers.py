@@ -172,7 +172,6 @@ def _shared_by(backend: ProcessBackend) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Write a setting as it is set."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

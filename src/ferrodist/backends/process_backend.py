@@ -210,7 +210,6 @@ class ProcessBackend(MessagingBackend):
     # -- calls that fail ------------------------------------------------------------------------
 
     def _check(self, running: RunningCall, status: Status) -> None:
-        """Raise what became of a native call, unless it is done."""
         if status.code:
             raise self.failure_of(running, status)
 
@@ -285,7 +284,6 @@ class ProcessBackend(MessagingBackend):
     def _check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
     ) -> str | None:
-        """Refuse an algorithm that is unknown, wrong, or out of order where order is asked for."""
         return (
             None if algorithm is None else self.planner.check(kind, algorithm, root, reproducible)
         )
@@ -376,12 +374,10 @@ class ProcessBackend(MessagingBackend):
         return self.group_name
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Give the group up, and every group split off it."""
         self._check_process()
         self.set_error(failures.abort(self.rank, reason))
 
     def _check_usable(self) -> None:
-        """Raise unless this rank may still make calls, from this thread."""
         super()._check_usable()
         if self.group.has_left:  # with the group that this one was split off
             raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
@@ -415,11 +411,6 @@ class ProcessBackend(MessagingBackend):
     # -- groups ---------------------------------------------------------------------------------
 
     def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
-        """Make a group of some ranks of this one.
-
-        Only the members call it, all with the same list; their ranks in the new group follow its
-        order. Waits for all of them and names those missing.
-        """
         self._check_usable()
         members = self._check_members(ranks)
         deadline = self._deadline(timeout)

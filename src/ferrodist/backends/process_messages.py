@@ -63,7 +63,6 @@ class MessageCall:
         return self._peers[0]
 
     def awaited(self) -> list[int]:
-        """List the ranks that it waits for."""
         dst, src = self._peers[:2]
         if src != ANY_PEER:
             return [dst if src == NO_PEER else src]
@@ -72,13 +71,11 @@ class MessageCall:
         return [rank for rank in others if not backend.group.is_gone(rank)] or others
 
     def poll(self) -> None:
-        """Look round in a wait that lasts."""
         if self._wait is None:
             self._wait = Wait(self.backend, self._where, self.awaited)
         self._wait.poll()
 
     def end_wait(self) -> None:
-        """End what poll() began."""
         if self._wait is not None:
             self._wait.end()
             self._wait = None

@@ -129,6 +129,5 @@ class Wait:
             log_wait(self.backend.rank, self.where, peers, last_seen, waited)
 
     def end(self) -> None:
-        """Take the report back."""
         if self._has_reported:
             self.backend.world.report("")

@@ -42,7 +42,6 @@ class Receive(NamedTuple):
 
     @property
     def takes_object(self) -> bool:
-        """Whether it is for objects."""
         return self.decode is not None
 
     def finish(self, array: Any, source: int, tag: int, header: bytes | memoryview) -> Any:
@@ -83,7 +82,6 @@ class Misfit(Exception):
 
 
 def leaf_of_target(target: OutputArray) -> Leaf:
-    """Describe what a receiver expects."""
     return Leaf("", target.buffer.dtype, target.buffer.shape)
 
 
@@ -102,7 +100,6 @@ def status_of(source: int, tag: int, header: bytes | memoryview) -> Status:
 
 
 def make_status(source: int, tag: int, dtype: int, shape: tuple[int, ...]) -> Status:
-    """Make the Status of an array."""
     return Status(source, tag, DType(dtype).label, shape)
 
 
@@ -143,11 +140,9 @@ class PostedReceive:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to wait for."""
         return self.message is not None or self.is_cancelled
 
     def matches(self, source: int, tag: int) -> bool:
-        """Tell whether it takes messages of this source with this tag."""
         return self.peer in (ANY, source) and _takes_tag(self.tag, tag)
 
 
@@ -204,7 +199,6 @@ class MatchQueue:
         return None if first is None else first[1]
 
     def remove(self, message: Message) -> None:
-        """Take a message out, if it is there."""
         key = message.source, message.tag
         queue = self._unexpected.get(key, deque())
         found = next((one for one in queue if one[1] is message), None)

@@ -52,7 +52,6 @@ class RequestWork(_native.WorkBase, Work[T]):
 
     @property
     def describe(self) -> str:  # type: ignore[override] # a Work of another kind has it as a field
-        """The call as logs and errors show it."""
         kind, dst, src, number = self._facts
         if kind < 0:
             return name_of_message(dst, src, number, number)
@@ -124,7 +123,6 @@ class _Callbacks:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread: something is in flight."""
         thread = ProgressThread(target=self._run, name="ferrodist-callbacks", daemon=True)
         self._thread = thread  # before it runs: it looks there whether it is still wanted
         try:

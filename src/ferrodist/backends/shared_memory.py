@@ -270,7 +270,6 @@ def _count(kind: Kind, input: Buffer | None, output: Buffer | None, world: int) 
 
 
 def _flat(counts: Counts) -> list[int]:
-    """Lay a table of counts out row by row."""
     return [number for row in counts for number in ([row] if isinstance(row, int) else row)]
 
 

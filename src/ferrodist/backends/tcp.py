@@ -94,12 +94,10 @@ class TcpBackend(ProcessMessagingBackend):
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among those on its host."""
         return self._local_ranks().index(self.rank)
 
     @property
     def local_world_size(self) -> int:
-        """How many ranks are on this host."""
         return len(self._local_ranks())
 
     def _local_ranks(self) -> list[int]:
@@ -133,7 +131,6 @@ class TcpBackend(ProcessMessagingBackend):
 
     @property
     def link_model(self) -> LinkModel:
-        """What a connection is taken to cost."""
         return LinkModel(*self.config.tcp_link)
 
     def _new_split(self, members: Sequence[int], identity: int) -> _native.TcpSplit:
@@ -152,7 +149,6 @@ class TcpBackend(ProcessMessagingBackend):
         return self.group.loss_of(rank)
 
     def leave_reason_of(self, rank: int) -> LeaveReason:
-        """Tell how a rank left, in its own words if it had any."""
         if self.group.leave_reason_of(rank) is not None:
             return super().leave_reason_of(rank)
         flaw = self.group.flaw_of(rank) or "its connection ended"
@@ -177,7 +173,6 @@ class TcpBackend(ProcessMessagingBackend):
         output: Buffer | None,
         args: CollectiveArgs,
     ) -> None:
-        """Do one whole collective: pick the schedule, execute it over every segment."""
         plan, in_place = self.planner.plan(kind, input, output, args), args.in_place
         if in_place and not plan.alias_safe and input is not None:
             in_place, input = False, input.copy()

@@ -127,7 +127,6 @@ class FaultyLinks:
     def carry(
         self, source: int, target: int, item: Frame | SendRequest, hook: ProgressHook
     ) -> None:
-        """Apply the faults to one message."""
         self._strike_sender(source, hook)
         switch = self._switch
         with switch.lock:
@@ -210,7 +209,6 @@ class _Deliverer:
         self._is_closed = False
 
     def take(self, held: _HeldFrame, seconds: float) -> None:
-        """Carry a held frame for a while."""
         with self._changed:
             heapq.heappush(self._bag, (time.monotonic() + seconds, next(self._order), held))
             if self._thread is None:
@@ -221,7 +219,6 @@ class _Deliverer:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

@@ -151,7 +151,6 @@ class Switch:
         mailbox.changed.notify_all()
 
     def undelivered(self, source: int, target: int) -> int:
-        """Count the messages that were sent on a link and have not arrived."""
         return self.sent[source][target] - self.received[source][target]
 
     def forget(self, group: int) -> None:
@@ -262,7 +261,6 @@ class ThreadTransport:
             return is_withdrawn
 
     def find(self, peer: int, tag: int, group: int) -> Message | None:
-        """Return the message that a receive would get; it stays."""
         with self.switch.lock:
             return self._mailbox.queues[group].find(peer, tag)
 

@@ -161,11 +161,6 @@ class SimulatedBackend(ThreadMessagingBackend):
         return [cls(world, world.root, rank, config) for rank in range(size)]
 
     def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
-        """Make a group of some ranks of this one.
-
-        Only the members call it, all with the same list; their ranks in the new group follow its
-        order. Waits for all of them and names those missing.
-        """
         self._check_usable()
         members = self._check_members(ranks)
         deadline = self._deadline(timeout)
@@ -257,7 +252,6 @@ class SimulatedBackend(ThreadMessagingBackend):
                     return given
 
     def _look_while_queued(self, running: RunningCall) -> float:
-        """Let the call that holds this one up run out of time when this one does."""
         control, deadline = self._control, running.deadline
         with control.switch.lock:
             if deadline.remaining() <= 0 and control.final is None:
@@ -289,7 +283,6 @@ class SimulatedBackend(ThreadMessagingBackend):
         return self.planner.check(kind, algorithm, root, reproducible)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Give the group up, and every group split off it."""
         self._check_process()
         with self._control.switch.lock:
             self._control.abort(self.rank, reason)

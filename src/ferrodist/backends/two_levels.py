@@ -41,12 +41,10 @@ class HostMap:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The ranks on this host."""
         return self.hosts[self.here]
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among those on its host."""
         return self.local.index(self.rank)
 
     @property
@@ -64,7 +62,6 @@ class HostMap:
         return [root if root is not None and root in ranks else ranks[0] for ranks in self.hosts]
 
     def host_of(self, rank: int) -> int:
-        """Return the number of the host that a rank is on."""
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
 
     def rail(self) -> list[int]:
@@ -93,14 +90,12 @@ class Array(NamedTuple):
     num_elements: int
 
     def part(self, begin: int, end: int) -> Array:
-        """Return some of the elements."""
         return self._replace(
             begin=self.begin + begin * self.dtype.itemsize, num_elements=end - begin
         )
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """The bytes, as native code takes them."""
         return self.space, self.begin, self.num_elements * self.dtype.itemsize
 
 
@@ -139,7 +134,6 @@ class Builder:
 
     @property
     def op(self) -> ReduceOp:
-        """The operation of a reduction."""
         assert self.args.op is not None
         return self.args.op
 
@@ -210,7 +204,6 @@ class Builder:
         )
 
     def divide(self, result: Array) -> None:
-        """Make a mean of a sum."""
         if self.op is ReduceOp.MEAN:
             self.program.add_divide(result.dtype, result.span, self.backend.world_size)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ferrodist.call import Kind
 from ferrodist.errors import InvalidArgument
-from ferrodist.schedules import direct, doubling, ring, scan, star, tree
+from ferrodist.schedules import doubling, ring, scan, star, tree
 from ferrodist.schedules.cost import Line, LinkModel, computed_once, line
 from ferrodist.schedules.steps import Schedule, Space
 from ferrodist.schedules.table import compile_table
@@ -19,7 +19,6 @@ BUILT_IN: tuple[Schedule, ...] = (
     *ring.SCHEDULES,
     *tree.SCHEDULES,
     *doubling.SCHEDULES,
-    *direct.SCHEDULES,
     *scan.SCHEDULES,
 )
 

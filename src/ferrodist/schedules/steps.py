@@ -99,6 +99,11 @@ class Copy(NamedTuple):
     into: Cell
     source: Cell
 
+    @property
+    def operands(self) -> tuple[Cell, ...]:
+        """The source, as of a Reduce."""
+        return (self.source,)
+
 
 class Step(NamedTuple):
     """Send and receive at once, then reduce and copy. Cells named in ``then`` have one size."""

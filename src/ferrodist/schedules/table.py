@@ -119,8 +119,7 @@ def _compile(step: Step, numbers: dict[Cell, int]) -> Row:
         return tuple(numbers.setdefault(cell, len(numbers)) for cell in cells)
 
     def work(what: Reduce | Copy) -> Work:
-        operands = what.operands if isinstance(what, Reduce) else (what.source,)
-        into, *sources = number((what.into, *operands))
+        into, *sources = number((what.into, *what.operands))
         return Work(into, tuple(sources))
 
     return Row(
@@ -144,7 +143,7 @@ def _is_piecewise(step: Step) -> bool:
         return False
     chunk = step.recv.cells[0].chunk
     sent = step.send.cells if step.send is not None else ()
-    if any(cell.chunk != chunk for work in step.then for cell in _cells_of_work(work)):
+    if any(cell.chunk != chunk for work in step.then for cell in (work.into, *work.operands)):
         return False
     return len(sent) <= 1 or all(cell.chunk != chunk for cell in sent)
 
@@ -155,10 +154,6 @@ def _is_entangled(step: Step) -> bool:
         return False
     received = {cell.chunk for cell in step.recv.cells}
     return any(cell.chunk in received for cell in step.send.cells)
-
-
-def _cells_of_work(work: Reduce | Copy) -> tuple[Cell, ...]:
-    return (work.into, *(work.operands if isinstance(work, Reduce) else (work.source,)))
 
 
 def _areas(cells: tuple[Cell, ...], rows: tuple[Row, ...]) -> tuple[int, ...]:

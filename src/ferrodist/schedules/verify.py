@@ -486,10 +486,7 @@ class _Proof(Execution):
                 )
 
     def _check_one_size(self, rank: int, then: tuple[Reduce | Copy, ...]) -> None:
-        cells: list[Cell] = []
-        for work in then:
-            cells.append(work.into)
-            cells.extend(work.operands if isinstance(work, Reduce) else (work.source,))
+        cells = [cell for work in then for cell in (work.into, *work.operands)]
         first = self.cells.size_key(rank, cells[0])
         for cell in cells:
             if self.cells.size_key(rank, cell) != first:
