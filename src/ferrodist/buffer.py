@@ -134,12 +134,6 @@ class Buffer:
         """Copy the content to memory of its own."""
         return Buffer(memoryview(bytes(self.memory)), self.dtype, self.shape)
 
-    def part(self, index: int, parts: int) -> Buffer:
-        """View part ``index`` of ``parts`` equal cuts along axis 0, without copying."""
-        size = self.nbytes // parts
-        shape = (self.shape[0] // parts, *self.shape[1:])
-        return Buffer(self.memory[index * size : (index + 1) * size], self.dtype, shape, self.owner)
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DeviceBuffer(Buffer):

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dis
 import enum
+import operator
 import os
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ferrodist import _native
 from ferrodist.buffer import DType
@@ -17,6 +18,14 @@ _SHOWN_LEAVES = 3
 
 MAX_TAG = (1 << 31) - 1
 """The largest tag of a point-to-point message."""
+
+
+def as_index(value: Any) -> int | None:
+    """Read an integer of any library; None if it is not one, or a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 class Kind(enum.IntEnum):

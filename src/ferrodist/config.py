@@ -40,29 +40,13 @@ Timeout = float | timedelta | None | Default
 _FLAGS = dict.fromkeys(("1", "true", "yes"), True) | dict.fromkeys(("0", "false", "no", ""), False)
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split(","))
-
-
 def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and value > 0
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and value >= 4096 and value % 16 == 0
-
-
-def _is_link(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 4 and all(map(_is_positive, value))
 
 
 def _ports(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     return int(first), int(last or first)
-
-
-def _is_port_range(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and 0 <= value[0] <= value[1] <= 65535
 
 
 class _Form(NamedTuple):
@@ -79,13 +63,25 @@ _LIMIT = _Form(
     lambda text: None if text.lower() == "none" else float(text),
     lambda value: value is None or _is_positive(value),
 )
-_SIZE = _Form("bytes >= 4096, a multiple of 16", int, _is_size)
+_SIZE = _Form(
+    "bytes >= 4096, a multiple of 16",
+    int,
+    lambda value: isinstance(value, int) and value >= 4096 and value % 16 == 0,
+)
 _SWITCH = _Form("0 or 1", lambda text: _FLAGS[text.lower()], lambda value: isinstance(value, bool))
 _NAME = _Form("the name of a backend", str, lambda value: isinstance(value, str) and value != "")
-_LINK = _Form("four numbers > 0, separated by commas", _numbers, _is_link)
+_LINK = _Form(
+    "four numbers > 0, separated by commas",
+    lambda text: tuple(float(word) for word in text.split(",")),
+    lambda value: isinstance(value, tuple) and len(value) == 4 and all(map(_is_positive, value)),
+)
 _TEXT = _Form("text", str, lambda value: isinstance(value, str))
 _EXECUTOR = _Form("native or python", str, lambda value: value in ("native", "python"))
-_PORTS = _Form("a port, or a range such as 29600-29699; 0 is any free port", _ports, _is_port_range)
+_PORTS = _Form(
+    "a port, or a range such as 29600-29699; 0 is any free port",
+    _ports,
+    lambda pair: isinstance(pair, tuple) and len(pair) == 2 and 0 <= pair[0] <= pair[1] <= 65535,
+)
 
 
 def _setting(default: Any, form: _Form, what: str, *, shared: bool = False) -> Any:

@@ -158,12 +158,6 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return bfloat16
 
 
-def flat_bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    """View a C-contiguous array as flat bytes; read-only if the array is."""
-    # Not memoryview.cast: it fails on zero-size arrays, and bfloat16 exports no memoryview.
-    return array.reshape(-1).view(np.uint8).data
-
-
 def buffer_of(array: np.ndarray[Any, Any], dtype: DType) -> Buffer:
     """Make a Buffer of an array's own memory, or of a packed copy if it has gaps.
 
@@ -172,7 +166,8 @@ def buffer_of(array: np.ndarray[Any, Any], dtype: DType) -> Buffer:
     flags = array.flags
     if not (flags.c_contiguous and flags.aligned):
         array = array.copy()
-    return Buffer(flat_bytes(array), dtype, array.shape, array)
+    # Not memoryview.cast: it fails on zero-size arrays, and bfloat16 exports no memoryview.
+    return Buffer(array.reshape(-1).view(np.uint8).data, dtype, array.shape, array)
 
 
 def fresh(

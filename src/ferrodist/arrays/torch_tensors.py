@@ -171,10 +171,6 @@ def _is_dtensor(x: Any) -> bool:
     return any(k.__name__ == "DTensor" and k.__module__.startswith("torch.") for k in kinds)
 
 
-def _is_compiling(x: Any) -> bool:
-    return bool(torch.compiler.is_compiling())
-
-
 def _is_traced(x: Any) -> bool:
     functional = sys.modules.get("torch._subclasses.functional_tensor")
     return isinstance(x, torch._subclasses.FakeTensor) or (
@@ -187,10 +183,6 @@ def _keeps_data_elsewhere(x: Any) -> bool:
     return type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def _has_layout(x: Any) -> bool:
-    return x.layout is not torch.strided
-
-
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 _OUTSIDE = "call the collective outside of it"
@@ -198,14 +190,22 @@ _OUTSIDE = "call the collective outside of it"
 # The order matters: a later test may fail on a tensor that an earlier one finds, and the compiler
 # that follows this code must be stopped before the first test it cannot follow.
 _PROBLEMS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (_is_compiling, "inside torch.compile", "call from a function with @torch.compiler.disable"),
+    (
+        lambda x: torch.compiler.is_compiling(),
+        "inside torch.compile",
+        "call from a function with @torch.compiler.disable",
+    ),
     (torch.nn.parameter.is_lazy, "not yet initialised", "run the module once before"),
     (_is_wrapped, "inside vmap, grad or functionalize", _OUTSIDE),
     (_is_traced, "traced by torch.export or a fake mode", _OUTSIDE),
     (_is_dtensor, "spread over a mesh", "pass x.to_local() or x.full_tensor()"),
     (lambda x: x.is_nested, "(nested)", "pass a list of its parts, x.unbind()"),
     (_keeps_data_elsewhere, "without memory of its own", "pass the plain tensors inside it"),
-    (_has_layout, "with a sparse or foreign layout", "pass x.to_dense()"),
+    (
+        lambda x: x.layout is not torch.strided,
+        "with a sparse or foreign layout",
+        "pass x.to_dense()",
+    ),
     (lambda x: x.is_quantized, "(quantised)", "pass x.dequantize() or x.int_repr()"),
     (lambda x: x.is_meta, "on the meta device, without data", "move it to a real device first"),
 )

@@ -65,7 +65,7 @@ class _Walk:
     def visit(self, x: Any, path: str) -> _Build:
         """Collect the leaves of ``x``; return what builds it again from an iterator of values."""
         if x is None:
-            return _build_none
+            return lambda values: None
         if not is_tree(x):
             self.leaves.append((path, x))
             return next
@@ -87,10 +87,6 @@ class _Walk:
 
     def _place(self, path: str) -> str:
         return self.where + (path if len(path) <= 60 else path[:60] + "...")
-
-
-def _build_none(values: Iterator[Any]) -> None:
-    return None
 
 
 def _take_apart(x: Any, place: str) -> _Node:

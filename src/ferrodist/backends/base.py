@@ -12,7 +12,6 @@ import abc
 import importlib
 import logging
 import math
-import operator
 import os
 import sys
 import threading
@@ -34,7 +33,7 @@ from ferrodist.backends.failures import LeaveReason
 from ferrodist.backends.progress import Progress, ProgressThread
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
-from ferrodist.call import Call, Kind, Leaf, caller_site
+from ferrodist.call import Call, Kind, Leaf, as_index, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout, check_timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -270,9 +269,9 @@ class Backend(CallMethods, abc.ABC):
     def _announce_closing(self) -> None:
         """Tell the others that nothing new comes from this rank."""
 
-    @abc.abstractmethod
     def _holds_lock(self) -> bool:
         """Tell whether this thread is inside a critical section of the provider."""
+        return False
 
     @abc.abstractmethod
     def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
@@ -524,12 +523,6 @@ class Backend(CallMethods, abc.ABC):
         with RunningCall(self, call, deadline, ticket=ticket, in_background=in_background) as one:
             prepared.run(one)
 
-    def _abort_unless_settled(self, running: RunningCall, error: BaseException) -> None:
-        """Tell the others, if they do not know yet, that this call cannot succeed."""
-        if not self._is_settled(running):
-            what = f"{running.call.kind.label} #{running.sequence}"
-            self.abort(f"{failures.describe(error)} (in {what})")
-
     def _finish(self, work: Work[T], run: Callable[[], T]) -> None:
         """Carry out a Work; an error that nobody asks for is logged now and raised by close()."""
         try:
@@ -554,11 +547,8 @@ class Backend(CallMethods, abc.ABC):
 
     def _check_rank(self, rank: Any, what: str) -> int:
         """Refuse what is not a rank of this group."""
-        try:
-            number = -1 if isinstance(rank, bool) else operator.index(rank)
-        except TypeError:
-            number = -1
-        if not 0 <= number < self.world_size:
+        number = as_index(rank)
+        if number is None or not 0 <= number < self.world_size:
             is_float = isinstance(rank, (float, np.floating))
             why = (
                 "a float: pass int(...)" if is_float else f"they go from 0 to {self.world_size - 1}"
@@ -716,10 +706,7 @@ def _nbytes_of(form: Form) -> int:
 
 
 def _check_int64(value: Any, name: str, expected: str) -> int:
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = as_index(value)
     if number is None or not _NO_COLOR < number < 1 << 63:
         fact = "" if number is None else " of at most 64 bits"
         raise InvalidArgument(

@@ -31,7 +31,7 @@ from ferrodist.arrays import (
 from ferrodist.backends.base import Backend
 from ferrodist.backends.receive import Receive
 from ferrodist.buffer import DType
-from ferrodist.call import MAX_TAG, Call, Kind, Leaf, caller_site
+from ferrodist.call import MAX_TAG, Call, Kind, Leaf, as_index, caller_site
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -80,11 +80,8 @@ class Place:
     def check_axis(self, axis: Any, what: str) -> int:
         """Refuse what is not an axis; count one from the end as NumPy does."""
         num_axes = len(self.shape)
-        try:
-            number = num_axes if isinstance(axis, bool) else operator.index(axis)
-        except TypeError:
-            number = num_axes
-        if not -num_axes <= number < num_axes:
+        number = as_index(axis)
+        if number is None or not -num_axes <= number < num_axes:
             text = f"{what}: axis {axis!r} is not one of the {num_axes} axes of grid {self.shape}"
             raise InvalidArgument(text, got=axis, expected=num_axes)
         return number % num_axes
@@ -307,7 +304,7 @@ def _exchange_in_python(
     grid._check_usable()
     deadline, neighbors = grid._deadline(timeout), grid._place.neighbors
     ways = [way for way, peer in enumerate(neighbors) if peer != NOBODY]
-    sources = {way: _as_source(parts, way, name) for way in ways}
+    sources = {way: as_input(parts[way], f"{name}: the part for {_side(way)}") for way in ways}
     targets = {way: _as_target(out, way) for way in ways}
     for way, source in sources.items():  # what comes may come first
         rooms = [room for room in targets.values() if room is not None]
@@ -353,10 +350,6 @@ def _failure_of_exchange(grid: Grid, error: DistributedError, name: str) -> Dist
     if not isinstance(error, SizeMismatch):
         grid.abort(f"{type(error).__name__}: {text}")
     return type(error)(text, **error._facts)
-
-
-def _as_source(parts: list[Any], way: int, name: str) -> InputArray:
-    return as_input(parts[way], f"{name}: the part for {_side(way)}")
 
 
 def _as_target(out: list[Any] | None, way: int) -> OutputArray | None:

@@ -182,15 +182,12 @@ class ProcessBackend(MessagingBackend):
             raise self.cut_short(running.call.kind, running.sequence)
         deadline = running.deadline
         if deadline.remaining() <= 0 and self.error_of(None) is None:
-            if self._expire_earlier_call(deadline):
+            if self.group.expire(deadline).code == StatusCode.LATE:  # with those missing barred
                 raise self.set_error(self._expiry_in_queue(running)).now(self.rank)
             return _QUEUE_LOOK
-        self._refuse_if_final()
+        if (final := self.error_of(None)) is not None:
+            raise final.later(self.rank)
         return min(max(deadline.remaining(), 0.0), _QUEUE_LOOK)
-
-    def _expire_earlier_call(self, deadline: Deadline) -> bool:
-        """Bar ranks from the call that this rank is in; tell whether it is to be given up."""
-        return self.group.expire(deadline).code == StatusCode.LATE
 
     def _expiry_in_queue(self, running: RunningCall) -> GroupError:
         sequence = self._tickets.last_ended + 1
@@ -306,11 +303,6 @@ class ProcessBackend(MessagingBackend):
         data = self.group.group_error(sequence)
         return None if data is None else unpack_group_error(data, self.members)
 
-    def _refuse_if_final(self) -> None:
-        final = self.error_of(None)
-        if final is not None:
-            raise final.later(self.rank)
-
     def refuse_if_aborted(self) -> None:
         """Raise the final group error unless it is a loss: those left may go on."""
         final = self.error_of(None)
@@ -389,9 +381,6 @@ class ProcessBackend(MessagingBackend):
 
     def _announce_closing(self) -> None:
         self.group.announce_closing()
-
-    def _holds_lock(self) -> bool:
-        return False
 
     def _fail(self, error: BaseException) -> None:
         """Leave at once because this rank's program raised; others and launcher are told."""

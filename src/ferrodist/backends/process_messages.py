@@ -9,7 +9,7 @@ from typing import Any
 from ferrodist import _native
 from ferrodist.arrays import InputArray, received_array
 from ferrodist.backends import failures
-from ferrodist.backends.failures import LeaveReason, StatusCode
+from ferrodist.backends.failures import StatusCode
 from ferrodist.backends.framing import FrameError, pack_array_form, unpack_shape
 from ferrodist.backends.p2p import header_of
 from ferrodist.backends.process_backend import ProcessBackend
@@ -118,7 +118,8 @@ class MessageCall:
             return failures.timed_out(self.what, peers, backend.rank, self.deadline, tags)
         how = failures.died(backend.no_heartbeat)
         if code == StatusCode.LOST:
-            how = self._leave_reason_of(peer)
+            is_gone = backend.group.is_gone(peer)
+            how = backend.leave_reason_of(peer) if is_gone else failures.closing()
         is_last = self._peers[1] == ANY_PEER and how.is_normal
         make = failures.lost_all if is_last else failures.lost
         return make(self.what, peer, backend.rank, how, tags)
@@ -131,10 +132,6 @@ class MessageCall:
         except FrameError as flaw:
             return failures.damaged(self.what, peer, self.backend.rank, str(flaw))
         return failures.unexpected(self.what, peer, self.backend.rank, leaf, self._expected)
-
-    def _leave_reason_of(self, peer: int) -> LeaveReason:
-        is_gone = self.backend.group.is_gone(peer)
-        return self.backend.leave_reason_of(peer) if is_gone else failures.closing()
 
 
 class ProcessMessagingBackend(ProcessBackend):

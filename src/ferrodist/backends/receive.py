@@ -51,13 +51,9 @@ class Receive(NamedTuple):
         elif self.target is None:
             value = array
         else:
-            value = self._filled(self.target, unpack_shape(header)[1])
+            shape, value = unpack_shape(header)[1], self.target.finish()
+            value = value if shape == self.target.buffer.shape else value[: shape[0]]
         return (value, status_of(source, tag, header)) if self.with_status else value
-
-    @staticmethod
-    def _filled(target: OutputArray, shape: tuple[int, ...]) -> Any:
-        out = target.finish()
-        return out if shape == target.buffer.shape else out[: shape[0]]
 
     def finish_message(self, payload: memoryview, source: int, tag: int) -> Any:
         """Put a whole message where it goes; raise FrameError or Misfit if it is not right."""

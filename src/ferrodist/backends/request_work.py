@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import CancelledError, Future
-from datetime import timedelta
 from typing import Any, TypeVar
 
 from ferrodist import _native
@@ -158,10 +157,6 @@ _callbacks = _Callbacks()
 end_callbacks_thread = _callbacks.end
 
 
-def _check_wait(timeout: float | timedelta) -> float | None:
-    return 0 if timeout == 0 else check_timeout(timeout)
-
-
 def _begin_anew() -> None:
     """In a forked child: the calls in flight are the parent's, and so is the thread."""
     _native.forget_works()
@@ -171,7 +166,7 @@ def _begin_anew() -> None:
 _native.set_work_type(RequestWork)
 _native.set_work_hooks(
     start_callbacks=_callbacks.start,
-    check_wait=_check_wait,
+    check_wait=lambda timeout: 0 if timeout == 0 else check_timeout(timeout),
     on_unasked_error=lambda backend, work, error: backend._note_unasked(work, error),
 )
 os.register_at_fork(after_in_child=_begin_anew)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, Typ
 
 import numpy as np
 
+from ferrodist.backends import failures
 from ferrodist.buffer import Buffer
 from ferrodist.call import Call, Kind
 from ferrodist.deadline import Deadline
@@ -135,8 +136,9 @@ class RunningCall:
 
     def _end_ticket(self, error: BaseException | None) -> None:
         try:
-            if error is not None:
-                self.backend._abort_unless_settled(self, error)
+            if error is not None and not self.backend._is_settled(self):  # which tells the others
+                what = f"{self.call.kind.label} #{self.sequence}"
+                self.backend.abort(f"{failures.describe(error)} (in {what})")
         finally:
             self.backend._tickets.end(self.sequence)
 

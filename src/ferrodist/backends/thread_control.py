@@ -323,7 +323,8 @@ class Control:
         return self._rank_of[world_rank]
 
     def _is_cut(self, source: int, target: int) -> bool:
-        return self.switch.undelivered(self.members[source], self.members[target]) > 0
+        link = self.members[source], self.members[target]
+        return self.switch.sent[link[0]][link[1]] > self.switch.received[link[0]][link[1]]
 
     def _note_arrival(self, status: RankStatus) -> None:
         """Charge the last rank to arrive with the time that the median rank waited for it."""

@@ -96,8 +96,11 @@ class _Mailbox:
 class Switch:
     """What the ranks of one world share: the lock, the mailboxes, the counters of every link."""
 
-    def __init__(self, size: int, faults: Faults | None = None) -> None:
+    def __init__(
+        self, size: int, faults: Faults | None, on_kill: Callable[[int, str], NoReturn]
+    ) -> None:
         self.size = size
+        self.on_kill = on_kill  # hears of a rank that a fault kills, and how
         # Reentrant: a finalizer or a signal handler may close or abort a backend at any point.
         self.lock = threading.RLock()
         self.mailboxes = [_Mailbox(self.lock) for _ in range(size)]
@@ -105,11 +108,7 @@ class Switch:
         self.received = [[0] * size for _ in range(size)]
         self.sent_nbytes = [0] * size
         self.received_nbytes = [0] * size
-        self.on_kill: Callable[[int, str], NoReturn] = _no_kill
         self.links = FaultyLinks(faults, self) if faults is not None else None
-
-    def is_locked_here(self) -> bool:
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # Condition uses it too
 
     def wake_all(self) -> None:
         """Make every wait look again. Lock held."""
@@ -149,9 +148,6 @@ class Switch:
         mailbox = self.mailboxes[target]
         mailbox.damage[source] = reason
         mailbox.changed.notify_all()
-
-    def undelivered(self, source: int, target: int) -> int:
-        return self.sent[source][target] - self.received[source][target]
 
     def forget(self, group: int) -> None:
         """Throw away what is left of a group that all have left. Lock held."""
@@ -291,10 +287,6 @@ class ThreadTransport:
             if request.is_withdrawn:
                 self.switch.mailboxes[request.peer].queues[request.frame.group].remove(request)
             return request.is_withdrawn
-
-
-def _no_kill(rank: int, how: str) -> NoReturn:
-    raise AssertionError(f"rank {rank} {how}, but the world does not know how to bury it")
 
 
 def _next_of_call(frames: deque[Frame], expected: Expected) -> Frame | None:

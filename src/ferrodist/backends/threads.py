@@ -6,7 +6,6 @@ Tests, tutorials and debugging run on it with nothing installed and nothing star
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -38,7 +37,7 @@ from ferrodist.backends.thread_control import (
 from ferrodist.backends.thread_faults import Faults
 from ferrodist.backends.thread_links import Expected, SendRequest, Switch, ThreadTransport
 from ferrodist.buffer import Buffer
-from ferrodist.call import Kind
+from ferrodist.call import Kind, as_index
 from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -62,8 +61,7 @@ class _World:
 
     def __init__(self, size: int, config: Config, faults: Faults | None) -> None:
         self.config = config
-        self.switch = Switch(size, faults)
-        self.switch.on_kill = self._kill
+        self.switch = Switch(size, faults, self._kill)
         self.model = LinkModel(*config.threads_link, is_serial=True)
         self._groups: dict[int, Control] = {}
         members = tuple(range(size))
@@ -151,7 +149,7 @@ class SimulatedBackend(ThreadMessagingBackend):
         cls, world_size: int, *, config: Config | None = None, faults: Faults | None = None
     ) -> list[SimulatedBackend]:
         """Make a world of ``world_size`` ranks: one backend for each thread, in rank order."""
-        size = _whole_number(world_size)
+        size = as_index(world_size)
         if size is None or size < 1:
             raise InvalidWorldSize(
                 f"a group needs at least one rank, got {world_size!r}", got=world_size
@@ -296,7 +294,8 @@ class SimulatedBackend(ThreadMessagingBackend):
         return self._world.switch.holding(self._transport.rank)
 
     def _holds_lock(self) -> bool:
-        return self._control.switch.is_locked_here()
+        lock: Any = self._control.switch.lock
+        return bool(lock._is_owned())  # as Condition asks it
 
     # -- groups, statistics, leaving ------------------------------------------------------------
 
@@ -325,13 +324,6 @@ class SimulatedBackend(ThreadMessagingBackend):
 
     def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         self._world.leave(self._control, self.rank, leave_reason)
-
-
-def _whole_number(value: object) -> int | None:
-    try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 # -- point-to-point calls --------------------------------------------------------------------------

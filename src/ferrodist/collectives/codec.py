@@ -49,7 +49,9 @@ def encode(value: Any, use_pickle: bool, where: str) -> bytes:
     import msgpack
 
     laid_out = _lay_out(value, where, 0)
-    packed: bytes = msgpack.packb(laid_out, default=_lay_out_key, strict_types=True)
+    packed: bytes = msgpack.packb(
+        laid_out, default=lambda key: _lay_out(key, "a key", 0), strict_types=True
+    )
     return packed
 
 
@@ -87,10 +89,6 @@ class _Form(NamedTuple):
     labels: tuple[str, ...] = ()  # of the items in errors, where they have names
 
 
-def _pairs_of(items: list[Any]) -> Iterable[tuple[Any, Any]]:
-    return zip(items[::2], items[1::2], strict=True)
-
-
 def _of(kind: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return lambda items: kind(*items)
 
@@ -99,12 +97,8 @@ def _fields(*names: str) -> Callable[[Any], list[Any]]:
     return lambda value: [getattr(value, name) for name in names]
 
 
-def _datetime_of(items: list[Any]) -> datetime.datetime:
-    return datetime.datetime(*items[:-1], fold=items[-1])
-
-
-def _time_of(items: list[Any]) -> datetime.time:
-    return datetime.time(*items[:-1], fold=items[-1])
+def _folded(kind: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    return lambda items: kind(*items[:-1], fold=items[-1])
 
 
 def _numpy_dtype_of(items: list[Any]) -> np.dtype[Any]:
@@ -135,13 +129,15 @@ _FORMS: dict[type, _Form] = {
     collections.OrderedDict: _Form(
         b"ordered",
         lambda value: [item for pair in value.items() for item in pair],
-        lambda items: collections.OrderedDict(_pairs_of(items)),
+        lambda items: collections.OrderedDict(zip(items[::2], items[1::2], strict=True)),
     ),
     range: _Form(b"range", _fields("start", "stop", "step"), _of(range)),
     slice: _Form(b"slice", _fields("start", "stop", "step"), _of(slice)),
-    datetime.datetime: _Form(b"datetime", _fields("year", "month", "day", *_CLOCK), _datetime_of),
+    datetime.datetime: _Form(
+        b"datetime", _fields("year", "month", "day", *_CLOCK), _folded(datetime.datetime)
+    ),
     datetime.date: _Form(b"date", _fields("year", "month", "day"), _of(datetime.date)),
-    datetime.time: _Form(b"time", _fields(*_CLOCK), _time_of),
+    datetime.time: _Form(b"time", _fields(*_CLOCK), _folded(datetime.time)),
     datetime.timedelta: _Form(
         b"timedelta", _fields("days", "seconds", "microseconds"), _of(datetime.timedelta)
     ),
@@ -156,16 +152,16 @@ _FORMS: dict[type, _Form] = {
         b"fraction", _fields("numerator", "denominator"), _of(fractions.Fraction)
     ),
 }
-_NUMPY_DTYPE = _Form(b"numpy dtype", lambda value: [_name_of_dtype(value)], _numpy_dtype_of)
+_NUMPY_DTYPE = _Form(
+    b"numpy dtype",
+    lambda value: [value.name if value.name == "bfloat16" else value.str],
+    _numpy_dtype_of,
+)
 _OF_TORCH = {
     "Size": _Form(b"torch size", list, _torch_size_of),
     "dtype": _Form(b"torch dtype", lambda value: [str(value)[6:]], _torch_dtype_of),
 }
 _BY_MARK = {form.mark: form for form in (*_FORMS.values(), _NUMPY_DTYPE, *_OF_TORCH.values())}
-
-
-def _name_of_dtype(dtype: np.dtype[Any]) -> str:
-    return dtype.name if dtype.name == "bfloat16" else dtype.str
 
 
 def _form_of(value: Any) -> _Form | None:
@@ -280,11 +276,6 @@ def _lay_out_special(value: Any, where: str, depth: int) -> Any:
     if _form_of_class(kind) is not None:
         advice = "call ferrodist.register_type on its class, or pass pickle=True, on every rank"
     raise UnsupportedArray(f"{where} is a {name}, which cannot be sent; {advice}", got=name)
-
-
-def _lay_out_key(key: Any) -> Any:
-    """Lay out the key of a dict, which was checked before."""
-    return _lay_out(key, "a key", 0)
 
 
 def _lay_out_int(value: int) -> Any:

@@ -22,7 +22,6 @@ from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferrodist.backends.process_backend import ProcessBackend
-    from ferrodist.backends.tcp import TcpBackend
 
 fast_path, fast_start = _native.fast_path, _native.fast_start
 
@@ -82,17 +81,13 @@ def _leaves_of(x: Any) -> tuple[Leaf, ...]:
     return () if x is None else tuple(leaf_of(as_input(leaf), path) for path, leaf in flatten(x)[0])
 
 
-def _make_plan(
-    backend: TcpBackend, kind: int, dtype: int, op: int, root: int, nbytes: int, in_place: int
-) -> Any:
-    return backend.plan_of(Kind(kind), DType(dtype), ReduceOp(op), root, nbytes, bool(in_place))
-
-
 _native.set_hooks(
     on_wait=lambda backend, site: backend.look_in_wait(site),
     on_wait_end=lambda backend: backend.end_wait(),
     on_error=_on_error,
-    make_plan=_make_plan,
+    make_plan=lambda backend, kind, dtype, op, root, nbytes, in_place: backend.plan_of(
+        Kind(kind), DType(dtype), ReduceOp(op), root, nbytes, bool(in_place)
+    ),
     left_error=lambda backend, kind, sequence: backend.cut_short(kind, sequence),
     current_backend=current_backend,
 )

@@ -8,7 +8,6 @@ these calls, blocking or not, from any source or with any tag, receives them.
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack, overload
@@ -31,7 +30,7 @@ from ferrodist.backends.call_methods import Peer, RecvOptions, SendOptions, Tag
 from ferrodist.backends.receive import ANY, Receive
 from ferrodist.backends.registry import current_backend
 from ferrodist.buffer import ArrayKind
-from ferrodist.call import MAX_TAG
+from ferrodist.call import MAX_TAG, as_index
 from ferrodist.collectives.request import Group, No, Yes, check_keywords, open_backend, public
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import InvalidArgument, ProtocolError, SelfSend
@@ -497,11 +496,8 @@ def _check_recv_tag(tag: Any) -> int:
 
 
 def _check_tag(tag: Any) -> int:
-    try:
-        number = -1 if isinstance(tag, bool) else int(operator.index(tag))
-    except TypeError:
-        number = -1
-    if not 0 <= number <= MAX_TAG:
+    number = as_index(tag)
+    if number is None or not 0 <= number <= MAX_TAG:
         raise InvalidArgument(f"tag must be an integer from 0 to {MAX_TAG}, got {tag!r}", got=tag)
     return number
 
