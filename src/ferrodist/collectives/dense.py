@@ -106,9 +106,10 @@ def allreduce_(
         >>> run_ranks(3, fill)[0]
         array([3, 3])
     """
-    if options:
-        check_keywords("allreduce_", options)
     call: Any = allreduce  # which of its overloads is said by async_op
+    if not options:  # to unpack none takes a third of the time of a call
+        return call(x, backend, op, out=x, async_op=async_op)
+    check_keywords("allreduce_", options)
     return call(x, backend, op, out=x, async_op=async_op, **options)
 
 
@@ -180,9 +181,10 @@ def broadcast_(
         >>> run_ranks(3, fill)[0]
         array([2, 2])
     """
-    if options:
-        check_keywords("broadcast_", options)
     call: Any = broadcast  # which of its overloads is said by async_op
+    if not options:  # to unpack none takes a third of the time of a call
+        return call(x, backend, root, out=x, async_op=async_op)
+    check_keywords("broadcast_", options)
     return call(x, backend, root, out=x, async_op=async_op, **options)
 
 

@@ -446,7 +446,8 @@ def _decode(
 
 def _open(what: str, backend: Group, peer: Any, mistaken: Mapping[str, Any]) -> Backend:
     """Return the backend of a call; answer those who pass it before the rank."""
-    check_keywords(what, mistaken)
+    if mistaken:
+        check_keywords(what, mistaken)
     if isinstance(peer, Backend):
         names = inspect.signature(getattr(Backend, what)).parameters.values()
         form = ", ".join(p.name for p in names if p.kind is p.POSITIONAL_OR_KEYWORD)

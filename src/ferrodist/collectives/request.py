@@ -166,7 +166,8 @@ class Request:
         op: Op | None = None,
         is_async: bool = False,
     ) -> None:
-        check_keywords(kind.label, options)
+        if options:
+            check_keywords(kind.label, options)
         self.kind = kind
         self.backend = open_backend(backend, kind.label)
         self.root = None
