@@ -38,7 +38,7 @@ class Deadline:
             self.late_seconds = late_timeout
 
     def from_now(self) -> Deadline:
-        """Return that of a call whose turn has come; one that somebody chose runs from the call."""
+        """Return that of a call whose ticket has come up; one that somebody chose stays."""
         if not isinstance(self.seconds, DefaultTimeout):
             return self
         return Deadline(self.seconds, self.late_seconds or None)

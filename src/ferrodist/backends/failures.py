@@ -507,12 +507,12 @@ def _error_of(record: list[Any], members: Sequence[int]) -> GroupError:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Refuse words of another process that make no sense."""
+    """Refuse bytes of another process that make no sense."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise errors.ProtocolError(
-            f"{what} came in words that cannot be read; do all ranks run the same ferrodist?"
+            f"{what} could not be decoded; do all ranks run the same ferrodist?"
         ) from error
 
 
@@ -536,4 +536,4 @@ def unpack_leave_reason(data: bytes) -> LeaveReason:
         how, advice = unpack_json(data)
         return LeaveReason(str(how), str(advice))
     except (ValueError, TypeError, RecursionError):
-        return died("left with words that cannot be read")
+        return died("left a reason that could not be decoded")

@@ -22,7 +22,7 @@ _DATA = 1  # the kind of a frame that carries a piece, in frame.hpp
 
 
 class Frame(NamedTuple):
-    """One message: which conversation it belongs to, and its bytes."""
+    """One message: which call it belongs to, and its bytes."""
 
     group: int
     sequence: int

@@ -161,7 +161,7 @@ class ProcessBackend(MessagingBackend):
         running.hook.poll()
 
     def look_in_wait(self, site: Site | None) -> None:
-        """Look round in a call on the fast path that waits."""
+        """Poll in a call on the fast path that waits."""
         if self._wait is None:
             sequence, kind = self.group.last_call(self.rank)
             where = f"{Kind(kind).label} #{sequence} at {site or caller_site()}"

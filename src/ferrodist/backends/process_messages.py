@@ -318,7 +318,7 @@ def _message_error(
 def _on_message_wait(
     call: MessageCall | None, backend: ProcessBackend, peers: tuple[int, int, int, int], site: Any
 ) -> MessageCall:
-    """Look round in a wait of a call that native code does."""
+    """Poll in a wait of a call that native code does."""
     call = call or MessageCall(backend, peers, Deadline(None), site=site)
     call.poll()
     return call

@@ -494,35 +494,35 @@ class MessageHook(_LoggingHook):
 
 
 class SendHook(MessageHook):
-    """The wait of a large send that holds its caller: a ring of these is called by its name."""
+    """The wait of a large send that holds its caller: a cycle of these is called by its name."""
 
     def __init__(
         self, control: Control, rank: int, peer: int, call: str, deadline: Deadline
     ) -> None:
         super().__init__(control, rank, call, deadline)
         self.peer = peer
-        self.ring: list[int] = []
+        self.cycle: list[int] = []
 
     def poll(self, peer: int) -> float:
-        """Raise as a message does; the first to find a ring tells the others in it."""
-        if not self.ring and self.is_over([self.peer]):
-            self._find_ring()
+        """Raise as a message does; the first to find a send cycle tells the others in it."""
+        if not self.cycle and self.is_over([self.peer]):
+            self._find_cycle()
         leave_reason = self.control.statuses[self.peer].takes_no_more()
-        if self.ring and (leave_reason is not None or self.is_over([self.peer])):
-            raise failures.send_cycle(self.what, self.peer, self.rank, self.ring)
+        if self.cycle and (leave_reason is not None or self.is_over([self.peer])):
+            raise failures.send_cycle(self.what, self.peer, self.rank, self.cycle)
         return super().poll(peer)
 
-    def _find_ring(self) -> None:
-        """Follow the sends that wait; a way back to this one is a ring."""
+    def _find_cycle(self) -> None:
+        """Follow the sends that wait; a way back to this one is a cycle."""
         sends = {hook.rank: hook for hook in self.control.sends}
-        ring = [self]
-        while (after := sends.get(ring[-1].peer)) is not None and after not in ring:
-            ring.append(after)
+        cycle = [self]
+        while (after := sends.get(cycle[-1].peer)) is not None and after not in cycle:
+            cycle.append(after)
         if after is self:
-            ranks = [hook.rank for hook in ring]
+            ranks = [hook.rank for hook in cycle]
             start = ranks.index(min(ranks))
-            for hook in ring:
-                hook.ring = ranks[start:] + ranks[:start]
+            for hook in cycle:
+                hook.cycle = ranks[start:] + ranks[:start]
 
 
 class SplitHook(_LoggingHook):

@@ -224,7 +224,7 @@ class ThreadTransport:
         content: memoryview,
         hook: ProgressHook,
     ) -> SendRequest:
-        """Send a point-to-point message; ``settle`` waits until its memory may change."""
+        """Send a point-to-point message; ``wait_taken`` waits until its memory may change."""
         with self.switch.lock:
             hook.poll(peer)
         frame = Frame(group, POINT_TO_POINT, 0, b"".join((header, content)), tag)
@@ -234,13 +234,13 @@ class ThreadTransport:
         self.switch.carry(self.rank, peer, request, hook)
         return request
 
-    def settle(self, request: SendRequest, hook: ProgressHook) -> None:
+    def wait_taken(self, request: SendRequest, hook: ProgressHook) -> None:
         """Wait until the receiver has the message; if that fails take the message back."""
         with self.switch.lock:
             try:
                 self.sleep_until(lambda: request.is_taken, request.peer, hook)
             except BaseException:
-                self.take_back(request)
+                self.withdraw_send(request)
                 raise
 
     def post_receive(self, receive: PostedReceive, group: int) -> None:
@@ -280,7 +280,7 @@ class ThreadTransport:
         finally:
             self._mailbox.awaited.remove(peer)
 
-    def take_back(self, request: SendRequest) -> bool:
+    def withdraw_send(self, request: SendRequest) -> bool:
         """Remove a message that its receiver has not looked at yet; False if it has."""
         with self.switch.lock:
             request.is_withdrawn = not request.is_taken  # it may still be on its way

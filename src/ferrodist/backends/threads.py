@@ -345,7 +345,7 @@ class Messenger:
         sends = self._control.sends
         sends.append(hook)
         try:
-            self._transport.settle(request, hook)
+            self._transport.wait_taken(request, hook)
         finally:
             sends.remove(hook)
 
@@ -353,9 +353,9 @@ class Messenger:
         what = name_of_message(peer, NO_PEER, tag, 0)
         hook = MessageHook(self._control, self._rank, what, deadline)
         request = self._post(source, peer, tag, hook)
-        settle = partial(self._transport.settle, request, hook)
-        take_back = partial(self._transport.take_back, request)
-        return Posted(what, settle, take_back, request.is_taken)
+        wait_taken = partial(self._transport.wait_taken, request, hook)
+        withdraw_send = partial(self._transport.withdraw_send, request)
+        return Posted(what, wait_taken, withdraw_send, request.is_taken)
 
     def post_receive(self, receive: Receive, deadline: Deadline) -> Posted:
         name = "recv_object" if receive.takes_object else "recv"
@@ -368,7 +368,7 @@ class Messenger:
     def sendrecv(
         self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
     ) -> Any:
-        """Send and receive at once; if nothing is received the message is taken back.
+        """Send and receive at once; if nothing is received the message is withdrawn.
 
         A message that came but does not fit is this rank's own affair: its own goes out.
         """
@@ -384,12 +384,12 @@ class Messenger:
                 raise SelfSend(text, rank=self._rank, this_rank=self._rank)
             received = self._finish(posted, receive, receiving)
         except (SizeMismatch, ProtocolError, InvalidArgument):
-            self._transport.settle(request, sending)
+            self._transport.wait_taken(request, sending)
             raise
         except BaseException:
-            self._transport.take_back(request)
+            self._transport.withdraw_send(request)
             raise
-        self._transport.settle(request, sending)
+        self._transport.wait_taken(request, sending)
         return received
 
     def probe(self, peer: int, tag: int, deadline: Deadline) -> Status:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Point to point: send, recv, sendrecv and probe, of arrays and objects.
 
-Tags keep conversations apart. Messages between two ranks with one tag stay in order, whichever of
-these calls, blocking or not, from any source or with any tag, receives them.
+Messages between two ranks with one tag stay in order, whichever of these calls, blocking or not,
+from any source or with any tag, receives them.
 """
 
 from __future__ import annotations
