@@ -156,24 +156,17 @@ class HybridBackend(TcpBackend):
         """Do one whole collective, in two levels where that is allowed and pays."""
         lengths = lengths_of(kind, self.rank, self.world_size, input, output, args.counts)
         sample = input or output
+        dtype = sample.dtype if sample else DType.UINT8
+        counts = input.count if input else None, output.count if output else None
         status = self._two_levels.execute(
-            self._program(
-                kind,
-                sample.dtype if sample else DType.UINT8,
-                lengths,
-                args,
-                input.count if input else None,
-                output.count if output else None,
-            ),
+            self._program(kind, dtype, lengths, args, *counts),
             input.memory if input else None,
             output.memory if output else None,
             running.call.kind,
             running.sequence,
             running.fingerprint,
             running.num_collectives - 1,
-            running.deadline,
-            running.in_background,
-            running.poll,
+            *running.waiting,
         )
         self._check(running, status)
 
@@ -246,9 +239,7 @@ class HybridBackend(TcpBackend):
             running.call.kind,
             running.sequence,
             running.fingerprint,
-            running.deadline,
-            running.in_background,
-            running.poll,
+            *running.waiting,
         )
         if status.code != StatusCode.MISMATCH:
             self._check(running, status)

@@ -9,7 +9,7 @@ one sequence number, one fingerprint, one deadline.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
@@ -100,6 +100,11 @@ class RunningCall:
         if self.fingerprint == _NO_FINGERPRINT:
             checks_site = self.backend.config.check_sites
             self.fingerprint = self.call.fingerprint(checks_site=checks_site)
+
+    @property
+    def waiting(self) -> tuple[Deadline, bool, Callable[[], None]]:
+        """How long native code waits in this call, on what thread, and whom it asks meanwhile."""
+        return self.deadline, self.in_background, self.poll
 
     def __enter__(self) -> Self:
         tickets = self.backend._tickets

@@ -171,9 +171,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
             args.in_place,
             running.sequence,
             (running.fingerprint + number) & _64_BITS if fingerprint is None else fingerprint,
-            running.deadline,
-            running.in_background,
-            running.poll,
+            *running.waiting,
         )
 
     def _exchange(

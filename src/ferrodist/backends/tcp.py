@@ -186,9 +186,7 @@ class TcpBackend(ProcessMessagingBackend):
             in_place,
             running.sequence,
             running.fingerprint,
-            running.deadline,
-            running.in_background,
-            running.poll,
+            *running.waiting,
         )
         self._check(running, status)
 
@@ -214,9 +212,7 @@ class TcpBackend(ProcessMessagingBackend):
                 arrived,
                 running.sequence,
                 running.fingerprint,
-                running.deadline,
-                running.in_background,
-                running.poll,
+                *running.waiting,
             )
             if status.code:
                 raise _ExecutionEnded(status)
@@ -254,9 +250,7 @@ class TcpBackend(ProcessMessagingBackend):
         status, found = self.group.exchange_descriptors(
             running.sequence,
             pack_descriptor(mine),
-            running.deadline,
-            running.in_background,
-            running.poll,
+            *running.waiting,
         )
         self._check(running, status)
         return [unpack_descriptor(descriptor) for descriptor in found]
