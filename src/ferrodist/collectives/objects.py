@@ -195,13 +195,9 @@ def _encode_each(request: Request, values: Any, pickle: bool) -> list[bytes]:
     world = request.backend.world_size
     found = len(values) if isinstance(values, (list, tuple)) else None
     if found != world:
-        raise InvalidArgument(
-            f"scatter_object: the root must pass a list of {world} objects, one per rank, "
-            f"got {type(values).__name__}{'' if found is None else f' of {found}'}",
-            expected=world,
-            got=found,
-            this_rank=request.backend.rank,
-        )
+        got = type(values).__name__ + ("" if found is None else f" of {found}")
+        text = f"the root must pass a list of {world} objects, one per rank, got {got}"
+        raise request.refusal(InvalidArgument, text, expected=world, got=found)
     return [
         encode(value, pickle, f"the object for rank {rank}") for rank, value in enumerate(values)
     ]

@@ -85,20 +85,17 @@ def _take_apart(request: Request, x: Any) -> tuple[list[tuple[str, Any]], Rebuil
     if x is None:
         raise _refuse_none(request)
     if is_tree(x) and request.kind not in _TAKES_TREES:
-        raise UnsupportedArray(
-            f"{request.kind.label}: x is a {type(x).__name__}, but this call takes a single array; "
-            f"join its parts, or {advise_objects(request.kind.label + ':')}",
-            got=type(x).__name__,
-        )
+        kind, advice = type(x).__name__, advise_objects(request.kind.label + ":")
+        text = f"x is a {kind}, but this call takes a single array; join its parts, or {advice}"
+        raise request.refusal(UnsupportedArray, text, got=kind)
     return flatten(x)
 
 
 def _check_pair(request: Request, inputs: list[InputArray]) -> None:
     error = problem_of_pair(*inputs) if request.takes_pairs else None
     if error is not None:
-        facts = {"op": request.kind.label, "this_rank": request.backend.rank}
-        facts |= {"got": error.got, "expected": error.expected}
-        raise type(error)(f"{request.kind.label}: {error}", **facts)
+        facts = {"got": error.got, "expected": error.expected}
+        raise request.refusal(type(error), str(error), **facts)
 
 
 def _make_parts(request: Request, items: list[Item]) -> tuple[list[Part], Sequence[Packed | Pairs]]:
@@ -162,7 +159,7 @@ def _refuse_none(request: Request) -> UnsupportedArray:
     advice = "pass an array or a number"
     if request.kind is Kind.BROADCAST:
         advice = "every rank passes an array of the root's dtype and shape"
-    return UnsupportedArray(f"{request.kind.label}: x is None; {advice}", got="None")
+    return request.refusal(UnsupportedArray, f"x is None; {advice}", got="None")
 
 
 def _take(request: Request, path: str, leaf: Any) -> InputArray:
@@ -209,11 +206,9 @@ def _outs(request: Request, out: Any, paths: list[str]) -> list[Any]:
         return [None] * len(paths)
     named, _ = flatten(out, "out")
     if [path for path, _ in named] != paths:
-        raise InvalidArgument(
-            f"{request.kind.label}: out must have the structure of x; x has leaves {paths}, "
-            f"out has {[path for path, _ in named]}",
-            this_rank=request.backend.rank,
-        )
+        found = [path for path, _ in named]
+        text = f"out must have the structure of x; x has leaves {paths}, out has {found}"
+        raise request.refusal(InvalidArgument, text)
     return [leaf for _, leaf in named]
 
 
@@ -240,8 +235,8 @@ def take_out(
         make = as_device_output if isinstance(taken.buffer, DeviceBuffer) else as_output
         return make(out, taken.buffer.dtype, shape)
     except InvalidArgument as error:
-        where = f"{request.kind.label}: in out{path}, " if path else f"{request.kind.label}: "
-        raise InvalidArgument(f"{where}{error}", this_rank=request.backend.rank) from error
+        text = f"in out{path}, {error}" if path else str(error)
+        raise request.refusal(InvalidArgument, text) from error
 
 
 def result_shape(request: Request, taken: InputArray, path: str = "") -> tuple[int, ...]:
@@ -260,23 +255,14 @@ def _cut(request: Request, shape: tuple[int, ...], where: str) -> tuple[int, ...
     world, count = request.backend.world_size, math.prod(shape)
     if world == 1:
         return shape
-    facts = {"op": request.kind.label, "world_size": world, "this_rank": request.backend.rank}
+    advice = f"which {world} ranks cannot share evenly; pad it or use {request.kind.label}_uneven"
+    facts = {"world_size": world, "got": world}
     if count % world:
-        raise SizeMismatch(
-            f"{request.kind.label}: {where} has {count} elements, which {world} ranks cannot share "
-            f"evenly; pad it or use {request.kind.label}_uneven",
-            expected=count,
-            got=world,
-            **facts,
-        )
+        text = f"{where} has {count} elements, {advice}"
+        raise request.refusal(SizeMismatch, text, expected=count, **facts)
     if shape[0] % world:
-        raise InvalidShape(
-            f"{request.kind.label}: axis 0 of {where} has length {shape[0]}, which {world} ranks "
-            f"cannot share evenly; pad it or use {request.kind.label}_uneven",
-            expected=shape[0],
-            got=world,
-            **facts,
-        )
+        text = f"axis 0 of {where} has length {shape[0]}, {advice}"
+        raise request.refusal(InvalidShape, text, expected=shape[0], **facts)
     return (shape[0] // world, *shape[1:])
 
 
@@ -289,10 +275,8 @@ def is_in_place(request: Request, taken: InputArray, result: OutputArray | None)
         return False
     if _is_allowed(request, taken, result, found):
         return found.in_place
-    raise InvalidArgument(
-        f"{request.kind.label}: out overlaps x in memory; pass x itself or memory of its own",
-        this_rank=request.backend.rank,
-    )
+    text = "out overlaps x in memory; pass x itself or memory of its own"
+    raise request.refusal(InvalidArgument, text)
 
 
 def _refuse_crossing(
@@ -302,10 +286,8 @@ def _refuse_crossing(
     made = [result for result in results if result is not None]
     leaf = find_crossing(inputs, made) if len(made) == len(inputs) > 1 else None
     if leaf is not None:
-        raise InvalidArgument(
-            f"{request.kind.label}: out{paths[leaf]} overlaps another leaf of x or out in memory",
-            this_rank=request.backend.rank,
-        )
+        text = f"out{paths[leaf]} overlaps another leaf of x or out in memory"
+        raise request.refusal(InvalidArgument, text)
 
 
 def _is_allowed(request: Request, taken: InputArray, result: OutputArray, found: Overlap) -> bool:

@@ -35,6 +35,7 @@ from ferrodist.reduce_op import CustomOp, ReduceOp
 
 _ABSENT: Any = object()
 F = TypeVar("F", bound=Callable[..., Any])
+Error = TypeVar("Error", bound=DistributedError)
 
 # What torch, MPI and Horovod call the arguments of these calls.
 _MEANT = {
@@ -198,11 +199,12 @@ class Request:
             return
         problem = problem_of_kind(self.kind, self.op, is_algorithm_named)
         if problem is not None:
-            raise UnsupportedOp(
-                f"{self.kind.label}: {self.op.label} {problem}",
-                op=self.kind.label,
-                this_rank=self.backend.rank,
-            )
+            raise self.refusal(UnsupportedOp, f"{self.op.label} {problem}")
+
+    def refusal(self, error: type[Error], text: str, **facts: Any) -> Error:
+        """Make the error of a call that this rank refuses before anything is sent."""
+        label, rank = self.kind.label, self.backend.rank
+        return error(f"{label}: {text}", op=label, this_rank=rank, **facts)
 
     @property
     def is_root(self) -> bool:
@@ -246,12 +248,8 @@ class Request:
         dtype = taken.buffer.dtype
         problem = problem_of_dtype(self.kind, self.op, dtype, taken.is_number)
         if problem is not None:
-            raise UnsupportedOp(
-                f"{self.kind.label}: {self.op.label} of {dtype.label} ({where}) {problem}",
-                op=self.kind.label,
-                got=dtype.label,
-                this_rank=self.backend.rank,
-            )
+            text = f"{self.op.label} of {dtype.label} ({where}) {problem}"
+            raise self.refusal(UnsupportedOp, text, got=dtype.label)
         if taken.is_number and isinstance(self.op, ReduceOp):
             check_number(taken, self.op, self.backend.world_size, f"{self.kind.label}: {where}")
 

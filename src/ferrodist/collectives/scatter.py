@@ -163,10 +163,8 @@ def _what_to_tell(request: Request, taken: InputArray, counts: Sequence[int] | N
     if request.kind is Kind.SCATTER:
         return _Told(dtype, result_shape(request, taken))
     if counts is None:
-        raise InvalidArgument(
-            "scatter_uneven: counts are None on the root; pass the rows of each rank",
-            this_rank=request.backend.rank,
-        )
+        text = "counts are None on the root; pass the rows of each rank"
+        raise request.refusal(InvalidArgument, text)
     rows, row = split_shape(request, taken)
     return _Told(dtype, row, check_sum(request, check_counts(request, counts, "counts"), rows))
 

@@ -263,28 +263,22 @@ def _row_of(taken: InputArray) -> Leaf:
 def split_shape(request: Request, taken: InputArray) -> tuple[int, tuple[int, ...]]:
     """Split the shape of an array that is to be cut; a number has nothing to cut."""
     if not taken.buffer.shape:
-        raise InvalidShape(
-            f"{request.kind.label}: x is a number or has no axes, and cannot be cut into rows",
-            op=request.kind.label,
-            this_rank=request.backend.rank,
-        )
+        text = "x is a number or has no axes, and cannot be cut into rows"
+        raise request.refusal(InvalidShape, text)
     return _rows(taken)
 
 
 def check_counts(request: Request, counts: Sequence[int], name: str) -> list[int]:
     """Read the rows of each rank."""
-    world, label = request.backend.world_size, request.kind.label
+    world = request.backend.world_size
     try:
         numbers = [operator.index(count) for count in counts]
     except TypeError as error:
-        raise InvalidArgument(f"{label}: {name} must be integers, got {counts!r}") from error
+        text = f"{name} must be integers, got {counts!r}"
+        raise request.refusal(InvalidArgument, text) from error
     if len(numbers) != world or not all(0 <= number < _MANY for number in numbers):
-        raise InvalidArgument(
-            f"{label}: {name} must be {world} numbers >= 0, one per rank, got {numbers}",
-            expected=world,
-            got=len(numbers),
-            this_rank=request.backend.rank,
-        )
+        text = f"{name} must be {world} numbers >= 0, one per rank, got {numbers}"
+        raise request.refusal(InvalidArgument, text, expected=world, got=len(numbers))
     return numbers
 
 
@@ -293,13 +287,9 @@ def check_sum(request: Request, counts: list[int], rows: int, name: str = "count
     if sum(counts) != rows:
         shown = [f"rank {rank}: {count}" for rank, count in enumerate(counts[:_SHOWN_COUNTS])]
         shown += ["..."] if len(counts) > _SHOWN_COUNTS else []
-        raise InvalidArgument(
-            f"{request.kind.label}: {name} add up to {sum(counts)} ({', '.join(shown)}), but x has "
-            f"{rows} rows",
-            expected=rows,
-            got=sum(counts),
-            this_rank=request.backend.rank,
-        )
+        total = sum(counts)
+        text = f"{name} add up to {total} ({', '.join(shown)}), but x has {rows} rows"
+        raise request.refusal(InvalidArgument, text, expected=rows, got=total)
     return counts
 
 
