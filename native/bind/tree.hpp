@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Tree: small arrays in lists, tuples and dicts that travel as one packed array, as ferrodist.arrays.trees and
-// ferrodist.collectives.fusing do it; ranks may mix the two.
+// ferrodist.collectives.plan do it; ranks may mix the two.
 #pragma once
 
 #include <nanobind/nanobind.h>
