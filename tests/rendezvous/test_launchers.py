@@ -244,7 +244,7 @@ def test_a_rank_killed_with_variables_set_by_hand_is_lost_for_the_others(tmp_pat
 OF_A_USER = """
     import encodings.idna
     import ferrodist.backends.hybrid, ferrodist.backends.shared_memory
-    import ferrodist.rendezvous.find_job, ferrodist.rendezvous.foreign
+    import ferrodist.rendezvous.find_job, ferrodist.rendezvous.exchange
     os.setuid(int(os.environ["USER_ID"]))
     if "PRETENDS" in os.environ:
         os.geteuid = lambda: int(os.environ["PRETENDS"])

@@ -29,7 +29,7 @@ from ferrodist import (
 )
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
-from ferrodist.rendezvous import Job, handshake, mesh, mesh_builder, server
+from ferrodist.rendezvous import Job, handshake, meeting, mesh, mesh_builder
 from ferrodist.rendezvous.job import Endpoint
 from ferrodist.rendezvous.mesh import MeshPeer, PeerAddress, join_mesh
 from ferrodist.rendezvous.sockets import connect_to_any, resolve
@@ -242,13 +242,13 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[list[PeerAddress]]:
 def admitted(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Count the guests that rank 0 has admitted to the exchange."""
     count = threading.Semaphore(0)
-    admit = server.Server._admit
+    admit = meeting.Server._admit
 
     def admit_and_count(*args: object) -> None:
         admit(*args)
         count.release()
 
-    monkeypatch.setattr(server.Server, "_admit", admit_and_count)
+    monkeypatch.setattr(meeting.Server, "_admit", admit_and_count)
     return count
 
 
@@ -671,9 +671,9 @@ def test_what_comes_after_the_mesh_is_left_for_whom_it_is_meant(monkeypatch):
     let_go: list[Channel] = []
 
     def send_late(link: Channel, kind: MessageKind, *args: Any) -> None:
-        if kind is MessageKind.GO:
+        if kind is MessageKind.GO:  # two when all have met, then two when all are connected
             let_go.append(link)
-            assert len(let_go) == 1 or has_heard.wait(20)
+            assert len(let_go) <= 3 or has_heard.wait(20)
         send(link, kind, *args)
 
     def hear_and_tell(self: Any, rank: int, link: Channel) -> None:

@@ -25,7 +25,7 @@ from ferrodist.rendezvous import (
     Member,
     handshake,
     meet,
-    server,
+    meeting,
     watch,
 )
 from ferrodist.rendezvous.handshake import greet_server
@@ -142,7 +142,9 @@ def join_by_hand(link: Channel, job: Job) -> None:
     run_steps(greet_server(link, job), link, Deadline(10))
     arena = os.memfd_create("test")
     lifeline = watch.Lifeline()
-    link.send(MessageKind.HELLO, HELLO.pack(os.getpid(), 20.0), [arena, lifeline.watch])
+    link.send(MessageKind.HELLO, HELLO.pack(os.getpid(), 20.0, True))
+    run_steps(link.receive(MessageKind.TAKEN), link, Deadline(10))
+    link.send(MessageKind.RECORD, b"", [arena, lifeline.watch])
     lifeline.close()
     os.close(arena)
 
@@ -151,13 +153,13 @@ def join_by_hand(link: Channel, job: Job) -> None:
 def admitted(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Count the clients that servers in this process have admitted."""
     count = threading.Semaphore(0)
-    admit = server.Server._admit
+    admit = meeting.Server._admit
 
     def admit_and_count(*args: object) -> None:
         admit(*args)
         count.release()
 
-    monkeypatch.setattr(server.Server, "_admit", admit_and_count)
+    monkeypatch.setattr(meeting.Server, "_admit", admit_and_count)
     return count
 
 
@@ -340,13 +342,13 @@ def test_a_guest_that_leaves_while_files_are_handed_out_is_named_everywhere():
 
 RANK_0 = """
 import os, sys
-from ferrodist.rendezvous import Job, meet, server
+from ferrodist.rendezvous import Job, meet, meeting
 
-admit = server.Server._admit
+admit = meeting.Server._admit
 def admit_and_say_so(*args):
     admit(*args)
     print("joined", flush=True)
-server.Server._admit = admit_and_say_so
+meeting.Server._admit = admit_and_say_so
 name, secret = sys.stdin.readline().split()
 meet(Job(name, 0, 3, bytes.fromhex(secret)), os.memfd_create("test"), 30)
 """
@@ -389,7 +391,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("kind", ["pidfd", "lifeline"])
 def test_a_watch_tells_when_a_process_is_gone_even_if_a_child_of_it_lives_on(kind, monkeypatch):
     if kind == "lifeline":
-        monkeypatch.setattr(server, "try_peer_pidfd", lambda connection, pid: None)
+        monkeypatch.setattr(meeting, "try_peer_pidfd", lambda connection, pid: None)
     jobs = new_jobs(2)
     command = [sys.executable, "-c", RANK_1, kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -407,7 +409,7 @@ def test_a_watch_tells_when_a_process_is_gone_even_if_a_child_of_it_lives_on(kin
 
 def test_where_there_are_no_pidfds_lifelines_do_and_nothing_else_stays_open(monkeypatch):
     monkeypatch.setattr(watch, "try_pidfd", lambda pid: None)
-    monkeypatch.setattr(server, "try_peer_pidfd", lambda connection, pid: None)
+    monkeypatch.setattr(meeting, "try_peer_pidfd", lambda connection, pid: None)
     held_before = set(watch._HELD)
     check_met(meet_all(new_jobs(3)))
     held = watch._HELD - held_before
@@ -720,9 +722,9 @@ def test_files_that_nobody_expects_are_closed(pair):
     left, right = pair
     left.send(MessageKind.WELCOME, files=[0, 0, 0])
     assert run_steps(right.receive(MessageKind.WELCOME), right, Deadline(5)).files == []
-    left.send(MessageKind.HELLO, bytes(16), files=[0, 0, 0])
+    left.send(MessageKind.RECORD, bytes(16), files=[0, 0, 0])
     with contextlib.suppress(ProtocolError):
-        message = run_steps(right.receive(MessageKind.HELLO), right, Deadline(5))
+        message = run_steps(right.receive(MessageKind.RECORD), right, Deadline(5))
         assert len(message.files) <= 2
         for file in message.files:
             os.close(file)
@@ -743,15 +745,18 @@ def test_waiting_ends_at_the_deadline(pair):
 
 def test_a_large_roster_is_cut_into_messages_that_the_kernel_takes(pair):
     left, right = pair
-    entries = [RosterEntry(Member(rank, 1000 + rank, 0, 1), rank % 2 == 0) for rank in range(300)]
+    entries = [
+        RosterEntry(rank, 1000 + rank, bytes([rank % 7]) * rank, [0, 1], rank % 2 == 0)
+        for rank in range(300)
+    ]
     received = []
     for body, files in pack_roster(entries):
         assert len(files) <= 253
         left.send(MessageKind.ROSTER, body, files)
-        received += unpack_roster(run_steps(right.receive(MessageKind.ROSTER), right, Deadline(5)))
-    assert [(e.member.rank, e.member.pid, e.is_lifeline) for e in received] == [
-        (rank, 1000 + rank, rank % 2 == 0) for rank in range(300)
-    ]
+        message = run_steps(right.receive(MessageKind.ROSTER), right, Deadline(5))
+        received += unpack_roster(message, files_per_rank=2)
+    assert [entry._replace(files=[0, 1]) for entry in received] == entries
+    assert {len(entry.files) for entry in received} == {2}
     close_roster(received)
 
 

@@ -26,7 +26,7 @@ from ferrodist import (
 )
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
-from ferrodist.rendezvous import Job, handshake, server, sockets
+from ferrodist.rendezvous import Job, handshake, meeting, sockets
 from ferrodist.rendezvous.interfaces import list_interfaces
 from ferrodist.rendezvous.job import Endpoint, known_secret
 from ferrodist.rendezvous.launchers import PLAIN
@@ -124,13 +124,13 @@ def connected(job: Job) -> Iterator[Channel]:
 def admitted(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Count the clients that servers in this process have admitted."""
     count = threading.Semaphore(0)
-    admit = server.Server._admit
+    admit = meeting.Server._admit
 
     def admit_and_count(*args: object) -> None:
         admit(*args)
         count.release()
 
-    monkeypatch.setattr(server.Server, "_admit", admit_and_count)
+    monkeypatch.setattr(meeting.Server, "_admit", admit_and_count)
     return count
 
 
@@ -371,15 +371,15 @@ RANK_0 = """
 import sys
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
-from ferrodist.rendezvous import Job, server
+from ferrodist.rendezvous import Job, meeting
 from ferrodist.rendezvous.mesh import open_exchange
 from ferrodist.rendezvous.job import Endpoint
 
-admit = server.Server._admit
+admit = meeting.Server._admit
 def admit_and_say_so(*args):
     admit(*args)
     print("joined", flush=True)
-server.Server._admit = admit_and_say_so
+meeting.Server._admit = admit_and_say_so
 name, secret, port = sys.stdin.readline().split()
 endpoint = Endpoint("127.0.0.1", int(port))
 job = Job(name, 0, 3, bytes.fromhex(secret), hosts="a test", endpoint=endpoint)
@@ -701,7 +701,7 @@ def test_an_exchange_on_one_host_needs_no_port():
     before = set(Path("/proc/net/tcp").read_text().split())
     exchange = open_exchange(jobs[0], Config(), Deadline(10))
     with exchange:
-        assert isinstance(exchange, server.Server)
+        assert isinstance(exchange, meeting.Server)
         assert exchange.towards == ""
         assert exchange._acceptor._listener.family == socket.AF_UNIX
     assert before

@@ -27,8 +27,8 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable
 from ferrodist.launch.output.reader import Reader
 from ferrodist.launch.worker import perform
+from ferrodist.rendezvous.exchange import StoreExchange, absent
 from ferrodist.rendezvous.job import Job
-from ferrodist.rendezvous.store import StoreExchange, absent
 
 STDOUT, STDERR = 1, 2
 _MOST_NBYTES = 4 << 20  # of output that the board holds; then ranks that print wait

@@ -8,9 +8,9 @@ a ``Job`` (``job.py``). While the ranks meet, rank 0 is the *server* and every o
 ``sockets.py`` knows where they meet: a Unix socket on one host, TCP between hosts. ``munge.py`` is
 how ranks of several hosts get the job's secret where neither launcher nor user gives one.
 
-There are two things to come for. ``meet`` exchanges memory files, on one host. ``join_mesh``, in
-``mesh.py``, gives every rank a connection to every other: the ranks tell each other where they
-listen, through the ``store.py`` of rank 0 or by what torchrun and MPI have (``foreign.py``), and
+There are two things to come for. ``meet``, in ``meeting.py``, exchanges memory files, on one host.
+``join_mesh``, in ``mesh.py``, gives every rank a connection to every other: the ranks tell each
+other where they listen, at rank 0 too or by what torchrun and MPI have (``exchange.py``), and
 ``mesh_builder.py`` makes the links, encrypted by ``tls.py`` if asked for.
 
 ``errors.py`` has what the ranks say about those that do not come, ``watch.py`` how processes end.
@@ -20,7 +20,7 @@ arrives is ever run. Every length is checked before memory is allocated for it. 
 more than one address, nor longer than until all have met.
 """
 
-from ferrodist.rendezvous.client import meet
 from ferrodist.rendezvous.job import Job, Member
+from ferrodist.rendezvous.meeting import meet
 
 __all__ = ["Job", "Member", "meet"]

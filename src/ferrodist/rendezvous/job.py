@@ -26,8 +26,8 @@ from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.watch import StatusBoard
 
 if TYPE_CHECKING:
+    from ferrodist.rendezvous.exchange import Exchange
     from ferrodist.rendezvous.munge import Munge
-    from ferrodist.rendezvous.store import Exchange
 
 Environment = Mapping[str, str]
 

@@ -24,8 +24,13 @@ from typing import NamedTuple
 from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, InvalidArgument, ProtocolError, RendezvousError
-from ferrodist.rendezvous.client import Client
 from ferrodist.rendezvous.errors import could_not_join
+from ferrodist.rendezvous.exchange import (
+    Exchange,
+    MpiExchange,
+    StoreExchange,
+    connect_to_agent,
+)
 from ferrodist.rendezvous.handshake import check_version
 from ferrodist.rendezvous.interfaces import choose_address
 from ferrodist.rendezvous.job import (
@@ -36,8 +41,8 @@ from ferrodist.rendezvous.job import (
     no_secret,
     try_endpoint,
 )
+from ferrodist.rendezvous.meeting import Client, Server
 from ferrodist.rendezvous.mesh_builder import MeshBuilder, MeshLink
-from ferrodist.rendezvous.server import Server
 from ferrodist.rendezvous.sockets import (
     MeetingPoint,
     TcpPoint,
@@ -45,9 +50,8 @@ from ferrodist.rendezvous.sockets import (
     open_listener_at,
     resolve,
 )
-from ferrodist.rendezvous.store import MAX_RECORD, Exchange, StoreExchange
 from ferrodist.rendezvous.watch import try_pidfd
-from ferrodist.rendezvous.wire import MAX_HOST_NAME
+from ferrodist.rendezvous.wire import MAX_HOST_NAME, MAX_RECORD
 from ferrodist.version import __version__
 
 logger = logging.getLogger("ferrodist")
@@ -114,8 +118,6 @@ def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
     if not (job.has_secret or job.uses_munge):
         raise no_secret(job)
     if job.bootstrap is Bootstrap.MPI:
-        from ferrodist.rendezvous.foreign import MpiExchange
-
         return MpiExchange(job, deadline)
     if job.exchange is not None:
         return job.exchange
@@ -126,8 +128,6 @@ def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
             this_rank=job.rank,
         )
     if job.bootstrap is Bootstrap.TORCH_STORE:
-        from ferrodist.rendezvous.foreign import connect_to_agent
-
         store = connect_to_agent(job, endpoint, deadline)
         return StoreExchange(job, store, deadline, endpoint.host)
     if job.uses_munge and job.rank == 0:

@@ -34,7 +34,7 @@ from ferrodist.rendezvous.interfaces import (
     who_listens,
 )
 from ferrodist.rendezvous.job import Endpoint, Job, brief
-from ferrodist.rendezvous.wire import MAX_VALUE, wait_seconds
+from ferrodist.rendezvous.wire import MAX_ROSTER, wait_seconds
 
 logger = logging.getLogger("ferrodist")
 
@@ -158,7 +158,7 @@ class TcpPoint:
         """Say where the other end is, and set up this one."""
         set_limits(connection, self._config.heartbeat_timeout)
         # One message of the largest kind, and a failure after it, always fit.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_VALUE)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_ROSTER)
         return identify_by_address(connection)
 
     def describe_self(self) -> str:

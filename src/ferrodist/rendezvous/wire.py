@@ -18,7 +18,8 @@ import select
 import socket
 import struct
 from array import array
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ferrodist.deadline import Deadline
@@ -29,7 +30,6 @@ from ferrodist.errors import (
     RendezvousError,
 )
 from ferrodist.rendezvous.errors import no_file_limit_left
-from ferrodist.rendezvous.job import Member
 from ferrodist.rendezvous.watch import close_files
 
 T = TypeVar("T")
@@ -41,12 +41,12 @@ _MAX_WAIT = 0.2
 _COUNTER = struct.Struct("!Q")
 _TAG_NBYTES = 16
 
-HELLO = struct.Struct("!Qd")  # pid, seconds within which rank 0 has to decide
-_ROSTER_ENTRY = struct.Struct("!IQ?")
-RANKS_PER_ROSTER = 126  # a message carries at most 253 files, a rank has two
+HELLO = struct.Struct("!Qd?")  # pid, seconds within which rank 0 has to decide, shares memory
 MAX_HOST_NAME = 64  # bytes
-MAX_KEY = 256  # bytes of a key in the store
-MAX_VALUE = 1 << 16
+MAX_RECORD = 1024  # bytes that a rank tells the others
+_ROSTER_ENTRY = struct.Struct("!IQ?H")  # rank, pid, whether its watch is a lifeline, its record's
+RANKS_PER_ROSTER = 60  # a message carries at most 253 files, a rank has two
+MAX_ROSTER = RANKS_PER_ROSTER * (_ROSTER_ENTRY.size + MAX_RECORD)
 
 # Errors that a rank passes on to others, and what of them.
 _ERROR_TYPES: dict[str, type[DistributedError]] = {
@@ -72,20 +72,13 @@ class MessageKind(enum.IntEnum):
     GREETING = 1, 72  # who I say I am, and a nonce
     PROOF = 2, 32  # that I know the secret
     WELCOME = 3  # your proof is right
-    HELLO = 4, 16, 2  # my files
-    ROSTER = 5, 13 * RANKS_PER_ROSTER, 2 * RANKS_PER_ROSTER  # everybody's files, some ranks' each
-    TAKEN = 6  # I have them
+    HELLO = 4, HELLO.size + MAX_HOST_NAME  # who I am
+    ROSTER = 5, MAX_ROSTER, 2 * RANKS_PER_ROSTER  # everybody's records and files, in parts
+    TAKEN = 6  # I have it
     GO = 7  # all have everything
     BUSY = 8  # come again
     FAILURE = 9, 1 << 16  # the ranks will not meet, and why
-    ARRIVAL = 10, 16 + MAX_HOST_NAME  # who I am; I have no files
-    SET = 11, 2 + MAX_KEY + MAX_VALUE  # keep this in the store
-    GET = 12, 8 + MAX_KEY  # tell me what is in the store, now or soon
-    ADD = 13, 8 + MAX_KEY  # count in the store
-    VALUE = 14, MAX_VALUE  # what the store answers
-    ABSENT = 15  # it has no such key, and time is up
-    REFUSED = 16, 1 << 12  # it does not do that, and why
-    LEAVE = 17  # I have all I came for
+    RECORD = 10, MAX_RECORD, 2  # what I tell the others, and my files
     READY = 18  # I am connected to all
     MUNGE_GREETING = 19, 72  # a greeting, by somebody who has no secret yet
     CREDENTIAL = 20, 1 << 11  # of MUNGE: whose process I am, and the secret
@@ -267,41 +260,53 @@ def wait_seconds(remaining: float) -> float:
 
 
 class RosterEntry(NamedTuple):
-    """A member, and whether its watch is a lifeline, which it then has to keep open."""
+    """What a rank has told the others, and its memory file and watch, if it shares memory.
 
-    member: Member
-    is_lifeline: bool
+    ``is_lifeline``: its watch is one, whose other end it has to keep open.
+    """
+
+    rank: int
+    pid: int
+    record: bytes
+    files: list[int]
+    is_lifeline: bool = False
 
 
 def pack_roster(entries: Sequence[RosterEntry]) -> Iterator[tuple[bytes, list[int]]]:
     """Cut a roster into messages: bytes and files."""
     for start in range(0, len(entries), RANKS_PER_ROSTER):
         part = entries[start : start + RANKS_PER_ROSTER]
-        body = b"".join(
-            _ROSTER_ENTRY.pack(entry.member.rank, entry.member.pid, entry.is_lifeline)
+        heads = (
+            _ROSTER_ENTRY.pack(entry.rank, entry.pid, entry.is_lifeline, len(entry.record))
             for entry in part
         )
-        yield body, [file for entry in part for file in (entry.member.arena, entry.member.watch)]
+        body = b"".join(head + entry.record for head, entry in zip(heads, part, strict=True))
+        yield body, [file for entry in part for file in entry.files]
 
 
-def unpack_roster(message: Message) -> list[RosterEntry]:
-    body, files = message.body, message.files
-    count, rest = divmod(len(body), _ROSTER_ENTRY.size)
-    if rest or count == 0 or len(files) != 2 * count:
+def unpack_roster(message: Message, *, files_per_rank: int) -> list[RosterEntry]:
+    body, files, at = message.body, message.files, 0
+    entries: list[RosterEntry] = []
+    with suppress(struct.error):
+        while at < len(body):
+            rank, pid, is_lifeline, nbytes = _ROSTER_ENTRY.unpack_from(body, at)
+            start, at = at + _ROSTER_ENTRY.size, at + _ROSTER_ENTRY.size + nbytes
+            first = files_per_rank * len(entries)
+            own = files[first : first + files_per_rank]
+            entries.append(RosterEntry(rank, pid, body[start:at], own, is_lifeline))
+    num_files = files_per_rank * len(entries)
+    if not entries or at != len(body) or len(files) > num_files:
         close_files(files)
-        if rest or count == 0 or len(files) > 2 * count:
-            raise ProtocolError("rank 0 sent a roster that cannot be decoded", rank=0)
-        raise no_file_limit_left(f"{len(files)} of {2 * count} files of the other ranks arrived")
-    return [
-        RosterEntry(Member(rank, pid, files[2 * i], files[2 * i + 1]), is_lifeline)
-        for i, (rank, pid, is_lifeline) in enumerate(_ROSTER_ENTRY.iter_unpack(body))
-    ]
+        raise ProtocolError("rank 0 sent a roster that cannot be decoded", rank=0)
+    if len(files) < num_files:
+        close_files(files)
+        raise no_file_limit_left(f"{len(files)} of {num_files} files of the other ranks arrived")
+    return entries
 
 
-def close_roster(entries: Sequence[RosterEntry]) -> None:
+def close_roster(entries: Iterable[RosterEntry]) -> None:
     """Close the files of members that will not be used."""
-    for entry in entries:
-        close_files([entry.member.arena, entry.member.watch])
+    close_files(file for entry in entries for file in entry.files)
 
 
 # -- failures -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ferrodist.backends.registry import join_job, program_end
 from ferrodist.config import AUTO, Config, DefaultTimeout, environment, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, InvalidArgument, ProtocolError
-from ferrodist.rendezvous.foreign import TorchStore
+from ferrodist.rendezvous.exchange import StoreExchange, TorchStore
 from ferrodist.rendezvous.job import (
     Job,
     Launcher,
@@ -39,7 +39,6 @@ from ferrodist.rendezvous.job import (
     secret_from_file,
 )
 from ferrodist.rendezvous.mesh import host_id
-from ferrodist.rendezvous.store import StoreExchange
 from ferrodist.torch.process_group import ProcessGroup
 
 _INIT = "torch.distributed.init_process_group"

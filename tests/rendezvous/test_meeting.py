@@ -1,0 +1,156 @@
+"""Ranks meet at rank 0 and tell each other a record: in order, bounded, and all or none."""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ferrodist import ProtocolError, RendezvousError
+from ferrodist.deadline import Deadline
+from ferrodist.rendezvous import Job, meet, wire
+from ferrodist.rendezvous.exchange import StoreExchange
+from ferrodist.rendezvous.meeting import Client, Server
+from ferrodist.rendezvous.sockets import UnixPoint
+from ferrodist.rendezvous.wire import MAX_RECORD, MessageKind
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def new_jobs(world_size: int) -> list[Job]:
+    name, secret = f"test-{secrets.token_hex(8)}", secrets.token_bytes(32)
+    return [Job(name, rank, world_size, secret) for rank in range(world_size)]
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., list[Any]]]:
+    """Give what runs one function per rank, rank 0's in this thread, and returns what they do."""
+    pool = ThreadPoolExecutor(max_workers=40)
+
+    def run(*functions: Callable[[Any], Any]) -> list[Any]:
+        jobs, deadline = new_jobs(len(functions)), Deadline(20)
+        server = Server(jobs[0], UnixPoint(jobs[0]), deadline)
+
+        def client(job: Job, function: Callable[[Client], Any]) -> Any:
+            way = Client(job, UnixPoint(job), deadline)
+            way.join()
+            try:
+                return function(way)
+            finally:
+                way.close()
+
+        clients: list[Future[Any]] = [
+            pool.submit(client, job, function)
+            for job, function in zip(jobs[1:], functions[1:], strict=True)
+        ]
+        try:
+            own = functions[0](server)
+        except BaseException as error:
+            server.give_up(error)
+            raise
+        finally:
+            server.close()
+        return [own, *(one.result(20) for one in clients)]
+
+    yield run
+    pool.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 39])
+def test_gathering_gives_every_rank_the_values_of_all_in_order(run, world_size, monkeypatch):
+    monkeypatch.setattr(wire, "RANKS_PER_ROSTER", 16)  # so that one message does not hold all
+
+    def share(rank: int) -> Callable[[Any], list[bytes]]:
+        return lambda way: way.gather(bytes([way._job.rank]) * rank)
+
+    expected = [bytes([rank]) * rank for rank in range(world_size)]
+    assert run(*map(share, range(world_size))) == [expected] * world_size
+
+
+def test_the_largest_records_of_all_fit_into_one_message(run):
+    values = [secrets.token_bytes(MAX_RECORD) for _ in range(wire.RANKS_PER_ROSTER // 2)]
+    share = [lambda way: way.gather(values[way._job.rank])] * len(values)
+    assert run(*share) == [values] * len(values)
+
+
+def test_a_rank_that_tells_too_much_says_so(run):
+    def tell(way: Any) -> None:
+        with pytest.raises(RendezvousError, match=f"rank {way._job.rank} has 1025 bytes to tell"):
+            way.gather(bytes(1025))
+
+    run(lambda server: server.serve_until(server.is_full) or tell(server), tell)
+    tell(StoreExchange(new_jobs(2)[1], None, Deadline(1)))
+
+
+def test_a_rank_that_tells_nothing_is_named_when_its_time_is_up():
+    jobs = new_jobs(2)
+    thread_job = Client(jobs[1], UnixPoint(jobs[1]), Deadline(10))
+    thread = threading.Thread(target=thread_job.join, daemon=True)
+    with Server(jobs[0], UnixPoint(jobs[0]), Deadline(0.5)) as server:
+        thread.start()
+        with pytest.raises(RendezvousError, match=r"rank 1 \(pid \d+\) joined job .* and then did"):
+            server.gather(b"0")
+    thread.join(10)
+    thread_job.close()
+
+
+BOUNDS = {MessageKind.RECORD: MAX_RECORD, MessageKind.FAILURE: 1 << 16}
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("excess", [1, (1 << 32) - 1])
+def test_a_length_that_cannot_be_is_refused_of_a_rank_that_has_proved_itself(run, kind, excess):
+    length = min(BOUNDS[kind] + excess, (1 << 32) - 1)
+
+    def ask(client: Client) -> None:
+        client.channel.socket.send(struct.pack("!4sBI", b"frd1", kind, length))
+        with pytest.raises(ProtocolError):
+            client.gather(b"")
+
+    with pytest.raises(ProtocolError, match="got bytes that are no such message"):
+        run(lambda server: server.gather(b""), ask)
+
+
+def test_a_rank_tells_its_record_once(run):
+    def ask(client: Client) -> None:
+        client.channel.send(MessageKind.RECORD, b"one")
+        with pytest.raises(ProtocolError):
+            client.gather(b"other")
+
+    is_over = threading.Event()
+    with pytest.raises(ProtocolError, match="expected FAILURE, got bytes that are no such"):
+        run(lambda server: server.gather(b""), ask, lambda client: is_over.wait(20))
+    is_over.set()
+
+
+def test_a_rank_that_leaves_without_a_word_is_named(run):
+    with pytest.raises(RendezvousError, match=r"rank 1 \(pid \d+\) ended or gave up before all"):
+        run(lambda server: server.gather(b""), lambda client: client.close())
+
+
+def test_ranks_that_make_different_backends_are_told_so_on_all():
+    jobs = new_jobs(2)
+    errors: list[Exception] = []
+
+    def other() -> None:
+        try:
+            meet(jobs[1], 0, 20.0)
+        except RendezvousError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    server = Server(jobs[0], UnixPoint(jobs[0]), Deadline(20))
+    try:
+        with pytest.raises(RendezvousError, match="do not make the same backend"):
+            server.serve_until(server.is_full)
+    finally:
+        server.close()
+    thread.join(20)
+    assert "rank 1 (pid" in str(errors[0])
+    assert "do not make the same backend" in str(errors[0])
