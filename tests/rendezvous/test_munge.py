@@ -229,6 +229,53 @@ def test_a_secret_file_on_some_ranks_and_munge_on_others_is_said(with_file, capl
     assert "1 connections" in str(first.end().error)
 
 
+class HangingMunge(PretendedMunge):
+    """A daemon that answers nobody until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self._let_go = threading.Event(), threading.Event()
+
+    def decode(self, credential: bytes) -> tuple[bytes, int]:
+        self.is_asked.set()
+        assert self._let_go.wait(20)
+        return super().decode(credential)
+
+    def end(self) -> None:
+        self._let_go.set()
+        for thread in threading.enumerate():
+            if thread.name == "munge":
+                thread.join(10)
+
+
+@needs_network
+def test_while_the_munge_of_rank_0_hangs_others_are_served_and_all_end_in_time(monkeypatch, caplog):
+    monkeypatch.setattr(handshake.munge, "_ANSWER_SECONDS", 1.0)
+    jobs, hanging = munge_jobs(3), HangingMunge()
+    ranks = [Rank(replace(jobs[0], munge=hanging), timeout=4.0), Rank(jobs[1])]
+    assert hanging.is_asked.wait(10)
+    with connected(jobs[0]) as link:  # served at once, while the daemon is asked
+        link.send(MessageKind.MUNGE_GREETING, handshake._new_greeting(jobs[2]).pack())
+        run_steps(link.receive(MessageKind.MUNGE_GREETING), link, Deadline(0.7))
+        assert isinstance(ranks[1].end().error, AuthenticationError)
+    assert ranks[1].seconds < 3.5
+    assert "did not take the MUNGE credential" in str(ranks[1].error)
+    assert ranks[0].end().error.missing == [1, 2]
+    assert "connections that MUNGE did not show to be of this user" in str(ranks[0].error)
+    assert "MUNGE, at nowhere, has not answered within 1 s: munged hangs" in caplog.text
+    hanging.end()
+
+
+@needs_network
+def test_a_rank_whose_own_munge_hangs_says_so(monkeypatch):
+    monkeypatch.setattr(handshake.munge, "_ANSWER_SECONDS", 0.3)
+    jobs, hanging = munge_jobs(2), HangingMunge()
+    ranks = [Rank(jobs[0], timeout=3.0), Rank(replace(jobs[1], munge=hanging))]
+    assert "MUNGE, at nowhere, has not answered within 0.3 s" in str(ranks[1].end().error)
+    assert ranks[0].end().error.missing == [1]
+    hanging.end()
+
+
 def test_ranks_on_loopback_need_no_munge():
     jobs = new_jobs(2)
     jobs = [replace(job, has_secret=False, munge=Munge("/nonexistent")) for job in jobs]

@@ -31,6 +31,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ferrodist.config import variable
@@ -215,13 +216,15 @@ class PeerIdentity(NamedTuple):
         return self.address or f"pid {self.pid}"
 
 
-class PendingConnection(NamedTuple):
-    """A connection whose handshake is under way."""
+@dataclass(slots=True)
+class PendingConnection:
+    """A connection whose handshake is under way; ``awaited`` is what it waits for now."""
 
     channel: Channel
     peer: PeerIdentity
     steps: Steps[None]
     deadline: Deadline
+    awaited: Channel | int
 
 
 class Acceptor:
@@ -267,7 +270,7 @@ class Acceptor:
 
     def admit(self, channel: Channel, data: Any) -> None:
         """Hand a connection to the owner, who gets its events with this data from now on."""
-        del self._pending[channel]
+        self._await(self._pending.pop(channel), channel)
         self._selector.modify(channel, selectors.EVENT_READ, data)
 
     def seconds_to_next_deadline(self) -> float:
@@ -280,6 +283,8 @@ class Acceptor:
         for pending in list(self._pending.values()):
             if pending.deadline.remaining() <= 0:
                 self._send_away(pending)
+            elif pending.awaited is not pending.channel:
+                self._continue(pending)  # whatever it waits for has a time limit of its own
 
     def close(self) -> None:
         """Stop listening, and close all pending connections; idempotent."""
@@ -310,7 +315,7 @@ class Acceptor:
         if len(self._pending) >= self._job.world_size + _MAX_STRANGERS:
             self._send_oldest_away()
         steps = self._receive_or_refuse(channel, peer)
-        pending = PendingConnection(channel, peer, steps, Deadline(_HANDSHAKE_SECONDS))
+        pending = PendingConnection(channel, peer, steps, Deadline(_HANDSHAKE_SECONDS), channel)
         self._pending[channel] = pending
         self._selector.register(channel, selectors.EVENT_READ, pending)
         self._continue(pending)
@@ -327,13 +332,21 @@ class Acceptor:
         if pending.channel not in self._pending:
             return  # it was closed a moment ago
         try:
-            next(pending.steps)
+            file = next(pending.steps)
         except StopIteration:
             return  # it was admitted
         except (EOFError, OSError) as error:
             self.num_without_secret += isinstance(error, AuthenticationError)
             self._close(pending)
             self._log_refusal(error)
+            return
+        self._await(pending, pending.channel if file is None else file)
+
+    def _await(self, pending: PendingConnection, awaited: Channel | int) -> None:
+        if awaited is not pending.awaited:
+            self._selector.unregister(pending.awaited)
+            self._selector.register(awaited, selectors.EVENT_READ, pending)
+            pending.awaited = awaited
 
     def _send_oldest_away(self) -> None:
         self._send_away(next(iter(self._pending.values())))
@@ -347,7 +360,7 @@ class Acceptor:
 
     def _close(self, pending: PendingConnection) -> None:
         del self._pending[pending.channel]
-        self._selector.unregister(pending.channel)
+        self._selector.unregister(pending.awaited)
         pending.steps.close()
         pending.channel.close()
 

@@ -12,7 +12,8 @@ any proof, and only for a job that has no other secret:
 
 Both are for the user of this process alone, and both sides check that they come from the same. The
 greetings hold random numbers of both, so neither credential is good for another connection. The
-secret is new for every job, and never leaves rank 0 but in a credential.
+secret is new for every job, and never leaves rank 0 but in a credential. The daemon is asked on a
+thread of its own: while it hangs, others are served.
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ import hashlib
 import hmac
 import os
 import stat
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from ferrodist.config import variable
+from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, ProtocolError
 from ferrodist.rendezvous.job import SECRET_NBYTES, Job, how_to_make_secret
 from ferrodist.rendezvous.wire import Channel, MessageKind, Steps, receive_answer
 
+T = TypeVar("T")
+
 _LIBRARY = "libmunge.so.2"
+_ANSWER_SECONDS = 4.0  # for the daemon; a handshake has five
 # From munge.h; numbers of an interface that has been the same since 2007.
 _CIPHER, _MAC, _SOCKET, _FOR_UID = 0, 1, 8, 9
 _AES256, _SHA256 = 5, 5
@@ -137,8 +145,9 @@ def ask_for_secret(
     Raises AuthenticationError if whoever listens is not a process of this user.
     """
     assert job.munge is not None
-    binding = _bind(job, client, server)
-    channel.send(MessageKind.CREDENTIAL, job.munge.encode(_CLIENT + binding))
+    munge, binding = job.munge, _bind(job, client, server)
+    credential = yield from _aside(munge, lambda: munge.encode(_CLIENT + binding))
+    channel.send(MessageKind.CREDENTIAL, credential)
     try:
         answer = yield from receive_answer(channel, MessageKind.CREDENTIAL, is_trusted=False)
     except ProtocolError as error:  # a refusal, perhaps; it may come from anybody
@@ -149,7 +158,8 @@ def ask_for_secret(
             rank=0,
             this_rank=job.rank,
         ) from error
-    secret = _read(job, answer.body, _SERVER + binding, f"whoever listens{where}")
+    who = f"whoever listens{where}"
+    secret = yield from _aside(munge, lambda: _read(job, answer.body, _SERVER + binding, who))
     if len(secret) != SECRET_NBYTES:
         raise AuthenticationError(f"whoever listens{where} told no secret", rank=0)
     return replace(job, secret=secret)
@@ -158,11 +168,46 @@ def ask_for_secret(
 def tell_secret(channel: Channel, job: Job, client: bytes, server: bytes) -> Steps[None]:
     """Tell a client the secret, if it proves to be a process of this user."""
     assert job.munge is not None
-    binding = _bind(job, client, server)
+    munge, binding = job.munge, _bind(job, client, server)
     credential = (yield from channel.receive(MessageKind.CREDENTIAL)).body
-    if _read(job, credential, _CLIENT + binding, "a process that wants to join"):
-        raise AuthenticationError("a process sent a MUNGE credential with more than is expected")
-    channel.send(MessageKind.CREDENTIAL, job.munge.encode(_SERVER + binding + job.secret))
+
+    def answer() -> bytes:
+        if _read(job, credential, _CLIENT + binding, "a process that wants to join"):
+            raise AuthenticationError("a process sent a MUNGE credential with more than expected")
+        return munge.encode(_SERVER + binding + job.secret)
+
+    channel.send(MessageKind.CREDENTIAL, (yield from _aside(munge, answer)))
+
+
+def _aside(munge: Munge, ask: Callable[[], T]) -> Steps[T]:
+    """Ask the daemon on a thread, which hangs as long as that does; wait for it, but not longer."""
+    found: list[T] = []
+    failed: list[Exception] = []
+    read, write = os.pipe()
+
+    def work() -> None:
+        try:
+            found.append(ask())
+        except Exception as error:  # noqa: BLE001 -- the top of a thread; whoever waits gets it
+            failed.append(error)
+        finally:
+            os.close(write)
+
+    threading.Thread(target=work, name="munge", daemon=True).start()
+    deadline = Deadline(_ANSWER_SECONDS)
+    try:
+        while not (found or failed):
+            if deadline.remaining() <= 0:
+                raise AuthenticationError(
+                    f"MUNGE, at {munge.socket_path}, has not answered within {deadline}: munged "
+                    "hangs, or its host is overloaded; restart it, or use a secret file"
+                )
+            yield read
+    finally:
+        os.close(read)
+    if failed:
+        raise failed[0]
+    return found[0]
 
 
 def _bind(job: Job, client: bytes, server: bytes) -> bytes:

@@ -2,7 +2,8 @@
 """Messages between ranks that meet: a Channel carries them, with open files if need be.
 
 What two sides say to each other is written as *steps*: a generator that yields whenever it has to
-wait for the other side. ``run_steps`` runs one to its end; a server runs many side by side.
+wait for the other side, or the file that it waits for instead. ``run_steps`` runs one to its end; a
+server runs many side by side.
 
 A rank that fails tells the others why: ``send_failure`` on one side, ``receive_answer`` on the
 other, which raises the same error again.
@@ -33,7 +34,7 @@ from ferrodist.rendezvous.errors import no_file_limit_left
 from ferrodist.rendezvous.watch import close_files
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+Steps = Generator[int | None, None, T]
 
 _HEADER = struct.Struct("!4sBI")  # magic, kind, bytes that follow
 _MAGIC = b"frd1"
@@ -235,15 +236,15 @@ class Channel:
 
 def run_steps(steps: Steps[T], channel: Channel, deadline: Deadline) -> T:
     """Run steps to their end; raise TimeoutError if the other side takes too long."""
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
     try:
         while True:
             try:
-                next(steps)
+                awaited = next(steps)
             except StopIteration as end:
                 result: T = end.value
                 return result
+            poll = select.poll()
+            poll.register(channel if awaited is None else awaited, select.POLLIN)
             ready = poll.poll(math.ceil(1000 * wait_seconds(deadline.remaining())))
             if not ready and deadline.remaining() <= 0:
                 raise TimeoutError("the other side does not answer")

@@ -38,6 +38,7 @@ _ENGINES, _ENVIRONMENT = Subject("engines"), Subject("environment")
 
 _SCRIPT = Path(__file__).with_name("probes.py")
 _LIMIT = 20.0  # seconds for the import of a large library from a slow disk
+_MUNGE_SECONDS = 5.0
 _TRIED_BACKENDS = ("shared_memory", "tcp")
 _EXTRAS = {"torch": "torch", "mpi4py": "mpi", "ray": "ray", "jax": "jax", "cryptography": "tls"}
 _USES = {
@@ -203,7 +204,13 @@ def check_slurm(context: CheckContext, version: str) -> Iterator[Diagnostic]:
     setting, path = variable("munge_socket"), context.config.munge_socket
     munge = try_munge(path)
     if munge is not None:
-        yield _try_credential(munge)
+        try:
+            yield start(_try_credential, munge).result(_MUNGE_SECONDS)
+        except TimeoutError:
+            yield _ENGINES.error(
+                f"MUNGE, at {munge.socket_path}, has not answered within {_MUNGE_SECONDS:g} s",
+                "munged hangs: restart it, or make a secret file for jobs on several hosts",
+            )
     elif path:
         yield _ENGINES.error(
             f"{setting}={brief(path)}: MUNGE cannot be reached there",
