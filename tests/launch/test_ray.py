@@ -350,6 +350,30 @@ def test_an_actor_that_died_is_a_lost_rank(text, how):
         raise ray_cluster._lost(3, "n1", RuntimeError(text))
 
 
+PRINTS = """
+import ctypes, os
+from ferrodist.launch import ray_actors
+
+sent = []
+with ray_actors._sent_on(1, lambda file, data: sent.append(data)):
+    print("first", flush=True)
+    much = b"0123456789abcde\\n" * (1 << 18)
+    for _ in range(2):  # a PyDLL keeps the GIL
+        assert ctypes.PyDLL(None).write(1, much, len(much)) == len(much)
+    os.system("echo of a child")
+    print("last")
+whole = b"".join(sent)
+assert whole == b"first\\n" + 2 * much + b"of a child\\nlast\\n", len(whole)
+print("all of it", len(whole))
+"""
+
+
+def test_native_code_prints_as_much_as_it_likes_while_it_holds_the_interpreter():
+    command = [sys.executable, "-c", PRINTS]
+    output = subprocess.check_output(command, text=True, timeout=60, env=environment())
+    assert output == f"all of it {6 + 2 * (4 << 20) + 16}\n"
+
+
 def test_a_board_holds_back_ranks_that_print_faster_than_anybody_reads(monkeypatch):
     import asyncio
 

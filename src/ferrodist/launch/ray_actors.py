@@ -8,16 +8,18 @@ that imports ray, when it is used.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import fcntl
 import linecache
 import os
-import select
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ferrodist.backends.base import Backend
@@ -25,14 +27,15 @@ from ferrodist.backends.registry import init_job
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.output.reader import Reader
 from ferrodist.launch.worker import perform
 from ferrodist.rendezvous.exchange import StoreExchange, absent
 from ferrodist.rendezvous.job import Job
 
 STDOUT, STDERR = 1, 2
-_MOST_NBYTES = 4 << 20  # of output that the board holds; then ranks that print wait
-_PAUSE = 0.01  # seconds between two looks whether the last output of a rank is sent
+_MOST_NBYTES = 4 << 20  # of output that the board holds; the rest stays where the ranks are
+_READ_NBYTES = 1 << 18  # of it at once
+_PAUSE = 0.03  # seconds between two looks whether a rank has printed
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE
 
 Chunk = tuple[int, int, bytes]  # rank, file, what it wrote
 
@@ -149,34 +152,35 @@ class Rank:
 def _sent_on(file: int, write: Callable[[int, bytes], None]) -> Iterator[int]:
     """Send on what this process and its children write to a file; give a copy of the file.
 
-    At the end, all that was written is sent, for as long as that takes; a child may write on.
+    It waits in a file without a name, not in a pipe, which native code could fill while it keeps
+    the thread below from reading. At the end all of it is sent, for as long as that takes.
     """
-    is_idle = threading.Event()
+    is_over, kept = threading.Event(), os.dup(file)
+    with tempfile.TemporaryFile(buffering=0) as spool:
+        fcntl.fcntl(spool, fcntl.F_SETFL, os.O_APPEND)
+        os.dup2(spool.fileno(), file)
+        sender = threading.Thread(
+            target=_send, args=(spool.fileno(), is_over, partial(write, file)), daemon=True
+        )
+        sender.start()
+        try:
+            yield kept
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(kept, file)  # the process ends soon, and with it the copy
+            is_over.set()
+            sender.join()
 
-    def take(data: bytes) -> None:
-        with suppress(Exception):  # without a board nobody reads it, and the rank goes on
-            write(file, data)
 
-    def send() -> None:
-        while reader.read():
-            is_idle.set()
-            select.select([end], [], [])
-            is_idle.clear()
-
-    kept = os.dup(file)
-    end, pipe = os.pipe()
-    with suppress(OSError):  # native code may print while it keeps the thread below from reading
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
-    os.dup2(pipe, file)
-    os.close(pipe)
-    reader = Reader(end, take, waits_for_lines=True)
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    try:
-        yield kept
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(kept, file)  # the process ends soon, and with it the copy
-        while sender.is_alive() and (select.select([end], [], [], 0)[0] or not is_idle.is_set()):
-            sender.join(_PAUSE)
+def _send(spool: int, is_over: threading.Event, write: Callable[[bytes], None]) -> None:
+    offset, fallocate = 0, ctypes.CDLL(None, use_errno=True).fallocate
+    is_last = False
+    while not is_last:
+        is_last = is_over.wait(_PAUSE)
+        while data := os.pread(spool, _READ_NBYTES, offset):
+            with suppress(Exception):  # without a board nobody reads it, and the rank goes on
+                write(data)
+            offset += len(data)
+            # What is sent takes no room any more, where the file system can do that.
+            fallocate(spool, _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(offset))
