@@ -20,12 +20,7 @@ from datetime import timedelta
 from typing import Any, Protocol, Self
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import (
-    BackendUnavailable,
-    InvalidArgument,
-    ProtocolError,
-    RendezvousError,
-)
+from ferrodist.errors import BackendUnavailable, InvalidArgument, ProtocolError, RendezvousError
 from ferrodist.rendezvous.job import MASTER_ADDRESS, MASTER_PORT, Endpoint, Job
 from ferrodist.rendezvous.wire import MAX_RECORD, Channel
 

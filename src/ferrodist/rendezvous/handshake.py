@@ -90,12 +90,7 @@ class Greeting(NamedTuple):
 
 
 def greet_server(
-    channel: Channel,
-    job: Job,
-    purpose: Purpose = MEETING,
-    *,
-    rank: int = 0,
-    where: str = "",
+    channel: Channel, job: Job, purpose: Purpose = MEETING, *, rank: int = 0, where: str = ""
 ) -> Steps[tuple[Job, bytes]]:
     """Shake hands as a client of a rank; return the job, with its secret, and the key of both.
 

@@ -25,12 +25,7 @@ from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, InvalidArgument, ProtocolError, RendezvousError
 from ferrodist.rendezvous.errors import could_not_join
-from ferrodist.rendezvous.exchange import (
-    Exchange,
-    MpiExchange,
-    StoreExchange,
-    connect_to_agent,
-)
+from ferrodist.rendezvous.exchange import Exchange, MpiExchange, StoreExchange, connect_to_agent
 from ferrodist.rendezvous.handshake import check_version
 from ferrodist.rendezvous.interfaces import choose_address
 from ferrodist.rendezvous.job import (

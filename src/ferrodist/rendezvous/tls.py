@@ -105,9 +105,7 @@ def _make_certificate(secret: bytes) -> tuple[bytes, bytes, bytes]:
         .sign(key, None)  # Ed25519 signs the same in the same way, without randomness
     )
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     text, binary = (
         certificate.public_bytes(encoding)

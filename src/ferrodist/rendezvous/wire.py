@@ -24,12 +24,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import (
-    AuthenticationError,
-    DistributedError,
-    ProtocolError,
-    RendezvousError,
-)
+from ferrodist.errors import AuthenticationError, DistributedError, ProtocolError, RendezvousError
 from ferrodist.rendezvous.errors import no_file_limit_left
 from ferrodist.rendezvous.watch import close_files
 

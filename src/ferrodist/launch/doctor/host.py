@@ -200,8 +200,7 @@ def _loader_memory(context: CheckContext) -> Iterator[Diagnostic]:
         facts = os.statvfs(context.root / "dev/shm")
     except OSError:
         yield _MEMORY.note(
-            "there is no /dev/shm",
-            "ferrodist does not need it; workers of torch's DataLoader do",
+            "there is no /dev/shm", "ferrodist does not need it; workers of torch's DataLoader do"
         )
         return
     nbytes = facts.f_blocks * facts.f_frsize

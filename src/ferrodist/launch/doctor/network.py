@@ -265,8 +265,7 @@ def _range(context: CheckContext, taken_by_kernel: range) -> Iterator[Diagnostic
     need = f"one per rank is needed, for {count_of_ranks(context.num_ranks)}"
     if last - first + 1 < context.num_ranks:
         yield _PORTS.error(
-            f"{name} is too narrow: {need}",
-            f"set {variable('ports')} to a wider range",
+            f"{name} is too narrow: {need}", f"set {variable('ports')} to a wider range"
         )
     elif num_free < min(context.num_ranks, len(tried)):
         yield _PORTS.error(

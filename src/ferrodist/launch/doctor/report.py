@@ -217,12 +217,7 @@ def start(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> Futur
 
 _MARKS = {Level.OK: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.ERROR: "✗"}
 _ASCII_MARKS = {Level.OK: "+", Level.NOTE: "-", Level.WARNING: "!", Level.ERROR: "x"}
-_STYLES = {
-    Level.OK: "green",
-    Level.NOTE: "cyan",
-    Level.WARNING: "yellow",
-    Level.ERROR: "bold red",
-}
+_STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 
 
 def show_diagnostics(console: Console, diagnostics: Sequence[Diagnostic]) -> None:
