@@ -65,7 +65,6 @@ _LEFT_OUT = ("shm", "mpi", "gloo", "nccl")
 
 
 def size_name(nbytes: int) -> str:
-    """Write a size as people say it."""
     for unit, name in ((KB * MB, "GB"), (MB, "MB"), (KB, "KB")):
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"
@@ -96,7 +95,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written before anything is measured."""
     if path is not None and not path.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(path.parent)!r}")
     return path
@@ -179,7 +177,6 @@ def bench(
 
 
 def _measure(backend: str, ranks: int, calls: list[str], sizes: list[int]) -> list[Result]:
-    """Run the ranks of one backend; raise RankLost or what it raised if it does not run here."""
     if backend == "simulated":  # ranks are threads, not processes of a job
         from ferrodist.testing import run_ranks
 
@@ -216,7 +213,6 @@ def measure_calls(
 
 
 def _time_call(backend: ferrodist.Backend, call: str, nbytes: int) -> list[float]:
-    """Return the seconds of every repeat on this rank; how many there are is agreed on."""
     given, got = lengths(call, nbytes, backend.world_size)
     # Pages that were never written are all the same one, and always in the cache.
     make = make_calls(backend, np.ones(given, np.float32), np.ones(got, np.float32))
@@ -332,7 +328,6 @@ def _draw(results: list[Result], ranks: int) -> str:
 
 
 def _run_rank(arguments: str) -> None:
-    """Be one rank of the backend that is measured; rank 0 prints the results."""
     name, calls, sizes = json.loads(arguments)
     backend = ferrodist.init(name)
     results = list(measure_calls(backend, name, calls, sizes))

@@ -126,7 +126,6 @@ class _Entry:
 
 
 def _legend(names: Iterable[str], left: float) -> list[_Entry]:
-    """Give every series its look and a place above the plot, row by row."""
     entries: list[_Entry] = []
     row, x = 0, left
     for index, name in enumerate(names):
@@ -141,7 +140,6 @@ def _legend(names: Iterable[str], left: float) -> list[_Entry]:
 
 
 def _frame(plot: _Plot, title: str, x_label: str, y_label: str) -> list[str]:
-    """Draw everything that is not a series: the words, the grid, the axes."""
     middle = (plot.top + plot.bottom) / 2
     upright = f'transform="rotate(-90 18 {middle:.1f})"'
     parts = [
@@ -162,7 +160,6 @@ def _frame(plot: _Plot, title: str, x_label: str, y_label: str) -> list[str]:
 
 
 def _series(plot: _Plot, entry: _Entry, runs: list[list[Point]]) -> list[str]:
-    """Draw the sample in the legend, the lines, and dots where points are few or by themselves."""
     stroke = f'stroke="{entry.colour}" stroke-dasharray="{entry.dash}"'
     level, end = _TITLE + _ROW * entry.row, entry.left + _SAMPLE
     parts = [
@@ -215,14 +212,12 @@ class Axis:
     labels: tuple[str, ...]
 
     def place(self, value: float) -> float:
-        """Return where a value lies: 0 at the low end, 1 at the high one."""
         numbers = (self.low, self.high, value)
         low, high, value = map(math.log10, numbers) if self.is_log else numbers
         return (value - low) / (high - low)
 
 
 def has_place(value: float, *, is_log: bool) -> bool:
-    """Tell whether a value can be drawn: a finite number, on a logarithmic axis above zero."""
     return -_LARGEST < value < _LARGEST and (not is_log or value > _TINIEST)
 
 
@@ -315,7 +310,6 @@ def sketch(values: Sequence[float], *, end: str, width: int = 60, height: int = 
 
 
 def _sketched_heights(values: Sequence[float], columns: int, rows: int) -> list[int]:
-    """Return the row of every column, counted from the top."""
     low, high = min(values), max(values)
     scale = (rows - 1) / (high - low) if high > low else 0.0
     places = np.linspace(0, len(values) - 1, columns)
@@ -342,12 +336,10 @@ _LINES_IN_A_LOG = 5
 
 
 def open_progress(console: Console, title: str, steps: int) -> AbstractContextManager[ShowProgress]:
-    """Show progress in the way that suits where the output goes."""
     return (_live if is_live(console) else _plain)(console, title, steps)
 
 
 def is_live(console: Console) -> bool:
-    """Tell whether a bar can move where the output goes."""
     # Asked of the file, not of rich: FORCE_COLOR must not fill a log with frames of a bar.
     return console.file.isatty() and console.is_interactive
 

@@ -67,7 +67,6 @@ _OPTIONS = [
 
 
 def _demo_options(command: F) -> F:
-    """Add the options that the command and the program of its ranks share."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -219,7 +218,6 @@ def _progress(title: str, plan: Plan, is_shown: bool) -> AbstractContextManager[
 
 
 def train(backend: ferrodist.Backend, plan: Plan, report: ShowProgress) -> Trained:
-    """Train on one rank, together with the others."""
     points = make_points(plan.seed)
     weights = ferrodist.broadcast(new_weights(plan.seed), backend)
     optimizer, losses, start = Momentum(weights), [], time.perf_counter()
@@ -264,7 +262,6 @@ def mean_in_rank_order(parts: list[Weights]) -> Weights:
 
 
 def gather_trained(backend: ferrodist.Backend, mine: Trained) -> list[Trained]:
-    """Bring what all ranks have to rank 0, which looks at it; the others get nothing."""
     everybodys = [ferrodist.gather(array[None], backend) for array in mine.weights]
     sent = ferrodist.gather_object(mine.sent_nbytes, backend)
     if sent is None:
@@ -301,7 +298,6 @@ class Points(NamedTuple):
 
 
 def make_points(seed: int, count: int = 4000) -> Points:
-    """Scatter points along the arms of a spiral."""
     random = np.random.default_rng(seed)
     arms = random.integers(_ARMS, size=count)
     radius = np.sqrt(random.random(count))
@@ -312,7 +308,6 @@ def make_points(seed: int, count: int = 4000) -> Points:
 
 
 def take_shard(points: Points, seed: int, step: int, rank: int, num_ranks: int) -> Points:
-    """Return one rank's part of the batch of a step; all ranks draw the same batch."""
     random = np.random.default_rng([seed, step])
     batch = random.integers(len(points.arms), size=(num_ranks, _SHARD_SIZE))
     return Points(points.places[batch[rank]], points.arms[batch[rank]])
@@ -328,7 +323,6 @@ def new_weights(seed: int) -> Weights:
 
 
 def loss_and_gradients(weights: Weights, points: Points) -> tuple[Array, Weights]:
-    """Return the cross entropy of the points and its gradient by every weight."""
     layers = _forward(weights, points.places)
     loss, slope = _cross_entropy(layers[-1], points.arms)
     gradients: Weights = []
@@ -361,7 +355,6 @@ def _forward(weights: Weights, places: Array) -> list[Array]:
 
 
 def _cross_entropy(scores: Array, arms: NDArray[np.int64]) -> tuple[Array, Array]:
-    """Return the loss and its slope by the scores."""
     shifted = scores - scores.max(axis=1, keepdims=True)
     exponentials = np.exp(shifted)
     sums = exponentials.sum(axis=1, keepdims=True)
@@ -402,7 +395,6 @@ def _curve(losses: list[float]) -> list[tuple[float, float]]:
 
 
 def _show(console: Console, outcome: dict[str, Any]) -> None:
-    """Print the loss curve, the table and the check."""
     if not console.options.ascii_only:  # braille dots need more than ASCII
         values = [loss for _, loss in outcome["loss_curve"]]
         console.print("\nloss", sketch(values, end=f"step {outcome['steps']}"), "", sep="\n")

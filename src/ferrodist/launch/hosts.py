@@ -124,7 +124,6 @@ def find_remote(
 
 
 def introduce(remote: Remote, console: Console) -> None:
-    """Write once, for people, what they may not expect."""
     if console.stderr.terminal is not None:
         where = f"rank 0 on {remote.hosts[0].name}"
         if len(remote.hosts) > 1:
@@ -140,7 +139,6 @@ def introduce(remote: Remote, console: Console) -> None:
 
 
 def _endpoint(options: HostOptions, hosts: Sequence[SshHost]) -> Endpoint:
-    """Return where rank 0 is to listen: at the first host, as the others know it."""
     if options.rdzv_endpoint is not None:
         return parse_endpoint(options.rdzv_endpoint)
     first = hosts[0]
@@ -165,7 +163,6 @@ def variables_for(names: Sequence[str]) -> dict[str, str]:
 
 
 def ssh_command(option: str | None) -> list[str]:
-    """Return the program that reaches other hosts, and its options."""
     text = (option or environment().get(variable("ssh")) or "").strip() or DEFAULT_SSH
     try:
         return shlex.split(text)
@@ -191,7 +188,6 @@ class SshHost(NamedTuple):
 
     @property
     def address(self) -> str:
-        """The name without the user, as other hosts may know it."""
         return self.name.rpartition("@")[2]
 
     @property
@@ -286,7 +282,6 @@ def _checked(hosts: list[SshHost]) -> list[SshHost]:
 
 
 def supervise_hosts(remote: Remote, policy: FailurePolicy, console: Console) -> int:
-    """Run a job on several hosts, and again while it fails and may; return the exit code."""
     return run_attempts(partial(_HostsAttempt, remote, policy, console), policy, console)
 
 
@@ -326,14 +321,12 @@ class _HostsAttempt(JobAttempt[HostFailure]):
             connections.add(Connection(host.name, command, secret, streams))
 
     def _see_failure(self, host: str, report: RankFailed) -> None:
-        """Record a rank that has failed; the others have a while, also on other hosts."""
         text = f"{report.words} on host {host}"
         self._add(HostFailure(report.is_consequence, time.monotonic(), report.exit_code, text))
         if not self._policy.keeps_survivors:
             self._end_within(self._policy.grace + KILL_SECONDS)
 
     def _see_end(self, one: Connection) -> None:
-        """Record a host whose ssh has ended, if it has not reported why."""
         code = one.process.returncode
         if code == 0:
             return
@@ -367,10 +360,8 @@ class _HostsAttempt(JobAttempt[HostFailure]):
 
     @property
     def may_be_repeated(self) -> bool:
-        """True if it has failed in a way that may pass."""
         return super().may_be_repeated and not any(one.is_final for one in self.failures)
 
     def explain(self) -> None:
-        """Say which host failed first, as the last of all output."""
         if self.failures:
             self.say(str(self.first_failure))

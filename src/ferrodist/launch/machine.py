@@ -45,7 +45,6 @@ class Load(NamedTuple):
 
 
 def describe_machine() -> dict[str, str | int]:
-    """Return the CPU, how many cores may be used, the memory and the kernel."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_model(),
@@ -83,7 +82,6 @@ def container_cpus() -> int:
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """Return how many threads a rank can keep busy while the others do the same."""
     return max(1, usable_cores() // num_ranks)
 
 
@@ -113,7 +111,6 @@ def _read_topology(cpu: int, name: str) -> int:
 
 
 def measure_load(proc: Path = Path("/proc"), wait: Callable[[float], None] = time.sleep) -> Load:
-    """Watch the cores this process may use for a moment, in which this process sleeps."""
     cores, processes = _core_ticks(proc), _process_ticks(proc)
     wait(_SECONDS)
     later_cores, later_processes = _core_ticks(proc), _process_ticks(proc)
@@ -149,7 +146,6 @@ def _core_ticks(proc: Path) -> dict[int, _Ticks]:
 
 
 def _process_ticks(proc: Path) -> dict[str, int]:
-    """Read how long each process has used a core, by "name (pid)"."""
     ticks: dict[str, int] = {}
     for file in proc.glob("[0-9]*/stat"):
         # The name stands in parentheses, and may have any character, parentheses included.
@@ -169,7 +165,6 @@ def _try_read(file: Path) -> str:
 
 
 def readable_nbytes(nbytes: float) -> str:
-    """Write a number of bytes with at most four digits."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} bytes" if unit == "bytes" else f"{nbytes:.1f} {unit}"

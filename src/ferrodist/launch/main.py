@@ -31,7 +31,6 @@ class Commands(click.Group):
         return [*_COMMANDS, *self.commands]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import a command; None if there is none of this name."""
         if name not in _COMMANDS:
             return super().get_command(ctx, name)
         command: click.Command = getattr(importlib.import_module(_COMMANDS[name]), name)
@@ -40,7 +39,6 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that is meant; if there is none, name the one that is likely meant."""
         name = _with_dashes(args[0]) if args else "-"
         if not name.startswith("-") and name not in self.list_commands(ctx):
             near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
@@ -52,7 +50,6 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; translate Ctrl-C and ferrodist's own errors."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

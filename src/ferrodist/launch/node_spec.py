@@ -73,7 +73,6 @@ class NodeSpec:
         return f"{self.name}-{attempt.restarts}"
 
     def secret_of_job(self) -> bytes:
-        """Return the secret of the job, a new one if it is on this host alone."""
         return self.secret or secrets.token_bytes(SECRET_NBYTES)
 
     def master(self) -> Endpoint:
@@ -130,7 +129,6 @@ def random_port() -> int:
 
 
 def _free_port() -> int:
-    """Find a port of this host that nobody listens at."""
     for port in random.sample(_FREE_PORTS, 100):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:

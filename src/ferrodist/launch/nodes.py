@@ -53,7 +53,6 @@ class HostOptions(NamedTuple):
 
     @property
     def is_for_others(self) -> bool:
-        """True if hosts are listed, on which the launchers are to be started."""
         return self.hosts is not None or self.hostfile is not None
 
 
@@ -141,7 +140,6 @@ def parse_endpoint(text: str | None) -> Endpoint:
 
 
 def parse_name(text: str | None) -> str:
-    """Check the name of a job; '' if none is given."""
     if text is not None and not (0 < len(text) <= _MOST_CHARACTERS and text.isprintable()):
         raise click.UsageError(
             f"--rdzv-id: expected a name of 1 to {_MOST_CHARACTERS} printable characters"
@@ -212,7 +210,6 @@ def _node_rank(options: HostOptions, num_nodes: int) -> int:
 
 
 def _number_from(names: tuple[str, ...]) -> int | None:
-    """Read the first of these variables that is set."""
     for name in names:
         if text := environment().get(name):
             if number(text) < 0:

@@ -116,7 +116,6 @@ class Worker:
 
     @property
     def how(self) -> str:
-        """Complete the sentence 'rank 2 ...'; it has ended."""
         assert self.returncode is not None
         return describe_exit(self.returncode)
 
@@ -190,7 +189,6 @@ class WorkerGroup(ProcessSet[Worker]):
         return found
 
     def _wait_for_start(self, programs: Sequence[str]) -> None:
-        """Learn the pids of the ranks, or why one could not be started."""
         self.watch(self._reaper.events, self._read_events)
         while len(self._workers) < len(programs):
             self._selector.select(_POLL_SECONDS)
@@ -203,7 +201,6 @@ class WorkerGroup(ProcessSet[Worker]):
                 raise ChildProcessError(f"the process that starts them {self._reaper.how}")
 
     def final_error(self, rank: int) -> FinalError | None:
-        """Return the error that a rank noted when its program raised, if it did."""
         return self._status_board.final_error(rank)
 
     @property
@@ -220,14 +217,12 @@ class WorkerGroup(ProcessSet[Worker]):
         return super().wait(seconds)
 
     def send_signal(self, number: int) -> None:
-        """Signal all that are running, and what is in their process groups."""
         self._reaper.send(number)
 
     def terminate(self) -> None:
         self._reaper.send(EVERYTHING + signal.SIGTERM)
 
     def leave_children(self) -> None:
-        """Leave alone what ranks have started; none of them is left."""
         self._reaper.send(LEAVE)
 
     def stop(self, seconds: float = KILL_SECONDS) -> None:
@@ -253,13 +248,11 @@ class WorkerGroup(ProcessSet[Worker]):
         self._status_board.close()
 
     def _forget(self, process: Worker) -> None:
-        """Note how a process ended, for the others and for good."""
         assert process.returncode is not None
         self._status_board.set_exit_code(process.rank, process.returncode)
         super()._forget(process)
 
     def _read_events(self) -> bool:
-        """Take what the reaper reports; return whether more may come."""
         lines = self._reaper.read_events()
         for line in lines or ():
             what, pid, fact = line.split(" ", 2)
@@ -311,7 +304,6 @@ class ReaperProcess:
             os.write(self._commands, bytes([command]))
 
     def read_events(self) -> list[str] | None:
-        """Return the lines that have arrived; None if there will be no more."""
         try:
             data = os.read(self.events, _EVENTS_NBYTES)
         except BlockingIOError:
@@ -322,7 +314,6 @@ class ReaperProcess:
         return data.decode(errors="replace").splitlines()
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended: nothing is left, or it was killed."""
         return self._process.poll() is not None
 
     @property
@@ -348,5 +339,4 @@ def standard_files_taken() -> Iterator[None]:
 
 
 def sooner(one: Deadline, other: Deadline) -> Deadline:
-    """Return the deadline that passes first."""
     return one if one.end < other.end else other

@@ -68,7 +68,6 @@ class Board:
             self._changed.notify_all()
 
     async def get(self, key: str, timeout: float) -> bytes | None:
-        """Wait for a value; None if nobody has set it in time."""
         async with self._changed:
             with suppress(TimeoutError):
                 is_there = self._changed.wait_for(lambda: key in self._values)
@@ -76,7 +75,6 @@ class Board:
         return self._values.get(key)
 
     async def write(self, chunk: Chunk) -> None:
-        """Take what a rank has printed, when there is room for it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._nbytes < _MOST_NBYTES)
             self._output.append(chunk)

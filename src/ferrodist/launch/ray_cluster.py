@@ -68,7 +68,6 @@ def run_on_ray(
     deadline: Deadline,
     grace: float,
 ) -> list[Any]:
-    """Do what ``run`` does on a Ray cluster that this process is connected to."""
     ray = _connected_ray()
     wanted = _check_resources({"CPU": 1} if resources is None else resources, strategy)
     num_ranks = max(1, _num_that_fit(ray, wanted, strategy)) if ranks is None else ranks
@@ -126,7 +125,6 @@ def _is_amount(name: Any, amount: Any) -> bool:
 
 
 def _num_that_fit(ray: Any, wanted: Mapping[str, float], strategy: str) -> int:
-    """Return how many such ranks there is room for when nothing else runs."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     each = [
         min(int(node.get(name, 0) / amount + 1e-6) for name, amount in wanted.items())
@@ -139,7 +137,6 @@ def _num_that_fit(ray: Any, wanted: Mapping[str, float], strategy: str) -> int:
 
 @contextmanager
 def _placed(ray: Any, placement: Placement, config: Config, deadline: Deadline) -> Iterator[Any]:
-    """Give a placement group with a bundle of resources for each rank."""
     bundles = [dict(placement.resources) for _ in range(placement.num_ranks)]
     group = ray.util.placement_group(bundles, strategy=placement.strategy.upper())
     limit = sooner(deadline, Deadline(config.join_timeout))
@@ -298,7 +295,6 @@ def _actor_options(
 
 
 def _lost(rank: int, address: str, error: Exception) -> RankLost:
-    """Make the error for an actor that died, from what Ray says of it."""
     text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
     pid = re.search(r"\bpid(?:: |=)(\d+)", text)
     if code := re.search(r"with an exit code (\d+)", text):

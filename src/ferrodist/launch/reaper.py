@@ -59,7 +59,6 @@ class RankSpec:
 
 
 def main() -> None:
-    """Start the ranks and look after them until nothing is left of the job."""
     launcher, specs, commands, events = map(int, sys.argv[1:])
     _keep_standard_files_taken()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -157,7 +156,6 @@ class _Reaper:
             _send_all(number)
 
     def _kill(self) -> None:
-        """Kill every process below this one, and those that appear meanwhile."""
         end = time.monotonic() + _KILL_SECONDS
         while self._reap():
             if time.monotonic() > end:
@@ -169,7 +167,6 @@ class _Reaper:
                 os.read(self._wakeup, 1000)
 
     def _reap(self) -> bool:
-        """Wait for all children that have ended; return whether there are others."""
         flags = os.WEXITED | os.WNOHANG
         try:
             # Looked at first: as long as it is not waited for, its pid is not another process's.
@@ -242,7 +239,6 @@ def _restore_signals(mask: set[int | signal.Signals]) -> None:
 
 
 def _send_all(number: int) -> None:
-    """Signal every process below this one that may be signalled."""
     for pid in _descendants():
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

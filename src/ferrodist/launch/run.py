@@ -153,7 +153,6 @@ class LogOptions(NamedTuple):
     redirects: Choice | None
 
     def check(self, world_size: int) -> None:
-        """Refuse ranks that do not exist, and streams without a directory."""
         for choice in (self.tee, self.redirects):
             if choice is not None and any(rank >= world_size for rank in choice.by_rank):
                 raise click.UsageError(f"--tee or --redirects names a rank beyond {world_size - 1}")
@@ -161,14 +160,12 @@ class LogOptions(NamedTuple):
             raise click.UsageError("--tee and --redirects write to files: say where, by --log-dir")
 
     def to_arguments(self) -> list[str]:
-        """Write the options as they were given, for another launcher."""
         words = [] if self.directory is None else ["--log-dir", str(self.directory)]
         for name, choice in {"--tee": self.tee, "--redirects": self.redirects}.items():
             words += [] if choice is None else [name, choice.to_text()]
         return words
 
     def open(self) -> LogFiles | None:
-        """Create the folder of the files; None if there are none."""
         if self.directory is None:
             return None
         try:
@@ -190,7 +187,6 @@ def _run_here(spec: JobSpec, logs: LogFiles | None, held_by: str | None) -> int:
 
 
 def _run_there(remote: Remote, policy: FailurePolicy) -> int:
-    """Run the ranks of all hosts."""
     console = console_of_files()
     introduce(remote, console)
     try:
@@ -213,7 +209,6 @@ def _command(script: str, args: tuple[str, ...], *, is_module: bool, no_python: 
 
 
 def _why_no_script(script: str, args: tuple[str, ...]) -> str:
-    """Say what to write instead of a script that is not there."""
     if args and re.fullmatch(r"python[\d.]*", Path(script).name):
         rest = " ".join(args)
         return (
@@ -226,7 +221,6 @@ def _why_no_script(script: str, args: tuple[str, ...]) -> str:
 
 
 def _introduce(spec: JobSpec, console: Console, logs: LogFiles | None) -> None:
-    """Write once, for people, what they may not expect."""
     words = []
     if console.stderr.terminal is not None and spec.node.num_ranks > 1:
         has_own = spec.binds and share_cores(spec.node.num_ranks) is not None

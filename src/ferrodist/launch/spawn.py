@@ -145,12 +145,10 @@ class _Inbox:
         self._data = bytearray()
 
     def attach(self, workers: WorkerGroup) -> None:
-        """Close the end that the rank has now, and read while the workers are waited for."""
         self._close_end()
         workers.watch(self._reader.file, self._reader.read)
 
     def see_end(self, worker: Worker) -> None:
-        """Record that the process has ended, after reading what it has written."""
         self._reader.drain()
         self.ended, self.when = worker, time.monotonic()
 
@@ -236,7 +234,6 @@ def _wait(
 
 
 def _outcomes(inboxes: list[_Inbox]) -> dict[int, Any]:
-    """Return what became of each rank, without those that were ended by us."""
     outcomes: dict[int, Any] = {}
     for rank, inbox in enumerate(inboxes):
         if inbox.result is not None:
@@ -249,7 +246,6 @@ def _outcomes(inboxes: list[_Inbox]) -> dict[int, Any]:
 
 
 def lost(rank: int, process: str, how: str) -> RankLost:
-    """Make the error for a rank whose process ended without a word."""
     return RankLost(f"rank {rank} ({process}) {how}; {died(how).advice}", rank=rank, how=how)
 
 
@@ -271,7 +267,6 @@ def results_of(
 
 
 def load_outcome(rank: int, result: WorkerResult) -> Any:
-    """Return the result of a rank, or why it has none."""
     if result.result is None:
         return NoResult(rank, result.when, _load_error(rank, result))
     try:
@@ -284,7 +279,6 @@ def load_outcome(rank: int, result: WorkerResult) -> Any:
 
 
 def _load_error(rank: int, result: WorkerResult) -> BaseException:
-    """Return the error of a rank, or a RankLost that says what it was."""
     error: BaseException | None = None
     try:
         error = None if result.error is None else pickle.loads(result.error)

@@ -79,7 +79,6 @@ class Connections(ProcessSet["Connection"]):
                 connection.send_signal(number)
 
     def stop(self) -> None:
-        """End all hosts that are running, and wait for it; not for ever."""
         self._release()
         self._wait_for_all(_LEAVE_SECONDS)
         self.kill()
@@ -103,7 +102,6 @@ class Connections(ProcessSet["Connection"]):
             self._forget(connection)
 
     def _wait_for_all(self, seconds: float) -> None:
-        """Wait until none is running, but not longer."""
         end = time.monotonic() + seconds
         while self.running and time.monotonic() < end:
             self.wait(end - time.monotonic())
@@ -150,7 +148,6 @@ class Connection:
                 os.write(self._stdin, bytes([number]))
 
     def signal_ssh(self, number: int) -> None:
-        """Signal ssh itself, and what it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -191,7 +188,6 @@ class HostStreams(ProcessStreams):
         self._stderr = self._open(console.stderr)
 
     def startup_output(self) -> str:
-        """Return what ssh or a shell wrote before the launcher had started."""
         kept = self._stderr.kept or self._stdout.kept
         return kept.decode(errors="replace").replace("\r", "").strip()
 
@@ -268,7 +264,6 @@ class ReportReader:
         self._rest = b""
 
     def split(self, data: bytes) -> tuple[bytes, list[HostReport]]:
-        """Return the output that has arrived, and the reports that stood in it."""
         before, *parts = (self._rest + data).split(self._mark)
         output, reports = [before], list[HostReport]()
         self._rest = b""
@@ -289,12 +284,10 @@ class ReportReader:
         return b"".join(output), reports
 
     def end(self) -> bytes:
-        """Return what looked like the beginning of a report, and is none."""
         rest, self._rest = self._rest, b""
         return rest
 
     def _cut(self, data: bytes) -> tuple[bytes, bytes]:
-        """Cut off what may be the beginning of a mark."""
         start = data.rfind(self._mark[:1])
         if start >= 0 and self._mark.startswith(data[start:]):
             return data[:start], data[start:]
@@ -302,7 +295,6 @@ class ReportReader:
 
 
 def to_bytes(job: str, report: HostReport) -> bytes:
-    """Write a report of a launcher of this job."""
     facts: dict[str, Any] = report._asdict()
     if "words" in facts:
         facts["words"] = facts["words"][:_REPORT_WORDS]
@@ -325,14 +317,12 @@ class ControlPipe:
         self.is_closed = False  # the connection or the other launcher is gone
 
     def attach(self, processes: ProcessSet[Any]) -> None:
-        """Obey it while the processes are waited for."""
         processes.watch(_STDIN, self._read)
 
     def report(self, report: HostReport) -> None:
         self._console.stdout.write_report(to_bytes(self._job, report))
 
     def _read(self) -> bool:
-        """Raise the signals that have arrived; return whether more may come."""
         data = os.read(_STDIN, 100)
         for number in data:
             if number in FORWARDED_SIGNALS:
@@ -342,7 +332,6 @@ class ControlPipe:
 
 
 def read_secret() -> bytes:
-    """Read the secret of the job, the first that arrives at the control pipe."""
     mode = os.fstat(_STDIN).st_mode
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         raise InvalidArgument("the secret should come from ssh, but stdin is not a pipe")

@@ -56,7 +56,6 @@ class FailurePolicy(NamedTuple):
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The attempts that this launcher may make."""
         one, most = self.only_attempt, self.most_restarts
         return [Attempt(number, most) for number in (range(most + 1) if one is None else [one])]
 
@@ -117,7 +116,6 @@ class RankFailure(NamedTuple):
 
     @property
     def is_consequence(self) -> bool:
-        """True if its error says that it fails because another rank did."""
         return self.error is not None and self.error.is_consequence
 
     @property
@@ -197,7 +195,6 @@ class JobAttempt(Generic[F]):
         *,
         are_over: Callable[[], bool] | None = None,
     ) -> None:
-        """Wait until all have ended, or what else is asked for, or the deadline has passed."""
         are_over = are_over or (lambda: not processes.running)
         while not are_over() and self._deadline.remaining() > 0:
             longest = min(_LONGEST_WAIT, streams.wait_seconds(), self._deadline.remaining())
@@ -211,7 +208,6 @@ class JobAttempt(Generic[F]):
         """Say what is waited for."""
 
     def _end_within(self, seconds: float) -> None:
-        """Let those that are running go on for so long at most."""
         self._deadline = sooner(self._deadline, Deadline(seconds))
 
     def _obey_signals(self) -> None:
@@ -230,7 +226,6 @@ class JobAttempt(Generic[F]):
 
     @property
     def was_stopped(self) -> bool:
-        """True if somebody asked for the end."""
         return bool(self._signals.received) or self._console.is_broken or self._is_abandoned
 
     @property
@@ -244,7 +239,6 @@ class JobAttempt(Generic[F]):
 
     @property
     def exit_code(self) -> int:
-        """That of what failed first; 0 if nothing did."""
         if self.failures:
             return self.first_failure.exit_code
         if self._signals.received:
@@ -297,7 +291,6 @@ class _LocalAttempt(JobAttempt[RankFailure]):
                     self._end_rest()
 
     def _end_rest(self) -> None:
-        """End the ranks that are left, and what ranks have started."""
         workers, stopped = self._workers, list(self._workers.running)
         has_ended_well = not (stopped or self.failures or self.was_stopped)
         if has_ended_well and self._policy.keeps_children:
@@ -332,7 +325,6 @@ class _LocalAttempt(JobAttempt[RankFailure]):
             self.say(f"could not end what ranks have started: {_names_of(workers.stayed)}")
 
     def _see_end(self, worker: Worker) -> None:
-        """Record a rank that has ended; the others have a while if it failed."""
         self._streams.ranks[worker.rank].retire()
         if worker.returncode == 0 or self.was_stopped:
             return
@@ -368,7 +360,6 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         return self._control is not None and self._control.is_closed
 
     def explain(self) -> None:
-        """Show the traceback of the first rank that failed, as the last of all that is shown."""
         if self._console.is_broken and not isinstance(self._console.error, BrokenPipeError):
             self.say(f"the output cannot be written: {self._console.error}")
         if error := self._streams.log_error():

@@ -40,7 +40,6 @@ class WorkerResult(NamedTuple):
 
 
 def main() -> None:
-    """Do the task and report how it went."""
     task_file, result_file = map(int, sys.argv[1:])
     os.set_inheritable(result_file, False)
     task = os.pread(task_file, os.fstat(task_file).st_size, 0)  # all ranks share one offset

@@ -41,7 +41,6 @@ class EarlyExits:
             self.check_now(ranks)
 
     def check_now(self, ranks: Iterable[int]) -> None:
-        """Raise RendezvousError if one of these ranks has ended; it names all that have."""
         board = self._job.status_board
         if board is None:
             return
@@ -56,7 +55,6 @@ class EarlyExits:
 def missing_ranks(
     job: Job, present: Mapping[int, str], seconds: float, refusals: Sequence[str]
 ) -> RendezvousError:
-    """Make rank 0's error: these processes came in time, by rank, and the others did not."""
     launcher, size = job.launcher, job.world_size
     missing = [rank for rank in range(size) if rank not in present]
     here = _listed([f"rank {rank} ({who})" for rank, who in present.items()])
@@ -72,7 +70,6 @@ def missing_ranks(
 
 
 def without_secret(job: Job, count: int) -> str:
-    """Say that connections had another secret: they may be the ranks that are missing."""
     if job.uses_munge:
         return f"refused: {count} connections that MUNGE did not show to be of this user and job"
     return (
@@ -181,7 +178,6 @@ def _how_early(job: Job, rank: int, how: str) -> str:
 def not_ready_in_time(
     job: Job, slow: Sequence[int], who: Mapping[int, str], deadline: Deadline
 ) -> RendezvousError:
-    """Make rank 0's error: all ranks came, and some did not finish what they came for."""
     if not slow:
         return RendezvousError(f"the ranks of job {job.name!r} did not get ready in time")
     shown = ", ".join(f"rank {rank} ({who[rank]})" for rank in slow[:_MAX_RANKS_SHOWN])

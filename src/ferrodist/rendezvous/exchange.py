@@ -129,7 +129,6 @@ class StoreExchange(Exchange):
 
     @property
     def towards(self) -> str:
-        """The address that was given."""
         return self._towards
 
     def gather(self, own: bytes) -> list[bytes]:
@@ -182,7 +181,6 @@ class StoreExchange(Exchange):
 
 
 def absent(key: str, deadline: Deadline) -> RendezvousError:
-    """Make the error for a value that nobody has set in time."""
     return RendezvousError(f"nobody has set {key!r} in the store within {deadline}")
 
 

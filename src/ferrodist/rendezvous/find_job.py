@@ -312,7 +312,6 @@ def _mark(job: Job) -> str:
 
 
 def run_variables(job: Job, secret_fd: int, ends_fd: int) -> dict[str, str]:
-    """Return the variables from which ``try_run_job`` makes the same job again."""
     endpoint = "" if job.endpoint is None else str(job.endpoint)
     values = (job.rank, job.world_size, job.name, secret_fd, ends_fd)
     values_here = (job.local_rank, job.local_world_size, endpoint)
@@ -356,7 +355,6 @@ def try_run_job(environ: Environment) -> Job | None:
 
 
 def _are_run_variables_valid(environ: Environment) -> bool:
-    """True if the values are in their bounds and do not contradict each other."""
     texts = {name: environ[variable(name)] for name in _RUN_NAMES}
     values = {name: number(text) for name, text in texts.items()}
     num_before = values["rank"] - values["local_rank"]  # on other hosts
@@ -404,7 +402,6 @@ def _try_take_secret(environ: Environment) -> bytes | None:
 
 
 def _num_readable(pipe: int) -> int:
-    """Count the bytes that can be read from a pipe."""
     count = struct.Struct("i")
     return int(count.unpack(fcntl.ioctl(pipe, termios.FIONREAD, bytes(count.size)))[0])
 

@@ -170,7 +170,6 @@ def greet_client(
 
 
 def check_version(other: str, job: Job, rank: int = 0) -> None:
-    """Refuse a rank that runs another version."""
     if other != __version__:
         raise ProtocolError(
             f"rank {rank} runs ferrodist {other}, rank {job.rank} runs {__version__}; install one "
@@ -269,12 +268,10 @@ class Acceptor:
         self._selector.modify(channel, selectors.EVENT_READ, data)
 
     def seconds_to_next_deadline(self) -> float:
-        """Return when the next pending connection runs out of time."""
         ends = (pending.deadline.remaining() for pending in self._pending.values())
         return min(ends, default=float("inf"))
 
     def close_overdue(self) -> None:
-        """Close the pending connections that have had their time."""
         for pending in list(self._pending.values()):
             if pending.deadline.remaining() <= 0:
                 self._send_away(pending)
@@ -360,7 +357,6 @@ class Acceptor:
         pending.channel.close()
 
     def _log_refusal(self, reason: object) -> None:
-        """Log that a connection was refused, at most once a second."""
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + 1.0
             logger.warning("job %r: refused a connection: %s", self._job.name, reason)

@@ -45,7 +45,6 @@ class Interface(NamedTuple):
 
 
 def list_interfaces() -> list[Interface]:
-    """List the addresses of all interfaces that are up, IPv4 first."""
     return [*_list_ipv4(), *_list_ipv6()]
 
 
@@ -115,7 +114,6 @@ def choose_address(pattern: str, towards: str = "") -> tuple[str, str]:
 
 
 def name_of(address: str, known: Sequence[Interface] | None = None) -> str:
-    """Name the interface that has an address; '?' if none is found."""
     interfaces = list_interfaces() if known is None else known
     plain = address.partition("%")[0]
     found = (one.name for one in interfaces if one.address.partition("%")[0] == plain)
@@ -140,7 +138,6 @@ def _try_source(towards: str) -> str | None:
 
 
 def _best(candidates: Sequence[Interface], wanted: str | None, towards: str) -> Interface:
-    """Choose the wanted address if it is there, else the one most like it."""
     family = socket.AF_INET6 if ":" in (wanted or towards) else socket.AF_INET
 
     def penalty(one: Interface) -> tuple[bool, ...]:

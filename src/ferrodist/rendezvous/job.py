@@ -186,7 +186,6 @@ def try_master_endpoint(environ: Environment) -> Endpoint | None:
 
 
 def without_brackets(host: str) -> str:
-    """Return a host without the brackets that IPv6 addresses have before a port ([::1]:29500)."""
     is_bracketed = host.startswith("[") and host.endswith("]")
     return host[1:-1] if is_bracketed else host
 
@@ -198,18 +197,15 @@ def number(text: str) -> int:
 
 
 def try_number(environ: Environment, name: str) -> int | None:
-    """Read an optional number; None if it is absent or not a number."""
     value = number(environ.get(name, ""))
     return value if value >= 0 else None
 
 
 def is_set(environ: Environment, *names: str) -> bool:
-    """Tell whether one of these variables has a value."""
     return any(environ.get(name) for name in names)
 
 
 def read_rank(environ: Environment, launcher: Launcher) -> tuple[int, int]:
-    """Read rank and world size; raises InvalidArgument if a required variable is missing."""
     require(environ, launcher, *launcher.required)
     names = [launcher.rank, launcher.world_size]
     rank, world_size = (number(environ[name]) for name in names)
@@ -252,7 +248,6 @@ def shown(environ: Environment, names: Iterable[str]) -> str:
 
 
 def quoted(environ: Environment, names: Sequence[str]) -> str:
-    """Show the variables that are set, in quotes, because one of them is odd."""
     return ", ".join(f"{name}='{brief(environ[name])}'" for name in names if name in environ)
 
 
@@ -303,7 +298,6 @@ def known_secret(job: str) -> bytes:
 
 
 def no_secret(job: Job) -> AuthenticationError:
-    """Make the error for a job on several hosts whose ranks could not recognise each other."""
     return AuthenticationError(
         f"job {job.name!r} has ranks on several hosts ({job.launcher.name}: {job.hosts}) and no "
         "secret: without one they could not tell each other from strangers on the network; "
@@ -313,7 +307,6 @@ def no_secret(job: Job) -> AuthenticationError:
 
 
 def how_to_make_secret() -> str:
-    """Say what to type to make a secret that all hosts have."""
     return (
         "make one with\n"
         f"    (umask 077; head -c {MIN_SECRET_FILE_NBYTES} /dev/urandom > {_EXAMPLE})\n"
@@ -340,7 +333,6 @@ def _check_mode(path: str, status: os.stat_result) -> None:
 
 
 def _read(path: str, file: int) -> bytes:
-    """Read everything, or a little more than is allowed."""
     content = b""
     try:
         os.set_blocking(file, True)

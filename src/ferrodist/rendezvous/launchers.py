@@ -182,7 +182,6 @@ def check_plain_agrees(environ: Environment, job: Job) -> None:
 
 
 def read_slurm(environ: Environment) -> Job | None:
-    """Read the variables of a step of several tasks."""
     if number(environ.get(slurm.SLURM.world_size, "")) < 2:
         return None
     ranks = read_rank(environ, slurm.SLURM)
@@ -304,7 +303,6 @@ def _starter(file: int) -> str | None:
 
 
 def _peer_pid(file: int) -> int:
-    """Return the pid behind a socket; raises OSError if it is not a socket."""
     if not stat.S_ISSOCK(os.fstat(file).st_mode):
         raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     # A socket object gives its file the default timeout, so it is made before the file is MPI's.

@@ -322,7 +322,6 @@ def _send_roster(channel: Channel, roster: list[RosterEntry]) -> Steps[None]:
 
 
 def _read_hello(body: bytes) -> tuple[int, float, bool, str]:
-    """Return the client's pid, how long it can wait, whether it shares memory, its host's name."""
     try:
         pid, seconds, shares_memory = HELLO.unpack_from(body)
     except struct.error as error:
@@ -381,12 +380,10 @@ class Client(Exchange):
         return self._run(_swap(self.channel, self._job, record, files), self.channel)
 
     def give_up(self, error: BaseException) -> None:
-        """Tell rank 0 what is wrong here; it will tell the others."""
         if self.channel is not None:
             send_failure(self.channel, error, self._job.rank)
 
     def close(self) -> None:
-        """End the connection; idempotent."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
@@ -401,7 +398,6 @@ class Client(Exchange):
         yield from receive_answer(channel, MessageKind.TAKEN)
 
     def _connect(self) -> Channel:
-        """Connect to rank 0, which may not have started yet."""
         job, pause, early_exits = self._job, _FIRST_PAUSE, errors.EarlyExits(self._job)
         while (connection := self._point.try_connect()) is None:
             if self._deadline.remaining() <= 0:

@@ -149,7 +149,6 @@ def _job_of_mesh(job: Job, secret: bytes, server: PeerAddress) -> Job:
 
 
 def _open_listener(job: Job, config: Config, towards: str) -> socket.socket:
-    """Listen for the ranks above this one."""
     pattern = config.socket_ifname
     if job.meets_here:
         name, host, why = "lo", "127.0.0.1", ""
@@ -167,7 +166,6 @@ def _open_listener(job: Job, config: Config, towards: str) -> socket.socket:
 
 
 def _listen_at(host: str, ports: tuple[int, int]) -> socket.socket:
-    """Listen at the first free port of a range; 0 is any."""
     first, last = ports
     for port in range(first, last + 1):
         try:

@@ -182,7 +182,6 @@ class MeshBuilder:
         self._acceptor.admit(channel, greeting.rank)
 
     def _check(self, greeting: Greeting) -> None:
-        """Refuse a rank that has no business here."""
         rank, size = greeting.rank, self._job.world_size
         if greeting.world_size != size or not self._job.rank < rank < size:
             raise ProtocolError(f"rank {rank} does not connect to rank {self._job.rank}", rank=rank)
@@ -316,7 +315,6 @@ class OutgoingConnection:
         return float("inf") if self._channel is not None else max(0.0, self._next_try - now)
 
     def proceed(self) -> bytes | None:
-        """Do what can be done now; return the link's key at the end of the handshake."""
         try:
             if self._channel is None:
                 self._connect()
@@ -377,7 +375,6 @@ class OutgoingConnection:
         self._steps = greet_server(channel, self._job, MESH, rank=rank, where=where)
 
     def _pause(self, why: str, *, is_alive: bool) -> None:
-        """Try again a little later, unless there is no hope."""
         self.close()
         self.why = why
         if self._tries >= _MAX_TRIES * len(self._addresses) and not is_alive:

@@ -72,7 +72,6 @@ class Munge:
             library.munge_ctx_destroy(context)
 
     def decode(self, credential: bytes) -> tuple[bytes, int]:
-        """Return the content of a credential, and the user who has had it made."""
         library, content = _load(), ctypes.c_void_p()
         length, uid, gid = ctypes.c_int(), ctypes.c_uint32(), ctypes.c_uint32()
         context = self._open(library)
@@ -110,7 +109,6 @@ def try_munge(socket_path: str = "") -> Munge | None:
 
 
 def _load() -> ctypes.CDLL:
-    """Load the library; raises OSError if it is not installed."""
     library = ctypes.CDLL(_LIBRARY)
     library.munge_ctx_create.restype = ctypes.c_void_p
     for name in ("munge_strerror", "munge_ctx_strerror"):
@@ -119,7 +117,6 @@ def _load() -> ctypes.CDLL:
 
 
 def _usual_socket(library: ctypes.CDLL) -> str:
-    """Ask the library where the daemon listens if nobody says otherwise."""
     context, path = ctypes.c_void_p(library.munge_ctx_create()), ctypes.c_char_p()
     try:
         library.munge_ctx_get(context, _SOCKET, ctypes.byref(path))
@@ -236,7 +233,6 @@ def _read(job: Job, credential: bytes, start: bytes, who: str) -> bytes:
 
 
 def mixed(job: Job, who: str) -> AuthenticationError:
-    """Make the error for two ranks of which one has a secret file and one asks MUNGE."""
     own, other = ("MUNGE", "a secret file") if job.uses_munge else ("a secret file", "MUNGE")
     return AuthenticationError(
         f"{who} would prove itself by {other}, rank {job.rank} of job {job.name!r} does by {own}: "

@@ -60,7 +60,6 @@ def job_name(environ: Environment) -> str:
 
 
 def show_hosts(environ: Environment) -> str:
-    """Show that a step runs on several hosts; '' if it does not, or there is no step."""
     return shown(environ, [_NUM_HOSTS]) if number(environ.get(_NUM_HOSTS, "")) >= 2 else ""
 
 
@@ -70,7 +69,6 @@ def has_tasks(environ: Environment, count: int) -> bool:
 
 
 def try_local_size(environ: Environment) -> int | None:
-    """Return how many tasks of the step are on this host."""
     host = try_number(environ, _HOST_NUMBER)
     sizes = environ.get(_LOCAL_SIZES)
     if host is None or not sizes:

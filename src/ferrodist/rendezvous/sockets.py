@@ -63,7 +63,6 @@ class UnixPoint:
         self.address = unix_address(job.name)
 
     def open_listener(self) -> socket.socket:
-        """Listen as rank 0; raises RendezvousError if somebody else does."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind("\0" + self.address[1:])
@@ -88,7 +87,6 @@ class UnixPoint:
         return second_server(self._job, self.address, peer.pid or None)
 
     def try_connect(self) -> socket.socket | None:
-        """Connect to rank 0; None if it does not listen, or not yet."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
         try:
@@ -122,7 +120,6 @@ def unix_address(job_name: str) -> str:
 
 
 def peer_credentials(connection: socket.socket) -> PeerIdentity:
-    """Ask the kernel who made the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return PeerIdentity(pid, uid)
@@ -150,12 +147,10 @@ class TcpPoint:
 
     @property
     def address(self) -> str:
-        """Where rank 0 listens, and why it could not be reached."""
         why = f" ({self._why})" if self._why else ""
         return f"{self._endpoint}{why}"
 
     def identify(self, connection: socket.socket) -> PeerIdentity:
-        """Say where the other end is, and set up this one."""
         set_limits(connection, self._config.heartbeat_timeout)
         # One message of the largest kind, and a failure after it, always fit.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_ROSTER)
@@ -167,7 +162,6 @@ class TcpPoint:
     # -- rank 0 -----------------------------------------------------------------------------------
 
     def open_listener(self) -> socket.socket:
-        """Listen at the endpoint's address, if it is one of this host's."""
         try:
             addresses = resolve(self._endpoint)
         except (OSError, UnicodeError) as error:
@@ -191,7 +185,6 @@ class TcpPoint:
         )
 
     def _candidates(self, addresses: list[SocketAddress]) -> list[SocketAddress]:
-        """List where to listen, the best first."""
         pattern = self._config.socket_ifname
         if pattern:
             names = {one.address: one.name for one in list_interfaces()}
@@ -293,13 +286,11 @@ class SocketAddress(NamedTuple):
 
 
 def resolve(endpoint: Endpoint) -> list[SocketAddress]:
-    """Resolve a name, the preferred addresses first; raises OSError or UnicodeError."""
     found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(SocketAddress(family, where) for family, _, _, _, where in found))
 
 
 def open_listener_at(address: SocketAddress) -> socket.socket:
-    """Listen at one address of this host; raises OSError."""
     listener = socket.socket(address.family, socket.SOCK_STREAM)
     try:
         if address.family == socket.AF_INET6:

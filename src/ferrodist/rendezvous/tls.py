@@ -57,11 +57,9 @@ class Tls:
         self._connecting = _context(ssl.PROTOCOL_TLS_CLIENT, key, certificate)
 
     def accept(self, connection: socket.socket) -> socket.socket:
-        """Return the socket to use instead of a connection that was accepted."""
         return open_tunnel(connection, self._accepting, self._pinned, is_server=True)
 
     def connect(self, connection: socket.socket) -> socket.socket:
-        """Return the socket to use instead of a connection that was made."""
         return open_tunnel(connection, self._connecting, self._pinned, is_server=False)
 
 
@@ -199,7 +197,6 @@ class Tunnel:
         return self.has_all_left() and _num_unacknowledged(self.outer) == 0
 
     def is_inner_gone(self) -> bool:
-        """Tell whether the inner side is closed, or has ended both ways."""
         poll = select.poll()
         try:
             poll.register(self.inner, 0)
@@ -229,7 +226,6 @@ class Tunnel:
         return self._is_outer_closed or self._last_moment.remaining() <= 0
 
     def events(self) -> tuple[int, int]:
-        """Say what to wait for at the outer and at the inner socket."""
         outer = inner = 0
         if not self._is_cut:
             if self._has_room_for_arrivals() and not self._is_outer_closed:
@@ -247,7 +243,6 @@ class Tunnel:
         self.inner.close()
 
     def _pump_once(self) -> bool:
-        """Do one round; True if anything has moved."""
         moves = [self._receive_outer(), self._shake_hands(), self._decrypt(), self._send_inner()]
         moves += [self._encrypt(), self._say_end(), self._send_outer()]
         return any(moves)
@@ -317,7 +312,6 @@ class Tunnel:
         return sent > 0
 
     def _tell_end(self) -> bool:
-        """Tell the inner side that nothing more will come."""
         if self._has_told_end or not self._has_outer_ended:
             return False
         self._has_told_end = True
@@ -390,7 +384,6 @@ class Tunnel:
 
 
 def _num_unacknowledged(connection: socket.socket) -> int:
-    """Return how many bytes the kernel still keeps for the other side."""
     room = bytearray(4)
     try:
         fcntl.ioctl(connection, termios.TIOCOUTQ, room)
@@ -483,7 +476,6 @@ class Relay:
         return True
 
     def _watch(self, selector: selectors.BaseSelector, tunnel: Tunnel) -> None:
-        """Wait for what a tunnel can use, or finish it."""
         wanted = (0, 0) if tunnel.is_over else tunnel.events()
         for one, events in zip((tunnel.outer, tunnel.inner), wanted, strict=True):
             _change(selector, one, events, tunnel)

@@ -52,7 +52,6 @@ class StatusBoard:
 
     @classmethod
     def create(cls, world_size: int) -> StatusBoard:
-        """Make the file, for a launcher."""
         file = os.memfd_create("ferrodist-ends", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, world_size * _RECORD_NBYTES)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -69,13 +68,11 @@ class StatusBoard:
         return None if code == _RUNNING else describe_exit(code - _BIAS)
 
     def set_final_error(self, rank: int, text: str, *, is_consequence: bool) -> None:
-        """Record the error with which this process ends."""
         data = text.encode(errors="replace")[:_MAX_TEXT]
         head = _ERROR.pack(time.monotonic(), True, is_consequence, len(data))
         os.pwrite(self.file, head + data, rank * _RECORD_NBYTES + _CODE.size)
 
     def final_error(self, rank: int) -> FinalError | None:
-        """Read the final error of a rank; None if it has set none."""
         record = self._read(rank)
         when, is_set, is_consequence, length = _ERROR.unpack_from(record, _CODE.size)
         start = _CODE.size + _ERROR.size
@@ -125,18 +122,15 @@ class Lifeline:
         _HELD.add(self._end)
 
     def keep(self) -> None:
-        """Leave this process's end open until the process is gone."""
         os.close(self.watch)
 
     def close(self) -> None:
-        """Close both ends: nobody watches."""
         os.close(self.watch)
         _HELD.discard(self._end)
         os.close(self._end)
 
 
 def try_peer_pidfd(connection: socket.socket, pid: int) -> int | None:
-    """Open a pidfd of the process at the other end; None where that is not possible."""
     try:
         # From the kernel itself, so that no other process can have got the pid in the meantime.
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -157,7 +151,6 @@ def try_pidfd(pid: int) -> int | None:
 
 
 def open_own_watch() -> int:
-    """Open a watch of this process, for others to use."""
     pidfd = try_pidfd(os.getpid())
     if pidfd is not None:
         return pidfd

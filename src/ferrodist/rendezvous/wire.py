@@ -60,7 +60,6 @@ class MessageKind(enum.IntEnum):
     max_files: int
 
     def __new__(cls, number: int, max_nbytes: int = 0, max_files: int = 0) -> Self:
-        """Make a kind; the number is what travels."""
         kind = int.__new__(cls, number)
         kind._value_, kind.max_nbytes, kind.max_files = number, max_nbytes, max_files
         return kind
@@ -170,7 +169,6 @@ class Channel:
         return Message(kind, body, files)
 
     def try_receive(self, *expected: MessageKind) -> Message | None:
-        """Receive a message as ``receive`` does; None until all of it has arrived."""
         steps = self._partial or self.receive(*expected)
         self._partial = None
         try:
@@ -269,7 +267,6 @@ class RosterEntry(NamedTuple):
 
 
 def pack_roster(entries: Sequence[RosterEntry]) -> Iterator[tuple[bytes, list[int]]]:
-    """Cut a roster into messages: bytes and files."""
     for start in range(0, len(entries), RANKS_PER_ROSTER):
         part = entries[start : start + RANKS_PER_ROSTER]
         heads = (
@@ -301,7 +298,6 @@ def unpack_roster(message: Message, *, files_per_rank: int) -> list[RosterEntry]
 
 
 def close_roster(entries: Iterable[RosterEntry]) -> None:
-    """Close the files of members that will not be used."""
     close_files(file for entry in entries for file in entry.files)
 
 
@@ -309,7 +305,6 @@ def close_roster(entries: Iterable[RosterEntry]) -> None:
 
 
 def send_failure(channel: Channel, error: BaseException, this_rank: int) -> None:
-    """Send an error, if the other side is still there."""
     name = type(error).__name__
     text = str(error) if name in _ERROR_TYPES else f"rank {this_rank} gave up: {name}"
     facts: dict[str, Any] = {name: getattr(error, name, None) for name in _ERROR_FIELDS}

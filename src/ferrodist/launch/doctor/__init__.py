@@ -74,7 +74,6 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def parse_peer(text: str) -> Endpoint:
-    """Read a host, with a port or without."""
     is_bare_address = text.count(":") > 1 and not text.startswith("[")
     host = f"[{text}]" if is_bare_address else text
     has_port = ":" in host.rpartition("]")[2]
@@ -223,7 +222,6 @@ def _check_and_listen(
 
 
 def _own_address(config: Config) -> str:
-    """Return where ranks listen: on loopback unless something says that there are other hosts."""
     if config.socket_ifname or config.secret_file:
         return choose_address(config.socket_ifname)[1]
     return "127.0.0.1"

@@ -66,7 +66,6 @@ class Outcome(NamedTuple):
 
 
 def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diagnostic]:
-    """Try everything at once, and tell it in order."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "msgpack")]
     yield _ENGINES.ok(f"{', '.join(versions)}; native code for {_native.cpu_level()}")
     installed = [name for name in _EXTRAS if importlib.util.find_spec(name) is not None]
@@ -170,13 +169,11 @@ def _judge_torch(facts: Mapping[str, Any]) -> Iterator[Diagnostic]:
 
 
 def _mpiexec(environ: Mapping[str, str], limit: float) -> str:
-    """Ask the mpiexec of this user's path whose it is; nothing if there is none."""
     path = shutil.which("mpiexec", path=environ.get("PATH"))
     return "" if path is None else _mpi_name(run_child([path, "--version"], environ, limit).stdout)
 
 
 def _mpi_name(text: str) -> str:
-    """Find the name of an MPI in what it says of itself; nothing if it is another."""
     return next((name for word, name in _MPI_NAMES.items() if word in text.lower()), "")
 
 
@@ -192,7 +189,6 @@ def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
 
 
 def _slurm_version(environ: Mapping[str, str], limit: float) -> str:
-    """Ask the srun of this user's path for its version; nothing if there is none."""
     path = shutil.which("srun", path=environ.get("PATH"))
     return "" if path is None else _last_line(run_child([path, "--version"], environ, limit).stdout)
 
@@ -265,7 +261,6 @@ class Ending(NamedTuple):
 
 
 def run_child(command: list[str], environ: Mapping[str, str], limit: float) -> Ending:
-    """Run a program for at most ``limit`` seconds; what it leaves behind is killed."""
     ours, lifeline = os.pipe()
     try:
         with subprocess.Popen(
@@ -292,7 +287,6 @@ def run_child(command: list[str], environ: Mapping[str, str], limit: float) -> E
 
 
 def check_environment(context: CheckContext) -> Iterator[Diagnostic]:
-    """Look at launchers' variables, then at ferrodist's own."""
     environ = dict(context.environ)
     yield from _launchers(environ)
     yield from _misspelt(environ)
@@ -321,7 +315,6 @@ def _wrong(text: str) -> Diagnostic:
 
 
 def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
-    """Say what init() would find here."""
     try:
         started = try_run_job(environ)
         if started is not None:
@@ -352,7 +345,6 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
 
 @contextmanager
 def _heard() -> Iterator[list[logging.LogRecord]]:
-    """Collect what the library logs, instead of showing it."""
     logger = logging.getLogger("ferrodist")
     before = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
@@ -374,7 +366,6 @@ def _misspelt(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
 
 
 def _changed(environ: Mapping[str, str], values: Mapping[str, object]) -> Iterator[Diagnostic]:
-    """List the settings that are not the default."""
     usual = Config()
     changed = [n for n, value in values.items() if value != getattr(usual, _SETTINGS[n])]
     if changed:

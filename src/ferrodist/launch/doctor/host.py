@@ -51,7 +51,6 @@ _LONG_AGO = 1_735_689_600  # 2025: no machine that runs this has an earlier date
 def check_cores(
     context: CheckContext, cpus: Collection[int] | None = None, container: int | None = None
 ) -> Iterator[Diagnostic]:
-    """Look at the cores this process may use, against ranks and their threads."""
     cpus = os.sched_getaffinity(0) if cpus is None else cpus
     container = container_cpus() if container is None else container
     usable = max(1, min(len(cpus), container))
@@ -127,7 +126,6 @@ def _threads(context: CheckContext, usable: int) -> Iterator[Diagnostic]:
 
 
 def check_memory(context: CheckContext) -> Iterator[Diagnostic]:
-    """Look at memory, the container's limit, swap, and shared memory of all kinds."""
     yield from _amount(context)
     if context.try_read("proc/sys/vm/overcommit_memory") == "2":
         yield _MEMORY.note(
@@ -181,7 +179,6 @@ def _swap(facts: dict[str, int]) -> str:
 
 
 def _arena(context: CheckContext) -> Iterator[Diagnostic]:
-    """Make shared memory as a rank does, and write to it."""
     try:
         arena = _native.Arena(0, max(2, context.num_ranks))
         arena.empty(1 << 20)[:] = 1
@@ -215,7 +212,6 @@ def _loader_memory(context: CheckContext) -> Iterator[Diagnostic]:
 def check_limits(
     context: CheckContext, get_limit: GetLimit = resource.getrlimit, uid: int | None = None
 ) -> Iterator[Diagnostic]:
-    """Look at the limits of open files and of processes."""
     yield _open_files(context, *map(_or_infinite, get_limit(resource.RLIMIT_NOFILE)))
     most, _ = map(_or_infinite, get_limit(resource.RLIMIT_NPROC))
     yield from _processes(context, most, os.getuid() if uid is None else uid)
@@ -265,7 +261,6 @@ def _processes(context: CheckContext, most: float, uid: int) -> Iterator[Diagnos
 
 
 def _num_tasks(context: CheckContext, uid: int) -> int:
-    """Count the processes and threads of a user."""
     count = 0
     for folder in (context.root / "proc").iterdir():
         try:
@@ -315,7 +310,6 @@ def check_kernel(
     needed: Mapping[str, KernelCall] = _NEEDED,
     wanted: Mapping[str, KernelCall] = _WANTED,
 ) -> Iterator[Diagnostic]:
-    """Try each of the calls for real."""
     missing = {name: error for name, probe in needed.items() if (error := _failure(probe))}
     lacking = {name: error for name, probe in wanted.items() if (error := _failure(probe))}
     there = [name for name in (*needed, *wanted) if name not in missing and name not in lacking]
@@ -342,7 +336,6 @@ def check_kernel(
 
 
 def _failure(probe: KernelCall) -> str:
-    """Try a call; return what is wrong with it, nothing if it works."""
     try:
         probe()
     except (OSError, AttributeError) as error:  # AttributeError: Python was built without it
@@ -359,7 +352,6 @@ def _advice(has_filter: bool, consequence: str) -> str:
 def check_clock(
     context: CheckContext, real: Clock = time.time, steady: Clock = time.monotonic
 ) -> Iterator[Diagnostic]:
-    """Look at the date, at the pace of both clocks, and at what a look costs."""
     before = _difference(real, steady)
     costs = timeit.repeat(steady, number=_NUM_LOOKS, repeat=_NUM_TRIES)
     yield _source(context, min(costs) / _NUM_LOOKS * 1e9)
@@ -425,7 +417,6 @@ def memory_limit(context: CheckContext) -> Limit | None:
 
 
 def process_limit(context: CheckContext) -> Limit | None:
-    """Return the tightest limit of processes and threads."""
     return _tightest(_limits(context, "pids", ("pids.max", "pids.current")))
 
 

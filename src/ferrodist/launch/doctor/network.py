@@ -45,7 +45,6 @@ _PATIENCE = 3.0  # seconds until a port that does not answer counts as closed of
 def check_interfaces(
     context: CheckContext, listing: Listing = list_interfaces
 ) -> Iterator[Diagnostic]:
-    """Look at the interfaces, at the way to the endpoint, and at FERRODIST_SOCKET_IFNAME."""
     known = listing()
     names = dict.fromkeys(one.name for one in known)
     parts = [
@@ -94,7 +93,6 @@ def _choice(context: CheckContext, known: Sequence[Interface]) -> Iterator[Diagn
 def _use(
     context: CheckContext, towards: str, address: str, known: Sequence[Interface]
 ) -> Diagnostic:
-    """Say whether ranks would take the way there is."""
     source = source_address(address)
     name = name_of(source, known)
     pattern = context.config.socket_ifname
@@ -119,7 +117,6 @@ class Answer(NamedTuple):
 def check_names(
     context: CheckContext, resolve: Resolve | None = None, own_name: str | None = None
 ) -> Iterator[Diagnostic]:
-    """Look at this host's name, at localhost and at the name of the endpoint."""
     resolve = resolve or addresses_of
     name = socket.gethostname() if own_name is None else own_name
     yield from _own_name(context, name, ask(name, resolve))
@@ -134,7 +131,6 @@ def check_names(
 
 
 def addresses_of(name: str) -> list[str]:
-    """Return all addresses of a name, in the order in which programs try them."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 
@@ -190,7 +186,6 @@ def _slowness(name: str, answer: Answer) -> Iterator[Diagnostic]:
 
 
 def _others(context: CheckContext) -> list[str]:
-    """Name the hosts that were asked for; localhost has been looked at."""
     given = [one.host for one in (context.endpoint, context.peer) if one is not None]
     return [host for host in dict.fromkeys(given) if host != "localhost"]
 
@@ -230,7 +225,6 @@ def has_route(address: str) -> bool:
 
 
 def check_ports(context: CheckContext) -> Iterator[Diagnostic]:
-    """Look at the ports of outgoing connections, at FERRODIST_PORTS and at the endpoint."""
     numbers = (context.try_read(_EPHEMERAL) or "").split()
     taken_by_kernel = range(int(numbers[0]), int(numbers[1]) + 1) if len(numbers) == 2 else range(0)
     if taken_by_kernel:
@@ -284,7 +278,6 @@ def _range(context: CheckContext, taken_by_kernel: range) -> Iterator[Diagnostic
 
 
 def _who(refused: dict[int, OSError]) -> str:
-    """Say who has some of these ports."""
     if not refused:
         return ""
     shown = [f"{port} {_why(port, refused[port])}" for port in [*refused][:_MOST_SHOWN]]
@@ -321,7 +314,6 @@ def _is_here(address: str) -> bool:
 
 
 def _own_port(context: CheckContext, endpoint: Endpoint) -> Diagnostic:
-    """Judge the port of an endpoint that is to be on this host."""
     error = refusal(endpoint.port)
     if error is None:
         return _PORTS.ok(f"port {endpoint.port} of the endpoint {endpoint} is free")

@@ -220,7 +220,6 @@ class Listener:
         return why
 
     def _meet_at(self, endpoint: Endpoint) -> str:
-        """Meet the peer there; return why not, nothing if it was the peer."""
         job = _job(self.code, _CALLER, endpoint, _JOB_BACK)  # the roles are swapped
         try:
             with open_exchange(job, self._config, Deadline(_BACK_SECONDS)) as exchange:
@@ -235,7 +234,6 @@ def _cannot_listen(error: DistributedError) -> bool:
 
 
 def _why_closed(endpoint: Endpoint) -> str:
-    """Connect; return why that does not work in a word, nothing if it does."""
     error = try_connect(endpoint.host, endpoint.port)
     if error is None:
         return ""
@@ -306,7 +304,6 @@ def _join(peer: Endpoint, code: str, config: Config) -> TcpBackend:
 
 
 def _own_address(backend: TcpBackend, config: Config) -> str:
-    """Return where other ranks would look for this one."""
     advertised = try_endpoint(config.advertise)
     if advertised is not None:
         return advertised.host
@@ -336,7 +333,6 @@ def _be_called_back(
 
 
 def _exchange_facts(backend: TcpBackend, facts: dict[str, Any]) -> dict[str, Any]:
-    """Tell the other side what it cannot know, and hear the same from there."""
     own = {"version": ferrodist.__version__, **facts}
     told: list[dict[str, Any]] = ferrodist.all_gather_object(own, backend)
     return told[1 - backend.rank]
@@ -353,7 +349,6 @@ def _address_of(backend: TcpBackend, rank: int) -> str:
 
 
 def _ping(backend: TcpBackend) -> tuple[float, float]:
-    """Return the median of some round trips, and by how much the other clock is ahead."""
     trips, there = [], np.zeros(1, np.int64)
     for _ in range(_NUM_PINGS):
         sent, begin = time.time_ns(), time.perf_counter_ns()
@@ -380,7 +375,6 @@ def _send_much(backend: TcpBackend, to: int) -> float:
 
 
 def _receive_much(backend: TcpBackend, source: int) -> float:
-    """Do the other side's half of ``_send_much``."""
     chunk = np.zeros(_CHUNK_NBYTES, np.uint8)
     ferrodist.recv(source, backend, out=chunk)
     begin, num_chunks = time.perf_counter(), 0
@@ -400,7 +394,6 @@ def _brief(error: DistributedError) -> str:
 
 
 def peer_diagnostics(measured: Measured) -> Iterator[Diagnostic]:
-    """Say on the side that called what was found."""
     other = measured.other
     if measured.calls_back == "":
         yield BETWEEN.ok(f"both ways are open: to {other}, and from there to {measured.own}")
@@ -421,7 +414,6 @@ def peer_diagnostics(measured: Measured) -> Iterator[Diagnostic]:
 
 
 def listener_diagnostics(result: ListenResult, port: int, waited: float) -> Iterator[Diagnostic]:
-    """Say on the side that was called what was found."""
     if result.refusals:
         yield BETWEEN.note(
             f"callers were sent away: {'; '.join(result.refusals)}",
@@ -459,7 +451,6 @@ def _blocked(what: str, where: str) -> Diagnostic:
 
 
 def _numbers(measured: Measured) -> Iterator[Diagnostic]:
-    """Say what does not depend on the side."""
     if measured.other_version is not None and measured.other_version != ferrodist.__version__:
         yield BETWEEN.error(
             f"ferrodist {measured.other_version} is there, {ferrodist.__version__} is here",

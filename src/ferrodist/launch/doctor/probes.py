@@ -23,7 +23,6 @@ _GLOO_SECONDS = 5
 
 
 def probe_torch() -> Found:
-    """Try torch: which of its engines it was built with, and which devices it sees."""
     torch = importlib.import_module("torch")
     engines = importlib.import_module("torch.distributed")
     has_nccl = engines.is_available() and engines.is_nccl_available()
@@ -38,7 +37,6 @@ def probe_torch() -> Found:
 
 
 def _try_gloo(torch: Any, engines: Any) -> str:
-    """Let two ranks of Gloo, threads of this process, add up their numbers."""
     if not engines.is_available() or not engines.is_gloo_available():
         return "no"
     store = engines.HashStore()
@@ -62,7 +60,6 @@ def _try_gloo(torch: Any, engines: Any) -> str:
 
 
 def probe_mpi4py() -> Found:
-    """Start MPI in a world of one."""
     package = importlib.import_module("mpi4py")
     mpi = importlib.import_module("mpi4py.MPI")
     return {
@@ -75,7 +72,6 @@ def probe_mpi4py() -> Found:
 
 
 def _short(text: str) -> str:
-    """Return the name and version with which an MPI library begins to speak of itself."""
     return " ".join(text.strip("\0 \n").splitlines()[0].partition(",")[0].split())
 
 
@@ -97,13 +93,11 @@ def probe_jax() -> Found:
 
 
 def probe_cryptography() -> Found:
-    """Import what makes certificates."""
     importlib.import_module("cryptography.x509")
     return {"version": importlib.import_module("cryptography").__version__}
 
 
 def probe_ranks() -> Found:
-    """Let two ranks add up their numbers, by the backend that the environment names."""
     ferrodist = importlib.import_module("ferrodist")
     totals = ferrodist.run(lambda backend: ferrodist.allreduce(backend.rank + 1.0), 2)
     return {"is_right": totals == [3.0, 3.0], "totals": totals}

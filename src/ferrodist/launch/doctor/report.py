@@ -118,12 +118,10 @@ class CheckContext:
                     yield one.name, Config.from_environment({name: self.environ[name]})
 
     def try_read(self, path: str) -> str | None:
-        """Read a file of the machine, such as "proc/meminfo"; None if it is not there."""
         return try_read(self.root / path)
 
 
 def try_read(path: Path) -> str | None:
-    """Read a small file; None if it is not there or not for us."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -183,7 +181,6 @@ def run_checks(
 
 
 def _unforeseen_end(about: Subject, end: Future[None], deadline: Deadline) -> Iterator[Diagnostic]:
-    """Wait for a check; that it crashed or did not end is a diagnostic, too."""
     try:
         error = end.exception(max(0.0, deadline.remaining()))
     except TimeoutError:
@@ -221,7 +218,6 @@ _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level
 
 
 def show_diagnostics(console: Console, diagnostics: Sequence[Diagnostic]) -> None:
-    """Print all diagnostics by check, and how many are bad."""
     for name, group in itertools.groupby(diagnostics, key=lambda diagnostic: diagnostic.check):
         console.print(f"[bold]{escape(name)}[/]")
         for diagnostic in group:
@@ -281,7 +277,6 @@ def to_json(diagnostics: Sequence[Diagnostic], peers: Sequence[Mapping[str, Any]
 
 
 def _versions() -> Iterator[tuple[str, str | None]]:
-    """Name what is installed; nothing of it is imported."""
     yield "ferrodist", __version__
     yield "python", platform.python_version()
     for name in _PACKAGES:

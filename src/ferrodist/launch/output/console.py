@@ -51,7 +51,6 @@ class Console:
 
     @property
     def is_broken(self) -> bool:
-        """True if nobody reads any more, or nothing more can be written."""
         return self.error is not None
 
     def say(self, text: str) -> None:
@@ -61,7 +60,6 @@ class Console:
         self.stderr.say(text)
 
     def finish(self, is_hurried: Callable[[], bool] = lambda: True) -> None:
-        """Wait, when all ranks have ended, for all writes; in a hurry, only if somebody reads."""
         for writer in self.writers:
             writer.finish(is_hurried)
 
@@ -81,7 +79,6 @@ def console_of_streams(stdout: TextIO | None, stderr: TextIO | None) -> Console:
 
 
 def _writers(out: int | TextIO | None, err: int | TextIO | None) -> tuple[Writer, Writer]:
-    """Return the writers of two destinations, twice the same if they are one file."""
     writer = _writer(out)
     is_same = False
     if isinstance(out, int) and isinstance(err, int) and _is_open(out) and _is_open(err):
@@ -98,7 +95,6 @@ def _writer(target: int | TextIO | None) -> Writer:
 
 
 def _file_of(stream: TextIO | None) -> int | TextIO | None:
-    """Return the file of a stream, or the stream itself if it has none."""
     # Other streams have a fileno() too; in a notebook it is the terminal of the server.
     if not isinstance(stream, io.TextIOWrapper):
         return stream
@@ -110,7 +106,6 @@ def _file_of(stream: TextIO | None) -> int | TextIO | None:
 
 
 def _is_open(file: int) -> bool:
-    """Tell whether the descriptor is open; whoever started us may have closed it."""
     try:
         os.fstat(file)
     except OSError:
@@ -143,7 +138,6 @@ class Terminal:
             self.keyboard.attach(processes)
 
     def follow(self) -> None:
-        """Take the size of the real terminal, and listen if we are in its foreground."""
         self._follow_size()
         if self.keyboard is not None:
             self.keyboard.follow()
@@ -212,7 +206,6 @@ class Keyboard:
         self._modes = None
 
     def _relay(self) -> bool:
-        """Pass on some bytes; return whether to be called again."""
         if self._modes is not None and not self._unsent and is_in_foreground(self._real):
             self._unsent = self._read()
             self._send()
@@ -228,7 +221,6 @@ class Keyboard:
         return data
 
     def _send(self) -> None:
-        """Write as much as rank 0's terminal accepts."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._outside, self._unsent) :]
@@ -246,7 +238,6 @@ class _Modes(NamedTuple):
 
     @classmethod
     def change(cls, terminal: int) -> Self:
-        """Let every byte through as it is typed."""
         before, modes = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
         modes[_INPUT_MODES] &= ~termios.ICRNL
         modes[_LOCAL_MODES] &= ~(termios.ICANON | termios.ECHO)
@@ -264,7 +255,6 @@ class _Modes(NamedTuple):
 
 
 def is_in_foreground(terminal: int) -> bool:
-    """Tell whether this process may read from the terminal now."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:  # it is not our controlling terminal

@@ -149,7 +149,6 @@ class Tail:
         self._data = bytearray()
 
     def add(self, data: bytes) -> None:
-        """Append these, and forget what is too old."""
         self._data += data
         if len(self._data) > 2 * MOST_NBYTES:
             del self._data[:-MOST_NBYTES]
@@ -230,7 +229,6 @@ def _headers(pattern: re.Pattern[str], lines: list[str]) -> list[_Header]:
 
 
 def _repeated(prefix: str, line: str) -> str:
-    """Return the part of a prefix that the next line has too, such as the name of a rank."""
     ends = (prefix[start:] for start in range(len(prefix)))
     return next((end for end in ends if end.strip() and line.startswith(end)), "")
 

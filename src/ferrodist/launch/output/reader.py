@@ -45,7 +45,6 @@ class Stream:
         self._has_ended = False
 
     def watch(self, processes: ProcessSet[Any]) -> None:
-        """Read while the processes are waited for."""
         self._processes = processes
         processes.watch(self._reader.file, self._read)
 
@@ -61,12 +60,10 @@ class Stream:
         return math.inf if self._is_paused else self._prefixer.wait_seconds()
 
     def retire(self) -> None:
-        """Read all that its process, which has ended, has written; others may still write."""
         self._reader.drain()
         self._prefixer.retire()
 
     def end(self) -> None:
-        """Read all that has been written, and no more."""
         if not self._has_ended:
             self._has_ended = True
             self._reader.drain()
@@ -76,7 +73,6 @@ class Stream:
         self._reader.close()
 
     def _read(self) -> bool:
-        """Read a little; return whether to be called again."""
         if not self._prefixer.has_room:
             self._is_paused = True  # or we would be called immediately, again and again
             return False
@@ -118,12 +114,10 @@ class Prefixer:
         return self._writer.has_room_for_lines
 
     def take(self, data: bytes) -> None:
-        """Pass on the lines that are whole now."""
         self._last_taken = self._writer.clock()
         self._writer.add_lines(self._rank, self._tracebacks.join(self._lines.split(data)))
 
     def write_due(self) -> None:
-        """Pass on what is held, if its rest has not arrived."""
         if self.wait_seconds() <= 0:
             self._write_held()
 
@@ -172,7 +166,6 @@ class PassThrough(Prefixer):
         return self._writer.has_room
 
     def take(self, data: bytes) -> None:
-        """Write what has arrived, after what was held before it."""
         # What follows a full pipe is the rest of what filled it.
         is_long = len(data) >= FULL_BUFFER or self._last_nbytes >= FULL_PIPE
         is_buffer = is_long and not self._is_terminal
@@ -210,11 +203,9 @@ class TracebackJoiner:
 
     @property
     def has_begun(self) -> bool:
-        """True while the rest of a traceback is waited for."""
         return bool(self._lines)
 
     def join(self, lines: Iterable[bytes]) -> list[bytes]:
-        """Return what is complete: other lines as they are."""
         done: list[bytes] = []
         for line in lines:
             is_indented = line.startswith(b" ")
@@ -229,7 +220,6 @@ class TracebackJoiner:
         return done
 
     def end(self) -> list[bytes]:
-        """Return what there is of a traceback that has begun."""
         lines, self._lines = self._lines, []
         return [b"\n".join(lines)] if lines else []
 
@@ -256,7 +246,6 @@ class LineSplitter:
         return lines
 
     def end(self) -> list[bytes]:
-        """Return the line that was begun, if one was."""
         rest, self._rest = bytes(self._rest).rstrip(b"\r"), bytearray()
         return [rest] if rest else []
 
@@ -285,7 +274,6 @@ class Reader:
         os.set_blocking(file, False)
 
     def read(self) -> bool:
-        """Pass on some of what has arrived; return whether more can come."""
         self._read_some()
         return self.is_open
 
@@ -302,7 +290,6 @@ class Reader:
         os.close(self.file)
 
     def _read_some(self) -> int:
-        """Pass on what one read returns, and return how much that was."""
         data = self._read()
         if self._waits_for_lines:
             data = self._read_rest(data)

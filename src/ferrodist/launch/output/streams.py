@@ -35,7 +35,6 @@ class ProcessStreams:
             stream.watch(processes)
 
     def retire(self) -> None:
-        """Read all that has been written; the process has ended."""
         for stream in self.streams:
             stream.retire()
 
@@ -146,7 +145,6 @@ class Streams(StreamSet):
         return next((log.error for log in logs if log is not None and log.error), None)
 
     def restore_terminal(self) -> None:
-        """Leave the terminal as it was before this process is stopped, until ``write_due``."""
         if self._terminal is not None:
             self._terminal.restore()
 
@@ -193,7 +191,6 @@ class RankStreams(ProcessStreams):
         return subprocess.DEVNULL  # to read from a terminal in the background would stop it
 
     def _open(self, stream: Which, writer: Writer) -> int:
-        """Return what the rank is to write to, and open what reads it."""
         if stream in self._logs.redirected:
             if stream == Which.STDERR:
                 self._tail = FileTail(self._logs.path(stream))

@@ -59,7 +59,6 @@ class Writer:
 
     @property
     def error(self) -> Exception | None:
-        """Why nothing can be written any more: a broken pipe, a full disk."""
         return self._sink.error
 
     @property
@@ -73,7 +72,6 @@ class Writer:
         return self.has_room and not (self._held.is_full and self._is_blocked(self.clock()))
 
     def shows_at_end(self, trace: str) -> bool:
-        """Tell whether a traceback is the last thing that was written, by whichever rank."""
         return is_at_end(trace, self._seen.read().decode(errors="replace"))
 
     def open(self, rank: int) -> None:
@@ -90,7 +88,6 @@ class Writer:
             self._held.close(rank)
 
     def pass_through(self, data: bytes) -> None:
-        """Write what rank 0 has written, immediately."""
         cut = data.rfind(b"\n") + 1
         if cut:
             self._pass(data[:cut])
@@ -111,7 +108,6 @@ class Writer:
         self._sink.write(data)
 
     def write_due(self) -> None:
-        """Write what the destination accepts now, and the lines that need not wait any longer."""
         if not self._sink.has_room:
             self._last_stall = self.clock()
         self._sink.write_due()
@@ -127,7 +123,6 @@ class Writer:
         self._write_entries(self._held.take_all())
 
     def finish(self, is_hurried: Callable[[], bool]) -> None:
-        """Wait until everything is written; in a hurry, only while the destination accepts it."""
         self.flush()
         self._sink.finish(is_hurried)
 
@@ -185,7 +180,6 @@ class HeldEntry:
         self.when = when
 
     def to_line(self) -> bytes:
-        """Write it out, each line after the names of its ranks."""
         if not self.ranks:
             return self.text + b"\n"
         prefix = _prefix(tuple(self.ranks))
@@ -209,7 +203,6 @@ class Deduplicator:
         self._nbytes = 0
 
     def open(self, rank: int) -> None:
-        """Expect lines of a rank: from now on the lines of others are held for it."""
         self._open[rank] += 1
 
     def close(self, rank: int) -> None:
@@ -243,11 +236,9 @@ class Deduplicator:
 
     @property
     def oldest(self) -> float:
-        """When the first held line was written; infinite if none is held."""
         return self._entries[0].when if self._entries else math.inf
 
     def ready_at(self) -> float:
-        """Return when the first entry may be written; infinite if there is none."""
         if self._entries and (self.is_full or self._front <= self._settled()):
             return self.oldest
         return self.oldest + HOLD_SECONDS
@@ -320,7 +311,6 @@ class FileSink(Sink):
         self._wait = _SHORTEST_WAIT
 
     def write(self, data: bytes) -> None:
-        """Write what the file accepts now, and keep the rest."""
         if self.error is None:
             self._backlog += data
             self.write_due()
@@ -338,7 +328,6 @@ class FileSink(Sink):
         self.has_room = len(self._backlog) < MOST_BACKLOG
 
     def wait_seconds(self) -> float:
-        """Return a moment while there is a backlog, longer after each attempt in vain."""
         return self._wait if self._backlog else math.inf
 
     def finish(self, is_hurried: Callable[[], bool]) -> None:
@@ -358,7 +347,6 @@ class FileSink(Sink):
 
 
 def _write_nowait(file: int, backlog: bytearray) -> None:
-    """Move bytes from the backlog to the file, as long as it accepts them without blocking."""
     poll = select.poll()
     poll.register(file, select.POLLOUT)
     with _opened(file) as (own, most):
@@ -372,7 +360,6 @@ def _write_nowait(file: int, backlog: bytearray) -> None:
 
 
 def _try_write(file: int, data: bytes) -> int:
-    """Write what the file accepts and return how much that was."""
     try:
         return os.write(file, data)
     except BlockingIOError:
@@ -425,7 +412,6 @@ class TextSink(Sink):
             self.error = error
 
     def _write_text(self, text: str) -> None:
-        """Write it, with escapes for characters that the stream cannot encode."""
         try:
             self._stream.write(text)
         except UnicodeEncodeError as error:
