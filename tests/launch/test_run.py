@@ -28,7 +28,7 @@ from ferrodist import (
     UnsupportedArray,
 )
 from ferrodist.launch import machine as cores
-from ferrodist.launch import node_spec
+from ferrodist.launch import processes
 from ferrodist.launch.spawn import RemoteTraceback
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
@@ -158,7 +158,7 @@ def test_the_secret_is_in_no_command_line_and_no_environment(monkeypatch):
         made.append(os.urandom(nbytes))
         return made[-1]
 
-    monkeypatch.setattr(node_spec.secrets, "token_bytes", new_secret)
+    monkeypatch.setattr(processes.secrets, "token_bytes", new_secret)
 
     def seen(backend):
         return [Path(f"/proc/self/{name}").read_bytes() for name in ("cmdline", "environ")]

@@ -43,6 +43,7 @@ from ferrodist.rendezvous.launchers import (
 from ferrodist.rendezvous.launchers import (
     PMI,
     Stale,
+    expand_hosts,
     read_open_mpi,
     read_plain,
     read_pmi,
@@ -53,7 +54,6 @@ from ferrodist.rendezvous.launchers import (
 from ferrodist.rendezvous.launchers import (
     TORCHRUN as TORCHRUN_LAUNCHER,
 )
-from ferrodist.rendezvous.slurm import expand_hosts
 from ferrodist.rendezvous.watch import StatusBoard
 
 

@@ -26,11 +26,10 @@ import click
 
 from ferrodist.config import environment, variable
 from ferrodist.errors import InvalidArgument
-from ferrodist.launch.node_spec import Attempt, random_port
 from ferrodist.launch.nodes import HostOptions, parse_endpoint, parse_name
 from ferrodist.launch.output.console import Console
 from ferrodist.launch.output.streams import StreamSet
-from ferrodist.launch.processes import KILL_SECONDS
+from ferrodist.launch.processes import KILL_SECONDS, Attempt, random_port
 from ferrodist.launch.ssh import Connection, Connections, HostStreams, RankFailed
 from ferrodist.launch.supervisor import (
     FailurePolicy,

@@ -17,8 +17,7 @@ import click
 from ferrodist.config import Config, environment
 from ferrodist.errors import AuthenticationError
 from ferrodist.launch.machine import usable_cores
-from ferrodist.launch.node_spec import NodeSpec
-from ferrodist.launch.processes import KILL_SECONDS
+from ferrodist.launch.processes import KILL_SECONDS, NodeSpec
 from ferrodist.launch.ssh import read_secret
 from ferrodist.rendezvous.job import (
     Endpoint,

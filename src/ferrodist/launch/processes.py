@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import marshal
 import os
+import random
+import secrets
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
+from ferrodist.config import environment
 from ferrodist.deadline import Deadline
 from ferrodist.launch.machine import share_cores, threads_per_rank
-from ferrodist.launch.node_spec import FIRST_ATTEMPT, Attempt, NodeSpec
 from ferrodist.launch.reaper import ENDING_SIGNALS, EVERYTHING, LEAVE, RankSpec
-from ferrodist.rendezvous.find_job import run_variables
+from ferrodist.rendezvous.find_job import mark_outer_jobs, run_variables
+from ferrodist.rendezvous.job import SECRET_NBYTES, Endpoint, Job
 from ferrodist.rendezvous.watch import FinalError, StatusBoard, describe_exit
 
 # -I and -S: it needs no paths and no packages, and starts in half the time without.
@@ -34,6 +39,130 @@ _POLL_SECONDS = 0.05  # between looks at the reaper
 _REAPER_SECONDS = 10.0  # twice as long as it takes to kill what does not end
 _EVENTS_NBYTES = 1 << 16  # as much as a pipe holds, so that lines come whole
 KILL_SECONDS = 1.0  # from SIGTERM to SIGKILL
+_LOOPBACK = "127.0.0.1"
+_FREE_PORTS = range(20_000, 32_768)  # below those the kernel gives to outgoing connections
+
+# What an outer torchrun has told its own workers, and would mislead ours.
+_NOT_OURS = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
+
+
+# -- which ranks there are, and what each is told by its environment ------------------------------
+
+
+class Attempt(NamedTuple):
+    """Which start of the whole job this is, of how many at most."""
+
+    restarts: int = 0
+    most_restarts: int = 0
+
+
+FIRST_ATTEMPT = Attempt()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """The ranks of one host.
+
+    ``sizes`` are the numbers of ranks of all hosts. A job on several hosts has an endpoint, which
+    is where rank 0 listens; its name and its secret are the same on all of them. On one host the
+    name and the secret are made here, new for every attempt.
+    """
+
+    sizes: tuple[int, ...]
+    node_rank: int = 0
+    endpoint: Endpoint | None = None
+    name: str = ""
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.sizes[self.node_rank]
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def ranks(self) -> range:
+        first = sum(self.sizes[: self.node_rank])
+        return range(first, first + self.num_ranks)
+
+    def job(self, attempt: Attempt) -> str:
+        """Name the job of an attempt: the same on all hosts, and different in every attempt."""
+        if self.endpoint is None:
+            return f"run-{os.getpid()}-{secrets.token_hex(8)}"
+        return f"{self.name}-{attempt.restarts}"
+
+    def secret_of_job(self) -> bytes:
+        return self.secret or secrets.token_bytes(SECRET_NBYTES)
+
+    def master(self) -> Endpoint:
+        """Return where rank 0 of a torch program listens: at the port after ferrodist's."""
+        if self.endpoint is None:
+            return Endpoint(_LOOPBACK, _free_port())
+        return Endpoint(self.endpoint.host, self.endpoint.port + 1)
+
+    def job_of(self, rank: int, name: str, secret: bytes) -> Job:
+        return Job(
+            name,
+            rank,
+            self.world_size,
+            secret,
+            endpoint=self.endpoint,
+            local_rank=rank - self.ranks.start,
+            local_world_size=self.num_ranks,
+        )
+
+    def environment(
+        self, job: Job, attempt: Attempt, master: Endpoint, num_threads: int
+    ) -> dict[str, str]:
+        """Return the environment of a rank.
+
+        ``master`` is where rank 0 of a torch program listens. Numerical libraries get
+        ``num_threads`` threads, unless the user has chosen a number.
+        """
+        inherited = {name: value for name, value in environment().items() if name not in _NOT_OURS}
+        rank, size = str(job.rank), str(job.world_size)
+        return {
+            "OMP_NUM_THREADS": str(num_threads),
+            **inherited,
+            **mark_outer_jobs(inherited),
+            "RANK": rank,
+            "LOCAL_RANK": str(job.local_rank),
+            "ROLE_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": str(job.local_world_size),
+            "ROLE_WORLD_SIZE": size,
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(len(self.sizes)),
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": master.host,
+            "MASTER_PORT": str(master.port),
+            "TORCHELASTIC_RUN_ID": job.name,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(attempt.most_restarts),
+        }
+
+
+def random_port() -> int:
+    """Choose a port for another host, from a range that is rarely used, with the next one free."""
+    return random.choice(_FREE_PORTS[::2])
+
+
+def _free_port() -> int:
+    for port in random.sample(_FREE_PORTS, 100):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((_LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+# -- processes ------------------------------------------------------------------------------------
 
 
 class StandardFiles(NamedTuple):
@@ -127,7 +256,8 @@ class WorkerGroup(ProcessSet[Worker]):
     """The ranks of a new job, those of this host. Leaving the context leaves none alive.
 
     Nor does it leave anything that they have started, but for ``leave_children``. ``node`` says
-    which they are, if they are not all.
+    which they are, if they are not all. ``reaper.py`` says what is written to the reaper and what
+    it reports.
     """
 
     def __init__(
@@ -139,7 +269,7 @@ class WorkerGroup(ProcessSet[Worker]):
         binds: bool = False,
     ) -> None:
         super().__init__()
-        self._node = NodeSpec.single(len(specs)) if node is None else node
+        self._node = NodeSpec((len(specs),)) if node is None else node
         self._workers: dict[int, Worker] = {}  # by pid
         self._start_error = 0
         self.asked: dict[int, str] = {}  # what ranks had left, when ``terminate`` asked it to end
@@ -147,7 +277,7 @@ class WorkerGroup(ProcessSet[Worker]):
         self._status_board = StatusBoard.create(self._node.world_size)
         try:
             with ExitStack() as stack:
-                self._reaper = ReaperProcess(self._rank_specs(specs, attempt, binds, stack))
+                self._start_reaper(self._rank_specs(specs, attempt, binds, stack))
         except BaseException:
             self._selector.close()
             self._status_board.close()
@@ -188,8 +318,32 @@ class WorkerGroup(ProcessSet[Worker]):
             found.append(rank_spec)
         return found
 
+    def _start_reaper(self, specs: Sequence[RankSpec]) -> None:
+        files = {file for spec in specs for file in (*spec.standard, *spec.inherited)}
+        with ExitStack() as stack, ExitStack() as on_error:
+            source = os.memfd_create("ferrodist-ranks")
+            stack.callback(os.close, source)
+            os.pwrite(source, marshal.dumps([vars(spec) for spec in specs]), 0)
+            commands, self._commands = os.pipe()
+            self._events, events = os.pipe()
+            for end in (commands, events):
+                stack.callback(os.close, end)
+            for end in (self._commands, self._events):
+                on_error.callback(os.close, end)
+                os.set_blocking(end, False)
+            ends = source, commands, events
+            self._reaper = subprocess.Popen(
+                [*_REAPER, *map(str, [os.getpid(), *ends])],
+                pass_fds=[*ends, *files],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # a Ctrl-C is for this process
+            )
+            on_error.pop_all()
+
     def _wait_for_start(self, programs: Sequence[str]) -> None:
-        self.watch(self._reaper.events, self._read_events)
+        """Learn the pids of the ranks, or why one could not be started."""
+        self.watch(self._events, self._read_events)
         while len(self._workers) < len(programs):
             self._selector.select(_POLL_SECONDS)
             has_ended = self.is_empty
@@ -198,7 +352,8 @@ class WorkerGroup(ProcessSet[Worker]):
                 program = programs[len(self._workers)]
                 raise OSError(self._start_error, os.strerror(self._start_error), program)
             if has_ended and len(self._workers) < len(programs):
-                raise ChildProcessError(f"the process that starts them {self._reaper.how}")
+                how = describe_exit(self._reaper.returncode)
+                raise ChildProcessError(f"the process that starts them {how}")
 
     def final_error(self, rank: int) -> FinalError | None:
         return self._status_board.final_error(rank)
@@ -206,7 +361,7 @@ class WorkerGroup(ProcessSet[Worker]):
     @property
     def is_empty(self) -> bool:
         """True if no rank is left, nor anything that ranks have started."""
-        return self._reaper.has_ended()
+        return self._reaper.poll() is not None
 
     def wait(self, seconds: float) -> list[Worker]:
         if self.is_empty:  # its pipe need not say so: other processes may have inherited it
@@ -217,13 +372,18 @@ class WorkerGroup(ProcessSet[Worker]):
         return super().wait(seconds)
 
     def send_signal(self, number: int) -> None:
-        self._reaper.send(number)
+        """Signal all that are running, and what is in their process groups."""
+        self._send(number)
+
+    def _send(self, command: int) -> None:
+        with suppress(BrokenPipeError, BlockingIOError):  # the reaper has ended, or is stopped
+            os.write(self._commands, bytes([command]))
 
     def terminate(self) -> None:
-        self._reaper.send(EVERYTHING + signal.SIGTERM)
+        self._send(EVERYTHING + signal.SIGTERM)
 
     def leave_children(self) -> None:
-        self._reaper.send(LEAVE)
+        self._send(LEAVE)
 
     def stop(self, seconds: float = KILL_SECONDS) -> None:
         """End everything that is left, by SIGTERM and, so many seconds later, SIGKILL."""
@@ -234,7 +394,7 @@ class WorkerGroup(ProcessSet[Worker]):
         self.kill()
 
     def kill(self) -> None:
-        self._reaper.send(EVERYTHING + signal.SIGKILL)
+        self._send(EVERYTHING + signal.SIGKILL)
         end = time.monotonic() + _REAPER_SECONDS
         while not self.is_empty:
             self.wait(_POLL_SECONDS)
@@ -244,7 +404,8 @@ class WorkerGroup(ProcessSet[Worker]):
 
     def close(self) -> None:
         super().close()
-        self._reaper.close()
+        os.close(self._commands)
+        os.close(self._events)
         self._status_board.close()
 
     def _forget(self, process: Worker) -> None:
@@ -253,11 +414,17 @@ class WorkerGroup(ProcessSet[Worker]):
         super()._forget(process)
 
     def _read_events(self) -> bool:
-        lines = self._reaper.read_events()
-        for line in lines or ():
+        """Take what the reaper reports; return whether more may come."""
+        try:
+            data = os.read(self._events, _EVENTS_NBYTES)
+        except BlockingIOError:
+            return True
+        if not data:
+            self._reaper.wait()  # it is about to end
+        for line in data.decode(errors="replace").splitlines():
             what, pid, fact = line.split(" ", 2)
             self._take_event(what, int(pid), fact)
-        return lines is not None
+        return bool(data)
 
     def _take_event(self, what: str, pid: int, fact: str) -> None:
         if what == "started":
@@ -270,62 +437,6 @@ class WorkerGroup(ProcessSet[Worker]):
             self._start_error = int(fact)
         else:
             (self.asked if what == "asked" else self.stayed)[pid] = fact
-
-
-class ReaperProcess:
-    """The process that is the parent of the ranks: ``reaper.py`` says what it does."""
-
-    def __init__(self, specs: Sequence[RankSpec]) -> None:
-        files = {file for spec in specs for file in (*spec.standard, *spec.inherited)}
-        with ExitStack() as stack, ExitStack() as on_error:
-            source = os.memfd_create("ferrodist-ranks")
-            stack.callback(os.close, source)
-            os.pwrite(source, marshal.dumps([vars(spec) for spec in specs]), 0)
-            commands, self._commands = os.pipe()
-            self.events, events = os.pipe()
-            for end in (commands, events):
-                stack.callback(os.close, end)
-            for end in (self._commands, self.events):
-                on_error.callback(os.close, end)
-                os.set_blocking(end, False)
-            ends = source, commands, events
-            self._process = subprocess.Popen(
-                [*_REAPER, *map(str, [os.getpid(), *ends])],
-                pass_fds=[*ends, *files],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                process_group=0,  # a Ctrl-C is for this process
-            )
-            on_error.pop_all()
-
-    def send(self, command: int) -> None:
-        """Send a command. Takes no lock: signal handlers call it."""
-        with suppress(BrokenPipeError, BlockingIOError):  # it has ended, or is stopped
-            os.write(self._commands, bytes([command]))
-
-    def read_events(self) -> list[str] | None:
-        try:
-            data = os.read(self.events, _EVENTS_NBYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            self._process.wait()  # it is about to end
-            return None
-        return data.decode(errors="replace").splitlines()
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    @property
-    def how(self) -> str:
-        return describe_exit(self._process.wait())
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
-        os.close(self._commands)
-        os.close(self.events)
 
 
 @contextmanager

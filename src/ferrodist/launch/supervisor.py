@@ -14,13 +14,14 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from ferrodist.backends.failures import CRASHES, died, names_of_ranks
 from ferrodist.deadline import Deadline
-from ferrodist.launch.node_spec import Attempt, NodeSpec
 from ferrodist.launch.output.console import Console
 from ferrodist.launch.output.logs import LogFiles, is_at_end, traceback_in
 from ferrodist.launch.output.streams import Streams, StreamSet
 from ferrodist.launch.processes import (
     FORWARDED_SIGNALS,
     KILL_SECONDS,
+    Attempt,
+    NodeSpec,
     ProcessSet,
     ProcessSpec,
     Worker,

@@ -2,8 +2,8 @@
 """How the ranks of a job find each other, prove that they belong to it, and connect.
 
 ``find_job.py`` finds out which job a process belongs to, which rank it is, and whether there are
-other hosts, from the variables of the launchers in ``launchers.py`` and ``slurm.py``; the result is
-a ``Job`` (``job.py``). While the ranks meet, rank 0 is the *server* and every other rank a
+other hosts, from the variables of the launchers in ``launchers.py``; the result is a ``Job``
+(``job.py``). While the ranks meet, rank 0 is the *server* and every other rank a
 *client*. ``wire.py`` carries messages, in ``handshake.py`` both sides prove themselves, and
 ``sockets.py`` knows where they meet: a Unix socket on one host, TCP between hosts. ``munge.py`` is
 how ranks of several hosts get the job's secret where neither launcher nor user gives one.

@@ -12,32 +12,38 @@ Readers may look at an open file that a variable names, and leave it as it was.
 from __future__ import annotations
 
 import errno
+import hashlib
+import itertools
 import os
+import re
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ferrodist.config import variable
 from ferrodist.errors import InvalidArgument
-from ferrodist.rendezvous import slurm
 from ferrodist.rendezvous.job import (
     MASTER_ADDRESS,
     MASTER_PORT,
     Bootstrap,
+    Endpoint,
     Environment,
     Job,
     Launcher,
     is_set,
     known_secret,
     number,
+    quoted,
     read_rank,
+    require,
     show_difference,
     shown,
     try_master_endpoint,
     try_number,
+    without_brackets,
 )
 from ferrodist.rendezvous.sockets import peer_credentials
 
@@ -47,6 +53,12 @@ _NAMESPACE = "PMIX_NAMESPACE"
 _PMI_SOCKET = "PMI_FD"
 _PMI_NAMES = ("PMI_JOBID", "PMI_PORT")  # without a socket, or with nobody visible behind it
 _START_TIME = 22  # the field of /proc/<pid>/stat
+
+_JOB, _STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
+_NUM_HOSTS, _HOSTS = "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"
+_HOST_NUMBER, _LOCAL_SIZES = "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"
+_MAX_HOSTS = 1 << 16
+_PORTS = range(20_000, 30_000)  # below those the kernel gives to outgoing connections
 
 TORCHRUN = Launcher(
     name="torchrun",
@@ -71,14 +83,23 @@ OPEN_MPI = Launcher(
     local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     required=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
+SLURM = Launcher(
+    name="SLURM",
+    rank="SLURM_PROCID",
+    world_size="SLURM_STEP_NUM_TASKS",
+    job="srun (SLURM_JOB_ID, SLURM_STEP_ID)",
+    start="start all ranks with 'srun -n {size} python script.py'",
+    local_rank="SLURM_LOCALID",
+    required=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _JOB, _STEP, _NUM_HOSTS),
+)
 PMIX = Launcher(
     name="PMIx",
     rank="PMIX_RANK",
-    world_size=slurm.SLURM.world_size,  # PMIx itself has no variable for it
+    world_size=SLURM.world_size,  # PMIx itself has no variable for it
     job=f"srun ({_NAMESPACE})",
     start="start all ranks with 'srun --mpi=pmix -n {size} python script.py'",
-    local_rank=slurm.SLURM.local_rank,
-    required=("PMIX_RANK", _NAMESPACE, slurm.SLURM.world_size),
+    local_rank=SLURM.local_rank,
+    required=("PMIX_RANK", _NAMESPACE, SLURM.world_size),
 )
 # The mpiexec of MPICH, of Intel MPI and others.
 PMI = Launcher(
@@ -114,7 +135,7 @@ class Stale(NamedTuple):
     why: str
 
 
-# -- torchrun, variables set by hand, SLURM -------------------------------------------------------
+# -- torchrun, variables set by hand --------------------------------------------------------------
 
 
 def _job(
@@ -181,16 +202,6 @@ def check_plain_agrees(environ: Environment, job: Job) -> None:
         )
 
 
-def read_slurm(environ: Environment) -> Job | None:
-    if number(environ.get(slurm.SLURM.world_size, "")) < 2:
-        return None
-    ranks = read_rank(environ, slurm.SLURM)
-    name, hosts = slurm.job_name(environ), slurm.show_hosts(environ)
-    endpoint = slurm.endpoint_of(environ, name) if hosts else None
-    job = _job(environ, slurm.SLURM, ranks, name, hosts)
-    return replace(job, endpoint=endpoint, local_world_size=slurm.try_local_size(environ))
-
-
 # -- MPI ------------------------------------------------------------------------------------------
 
 
@@ -213,9 +224,9 @@ def _at_address_of_slurm(environ: Environment, job: Job) -> Job:
 
     Many clusters set the variables of an MPI for every step; mpi4py need not be there.
     """
-    if job.bootstrap is not Bootstrap.MPI or not (job.hosts and slurm.show_hosts(environ)):
+    if job.bootstrap is not Bootstrap.MPI or not (job.hosts and _slurm_hosts(environ)):
         return job
-    endpoint = slurm.endpoint_of(environ, job.name)
+    endpoint = _slurm_endpoint(environ, job.name)
     return replace(job, bootstrap=Bootstrap.SOCKETS, endpoint=endpoint)
 
 
@@ -242,11 +253,9 @@ def read_pmix(environ: Environment) -> Job | None:
     if not is_set(environ, PMIX.rank) or is_set(environ, OPEN_MPI.rank, OPEN_MPI.world_size):
         return None
     ranks = read_rank(environ, PMIX)
-    name, hosts = f"pmix-{environ[_NAMESPACE]}", slurm.show_hosts(environ)
+    name, hosts = f"pmix-{environ[_NAMESPACE]}", _slurm_hosts(environ)
     job = _job(environ, PMIX, ranks, name, hosts, _mpi_bootstrap(environ))
-    return _at_address_of_slurm(
-        environ, replace(job, local_world_size=slurm.try_local_size(environ))
-    )
+    return _at_address_of_slurm(environ, replace(job, local_world_size=_slurm_local_size(environ)))
 
 
 def read_pmi(environ: Environment) -> Job | Stale | None:
@@ -264,11 +273,13 @@ def read_pmi(environ: Environment) -> Job | Stale | None:
         name = _pmi_job(environ, world_size=ranks[1])
     except OSError:
         return Stale(PMI, _why_pmi_is_stale(environ))
-    hosts = show_difference(environ, PMI) or slurm.show_hosts(environ)
+    hosts = show_difference(environ, PMI) or _slurm_hosts(environ)
     if hosts:
         name = environ.get(_PMI_NAMES[0]) or f"at-{try_master_endpoint(environ) or 'mpi'}"
     job = _job(environ, PMI, ranks, f"pmi-{name}", hosts, _mpi_bootstrap(environ))
-    is_of_srun = is_set(environ, _PMI_NAMES[0]) and slurm.has_tasks(environ, job.world_size)
+    # If srun has started others, and those this one, the step has another number of tasks.
+    is_of_step = try_number(environ, SLURM.world_size) == job.world_size
+    is_of_srun = is_set(environ, _PMI_NAMES[0]) and is_of_step
     return _at_address_of_slurm(environ, job) if is_of_srun else job
 
 
@@ -318,6 +329,112 @@ def _why_pmi_is_stale(environ: Environment) -> str:
         "a rank and not by mpiexec: start it with 'ferrodist run -n 1 script.py' if it is to be a "
         f"world of its own, or without {PMI.rank} and {PMI.world_size}"
     )
+
+
+# -- SLURM ----------------------------------------------------------------------------------------
+#
+# Only a step of several tasks, which srun has started, counts. A batch script, and whatever it
+# starts without srun, has the variables of the whole allocation; they say nothing about one
+# process.
+#
+# On several hosts rank 0 listens at MASTER_ADDR, otherwise on the first host of the step, where
+# SLURM puts task 0 unless it is asked for an arbitrary distribution; the port is MASTER_PORT,
+# otherwise one from 20000 to 29999 that follows from the numbers of job and step.
+
+_HOST = re.compile(r"(?:[^\[\],\s]+|\[[0-9,\-]+\])+")
+_PART = re.compile(r"\[([0-9,\-]+)\]|([^\[\],\s]+)")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?")
+_MAX_DIGITS = 9
+_MAX_RANGE = 1 << 16
+
+
+def read_slurm(environ: Environment) -> Job | None:
+    if number(environ.get(SLURM.world_size, "")) < 2:
+        return None
+    ranks = read_rank(environ, SLURM)
+    restarts = environ.get("SLURM_RESTART_COUNT") or "0"
+    name, hosts = f"slurm-{environ[_JOB]}.{environ[_STEP]}-{restarts}", _slurm_hosts(environ)
+    endpoint = _slurm_endpoint(environ, name) if hosts else None
+    job = _job(environ, SLURM, ranks, name, hosts)
+    return replace(job, endpoint=endpoint, local_world_size=_slurm_local_size(environ))
+
+
+def _slurm_hosts(environ: Environment) -> str:
+    """Show that a step runs on several hosts; '' if it does not, or there is no step."""
+    return shown(environ, [_NUM_HOSTS]) if number(environ.get(_NUM_HOSTS, "")) >= 2 else ""
+
+
+def _slurm_local_size(environ: Environment) -> int | None:
+    host = try_number(environ, _HOST_NUMBER)
+    sizes = environ.get(_LOCAL_SIZES)
+    if host is None or not sizes:
+        return None
+    try:
+        return next(itertools.islice(expand_counts(sizes), host, None), None)
+    except ValueError:
+        return None
+
+
+def _slurm_endpoint(environ: Environment, job: str) -> Endpoint:
+    """Choose where rank 0 of a step on several hosts listens: the same on every rank."""
+    digest = hashlib.sha256(job.encode(errors="surrogateescape")).digest()
+    port = _PORTS[int.from_bytes(digest[:8]) % len(_PORTS)]
+    if is_set(environ, MASTER_PORT):
+        port = number(environ[MASTER_PORT])
+    if is_set(environ, MASTER_ADDRESS):
+        return Endpoint(without_brackets(environ[MASTER_ADDRESS]), port)
+    require(environ, SLURM, _NUM_HOSTS, _HOSTS)
+    try:
+        first, *_ = itertools.islice(expand_hosts(environ[_HOSTS]), _MAX_HOSTS)
+        return Endpoint(first, port)
+    except ValueError as error:
+        raise InvalidArgument(
+            f"{quoted(environ, [_HOSTS])} ({SLURM.name}): expected hosts as node[01-03,7],gpu5, "
+            f"got {error}"
+        ) from error
+
+
+def expand_hosts(text: str) -> Iterator[str]:
+    """Yield the hosts of a list as ``node[01-03,7],gpu5``; raises ValueError if it is not one."""
+    position = 0
+    while True:
+        found = _HOST.match(text, position)
+        if found is None:
+            raise ValueError(f"no host name at character {position}")
+        parts = [
+            list(_expand_range(numbers)) if numbers else [name]
+            for numbers, name in _PART.findall(found.group())
+        ]
+        yield from map("".join, itertools.product(*parts))
+        position = found.end()
+        if position == len(text):
+            return
+        if text[position] != ",":
+            raise ValueError(f"no comma at character {position}")
+        position += 1
+
+
+def expand_counts(text: str) -> Iterator[int]:
+    """Yield the numbers of a list as ``4(x2),3``; raises ValueError if it is not one."""
+    for word in text.split(","):
+        found = _COUNT.fullmatch(word)
+        if found is None:
+            raise ValueError(f"{word!r} is not a number, or a number and how often")
+        value, times = found.groups()
+        yield from itertools.repeat(int(value), int(times or 1))
+
+
+def _expand_range(text: str) -> Iterator[str]:
+    """Yield the numbers between two brackets, padded with zeros as the first of each range is."""
+    for span in text.split(","):
+        first, dash, last = span.partition("-")
+        ends = [first, last] if dash else [first, first]
+        if not all(end.isdigit() and len(end) <= _MAX_DIGITS for end in ends):
+            raise ValueError(f"[{text}] is not a list of numbers")
+        low, high = map(int, ends)
+        if high - low > _MAX_RANGE:
+            raise ValueError(f"[{text}] has too many numbers")
+        yield from (f"{value:0{len(first)}}" for value in range(low, high + 1))
 
 
 JobReader = Callable[[Environment], Job | Stale | None]

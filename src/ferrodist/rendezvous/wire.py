@@ -203,7 +203,7 @@ class Channel:
             try:
                 part, new_files = self._read_some(nbytes - len(data), max_files)
             except BlockingIOError:
-                yield
+                yield None
                 continue
             except ConnectionError as error:
                 raise EOFError("the other side is gone") from error
