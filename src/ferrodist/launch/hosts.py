@@ -8,7 +8,6 @@ whether all are started again, is decided here: only this process sees all hosts
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import secrets
@@ -32,13 +31,14 @@ from ferrodist.launch.output.streams import StreamSet
 from ferrodist.launch.processes import KILL_SECONDS, Attempt, random_port
 from ferrodist.launch.ssh import Connection, Connections, HostStreams, RankFailed
 from ferrodist.launch.supervisor import (
+    Failure,
     FailurePolicy,
-    HostFailure,
     JobAttempt,
     Signals,
     run_attempts,
 )
 from ferrodist.rendezvous.find_job import NO_SETTINGS
+from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.job import SECRET_NBYTES, Endpoint, number
 
 # A password cannot be typed: all hosts would ask at once. A host that is away is noticed soon.
@@ -141,7 +141,7 @@ def _endpoint(options: HostOptions, hosts: Sequence[SshHost]) -> Endpoint:
     if options.rdzv_endpoint is not None:
         return parse_endpoint(options.rdzv_endpoint)
     first = hosts[0]
-    if first.is_loopback and not all(host.is_loopback for host in hosts):
+    if is_loopback(first.address) and not all(is_loopback(host.address) for host in hosts):
         raise InvalidArgument(
             f"rank 0 would listen at {first.address}, where the other hosts cannot reach it: give "
             "the name by which they know this host, or --rdzv-endpoint HOST:PORT"
@@ -188,14 +188,6 @@ class SshHost(NamedTuple):
     @property
     def address(self) -> str:
         return self.name.rpartition("@")[2]
-
-    @property
-    def is_loopback(self) -> bool:
-        """True if it is a name that every host has for itself."""
-        try:
-            return ipaddress.ip_address(self.address).is_loopback
-        except ValueError:
-            return self.address.lower() in ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
 def parse_hosts(text: str) -> list[SshHost]:
@@ -284,7 +276,7 @@ def supervise_hosts(remote: Remote, policy: FailurePolicy, console: Console) -> 
     return run_attempts(partial(_HostsAttempt, remote, policy, console), policy, console)
 
 
-class _HostsAttempt(JobAttempt[HostFailure]):
+class _HostsAttempt(JobAttempt):
     """The launchers of all hosts."""
 
     extra_grace = KILL_SECONDS + _NETWORK_SECONDS
@@ -321,7 +313,7 @@ class _HostsAttempt(JobAttempt[HostFailure]):
 
     def _see_failure(self, host: str, report: RankFailed) -> None:
         text = f"{report.words} on host {host}"
-        self._add(HostFailure(report.is_consequence, time.monotonic(), report.exit_code, text))
+        self._add(Failure(report.is_consequence, time.monotonic(), report.exit_code, text))
         if not self._policy.keeps_survivors:
             self._end_within(self._policy.grace + KILL_SECONDS)
 
@@ -332,11 +324,11 @@ class _HostsAttempt(JobAttempt[HostFailure]):
         exit_code = 128 - code if code < 0 else code
         if not one.streams.has_started:
             text = self._why_not_started(one, exit_code)
-            self._add(HostFailure(False, time.monotonic(), exit_code, text, is_final=True))
+            self._add(Failure(False, time.monotonic(), exit_code, text, is_final=True))
             self._end_within(0.0)
         elif not one.streams.has_failed:
             text = f"the connection to host {one.host} ended with exit code {exit_code}"
-            self._add(HostFailure(False, time.monotonic(), exit_code, text))
+            self._add(Failure(False, time.monotonic(), exit_code, text))
             self._end_within(self._policy.grace)
 
     def _why_not_started(self, one: Connection, exit_code: int) -> str:
@@ -353,7 +345,7 @@ class _HostsAttempt(JobAttempt[HostFailure]):
             "too, at the same paths"
         )
 
-    def _add(self, failure: HostFailure) -> None:
+    def _add(self, failure: Failure) -> None:
         if not self.was_stopped:
             self.failures.append(failure)
 

@@ -202,7 +202,9 @@ class _Actors:
         )
         self._board = board.remote()
         try:
-            task = ray.put(_make_task(num_ranks, config, self._addresses[0], call))
+            name, secret = f"ray-{secrets.token_hex(8)}", secrets.token_bytes(SECRET_NBYTES)
+            towards, sources = self._addresses[0], sources_in_no_file()
+            task = ray.put(Task(name, num_ranks, secret, config, towards, call, sources))
             for rank, bundle in enumerate(bundles):
                 options = _actor_options(ray, group, placement.resources, bundle)
                 self._ranks.append(ray.remote(Rank).options(**options).remote(rank, self._board))
@@ -275,11 +277,6 @@ def _nodes_of_bundles(ray: Any, group: Any) -> tuple[list[int], list[str]]:
     firsts = list(dict.fromkeys(node_ids[bundle] for bundle in sorted(node_ids)))
     bundles = sorted(node_ids, key=lambda bundle: (firsts.index(node_ids[bundle]), bundle))
     return bundles, [addresses[node_ids[bundle]] for bundle in bundles]
-
-
-def _make_task(num_ranks: int, config: Config, towards: str, call: bytes) -> Task:
-    name, secret = f"ray-{secrets.token_hex(8)}", secrets.token_bytes(SECRET_NBYTES)
-    return Task(name, num_ranks, secret, config, towards, call, sources_in_no_file())
 
 
 def _actor_options(

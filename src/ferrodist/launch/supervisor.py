@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 from ferrodist.backends.failures import CRASHES, died, names_of_ranks
 from ferrodist.deadline import Deadline
@@ -30,7 +30,7 @@ from ferrodist.launch.processes import (
 )
 from ferrodist.launch.reaper import ENDING_SIGNALS
 from ferrodist.launch.ssh import ControlPipe, RankFailed, Started
-from ferrodist.rendezvous.watch import FinalError, describe_exit
+from ferrodist.rendezvous.watch import describe_exit
 
 _INTERRUPT_GRACE = 1.5  # for all, after a Ctrl-C
 _INSIST_SECONDS = 1.0  # a signal again after so long is a second request
@@ -85,7 +85,7 @@ def supervise(
 
 
 def run_attempts(
-    make: Callable[[Attempt, Signals], JobAttempt[Any]], policy: FailurePolicy, console: Console
+    make: Callable[[Attempt, Signals], JobAttempt], policy: FailurePolicy, console: Console
 ) -> int:
     """Make attempts until one does not fail, or may not be repeated; return the exit code."""
     with Signals() as signals:
@@ -102,70 +102,26 @@ def run_attempts(
         return code
 
 
-class RankFailure(NamedTuple):
-    """A rank that did not end well: when, how, and the error it noted before."""
+class Failure(NamedTuple):
+    """A rank that did not end well, here or on another host, or a host itself.
 
-    rank: int
-    pid: int
-    code: int  # as of Popen: minus the signal that killed it
-    when: float
-    error: FinalError | None
+    ``how`` is how the process of a rank of this host ended, ``text`` says the error as well.
+    """
 
-    @property
-    def exit_code(self) -> int:
-        return 128 - self.code if self.code < 0 else self.code
-
-    @property
-    def is_consequence(self) -> bool:
-        return self.error is not None and self.error.is_consequence
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """Sort causes before consequences, and then by time.
-
-        A rank that raised has noted its error before its process was gone, and others may have gone
-        sooner, because of it.
-        """
-        return self.is_consequence, self.when if self.error is None else self.error.when
-
-    def traceback_in(self, output: str) -> str:
-        """Find the traceback that it ended with; '' if its output ends with something else."""
-        trace = traceback_in(output)
-        is_its_own = trace != "" and is_at_end(trace, output)
-        if self.code < 0:  # a signal: what it raised before is not what ended it
-            is_its_own = is_its_own and trace.startswith("Fatal Python error")
-        return trace if is_its_own else ""
-
-    @property
-    def how(self) -> str:
-        return f"rank {self.rank} (pid {self.pid}) {describe_exit(self.code)}"
-
-    def __str__(self) -> str:
-        lines = [] if self.error is None else self.error.text.splitlines()
-        return f"{self.how} ({lines[0]})" if lines else self.how
-
-
-class HostFailure(NamedTuple):
-    """A rank that has failed on some host, or a host itself."""
-
-    is_consequence: bool
+    is_consequence: bool  # its error says that it fails because another rank did
     when: float
     exit_code: int
     text: str
+    rank: int = -1
+    code: int = 0  # of its process, as of Popen: minus the signal that killed it
+    how: str = ""
     is_final: bool = False  # to start again would not help
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        return self.is_consequence, self.when
 
     def __str__(self) -> str:
         return self.text
 
 
-F = TypeVar("F", RankFailure, HostFailure)
-
-
-class JobAttempt(Generic[F]):
+class JobAttempt:
     """One attempt, from its start to its end: what is the same on one host and on several."""
 
     extra_grace = 0.0  # seconds, after a signal
@@ -175,7 +131,7 @@ class JobAttempt(Generic[F]):
         self._console = console
         self._signals = signals
         self._deadline = Deadline(None)
-        self.failures: list[F] = []
+        self.failures: list[Failure] = []
 
     def run(self) -> None:
         """Start all and wait until none is left."""
@@ -234,9 +190,9 @@ class JobAttempt(Generic[F]):
         return bool(self.failures) and not self.was_stopped
 
     @property
-    def first_failure(self) -> F:
+    def first_failure(self) -> Failure:
         """The failure that the others follow from, as far as one can tell."""
-        return min(self.failures, key=lambda failure: failure.order)
+        return min(self.failures, key=lambda failure: (failure.is_consequence, failure.when))
 
     @property
     def exit_code(self) -> int:
@@ -249,7 +205,7 @@ class JobAttempt(Generic[F]):
         return 128 + signal.SIGPIPE if self._console.is_broken else 0
 
 
-class _LocalAttempt(JobAttempt[RankFailure]):
+class _LocalAttempt(JobAttempt):
     """The ranks of this host."""
 
     def __init__(
@@ -304,9 +260,9 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         workers.kill()
         for worker in stopped:  # one of them may be the rank that began it all
             self._streams.ranks[worker.rank].retire()
-            failure = self._failure_of(worker)
-            if failure.error is not None and not failure.is_consequence and not self.was_stopped:
-                self._add(failure._replace(code=1))  # as if it had ended in time
+            error = self._workers.final_error(worker.rank)
+            if error is not None and not error.is_consequence and not self.was_stopped:
+                self._add(self._failure_of(worker, 1))  # as if it had ended in time
         self._say_what_was_left(has_ended_well)
 
     def _wait_until_empty(self, seconds: float) -> None:
@@ -329,7 +285,7 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         self._streams.ranks[worker.rank].retire()
         if worker.returncode == 0 or self.was_stopped:
             return
-        failure = self._failure_of(worker)
+        failure = self._failure_of(worker, worker.returncode or 0)
         is_due = self._announce_at < math.inf
         if not self._announcement or (is_due and not failure.is_consequence):
             others = f"have {self._policy.grace:g} s to end"
@@ -340,12 +296,26 @@ class _LocalAttempt(JobAttempt[RankFailure]):
             self._end_within(self._policy.grace)
         self._add(failure)
 
-    def _failure_of(self, worker: Worker) -> RankFailure:
-        assert worker.returncode is not None
-        error = self._workers.final_error(worker.rank)
-        return RankFailure(worker.rank, worker.pid, worker.returncode, time.monotonic(), error)
+    def _failure_of(self, worker: Worker, code: int) -> Failure:
+        """Describe how a rank ended: its exit code, or minus the signal that killed it.
 
-    def _add(self, failure: RankFailure) -> None:
+        A rank that raised has noted its error before its process was gone, and others may have gone
+        sooner, because of it.
+        """
+        error = self._workers.final_error(worker.rank)
+        how = f"rank {worker.rank} (pid {worker.pid}) {describe_exit(code)}"
+        lines = [] if error is None else error.text.splitlines()
+        return Failure(
+            is_consequence=error is not None and error.is_consequence,
+            when=time.monotonic() if error is None else error.when,
+            exit_code=128 - code if code < 0 else code,
+            text=f"{how} ({lines[0]})" if lines else how,
+            rank=worker.rank,
+            code=code,
+            how=how,
+        )
+
+    def _add(self, failure: Failure) -> None:
         self.failures.append(failure)
         if self._control is not None:
             facts = failure.rank, failure.exit_code, failure.is_consequence, str(failure)
@@ -368,7 +338,7 @@ class _LocalAttempt(JobAttempt[RankFailure]):
         if not self.failures:
             return
         first = self.first_failure
-        trace = first.traceback_in(self._streams.ranks[first.rank].last_output())
+        trace = _traceback(first, self._streams.ranks[first.rank].last_output())
         if trace and not self._console.stderr.shows_at_end(trace):
             was_first = "" if first.is_consequence else " and failed first"
             self.say(f"{first.how}{was_first}; its traceback:\n{trace}")
@@ -379,7 +349,16 @@ class _LocalAttempt(JobAttempt[RankFailure]):
             self.say(f"{first}{advice}{then}")
 
 
-def _in_short(failure: RankFailure | HostFailure) -> str:
+def _traceback(failure: Failure, output: str) -> str:
+    """Find the traceback that it ended with; '' if its output ends with something else."""
+    trace = traceback_in(output)
+    is_its_own = trace != "" and is_at_end(trace, output)
+    if failure.code < 0:  # a signal: what it raised before is not what ended it
+        is_its_own = is_its_own and trace.startswith("Fatal Python error")
+    return trace if is_its_own else ""
+
+
+def _in_short(failure: Failure) -> str:
     """Say it without all that the error says: the rank itself has shown that."""
     text = str(failure)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}...)"

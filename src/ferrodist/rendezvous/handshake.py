@@ -24,7 +24,7 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
-import secrets
+import os
 import selectors
 import socket
 import struct
@@ -186,7 +186,7 @@ def _greeting_kind(job: Job) -> MessageKind:
 
 
 def _new_greeting(job: Job) -> Greeting:
-    return Greeting(secrets.token_bytes(32), job.rank, job.world_size, __version__)
+    return Greeting(os.urandom(32), job.rank, job.world_size, __version__)
 
 
 def _prove(job: Job, role: bytes, client: bytes, server: bytes) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import fcntl
-import ipaddress
 import os
 import socket
 import struct
@@ -27,6 +26,7 @@ _IPV6_TABLE = Path("/proc/net/if_inet6")
 # Addresses that nobody has (RFC 5737, RFC 3849): what is sent there takes the default route.
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")
 _LINK_LOCAL = "fe80:"
+_NAMES_OF_LOOPBACK = ("localhost", "localhost.localdomain", "ip6-localhost")
 _ANY_PORT = 9  # nothing is sent
 _TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENS = "0A"
@@ -66,10 +66,12 @@ def matches(pattern: str, name: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Tell whether an address, or the name localhost, only reaches this host itself."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+    for family, start in ((socket.AF_INET, b"\x7f"), (socket.AF_INET6, bytes(15) + b"\1")):
+        try:
+            return socket.inet_pton(family, host.partition("%")[0]).startswith(start)
+        except (OSError, ValueError):
+            continue
+    return host.lower() in _NAMES_OF_LOOPBACK or host.lower().endswith(".localhost")
 
 
 def source_address(towards: str) -> str:

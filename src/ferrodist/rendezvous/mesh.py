@@ -14,7 +14,6 @@ import errno
 import hmac
 import logging
 import os
-import secrets
 import socket
 import struct
 from dataclasses import dataclass, field, replace
@@ -126,7 +125,7 @@ def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
         store = connect_to_agent(job, endpoint, deadline)
         return StoreExchange(job, store, deadline, endpoint.host)
     if job.uses_munge and job.rank == 0:
-        job = replace(job, secret=secrets.token_bytes(SECRET_NBYTES))
+        job = replace(job, secret=os.urandom(SECRET_NBYTES))
     return _open_socket_exchange(job, TcpPoint(job, endpoint, config, deadline), deadline)
 
 
@@ -256,7 +255,7 @@ class PeerAddress:
         cls, rank: int, endpoint: Endpoint, host: str = "", *, is_tls: bool = False
     ) -> PeerAddress:
         """Describe this process, which listens there; ``host`` is found out if empty."""
-        name, token = socket.gethostname()[:MAX_HOST_NAME], secrets.token_bytes(_TOKEN_NBYTES)
+        name, token = socket.gethostname()[:MAX_HOST_NAME], os.urandom(_TOKEN_NBYTES)
         here = host or host_id()
         return cls(rank, os.getpid(), _namespace("pid"), here, name, *endpoint, token, is_tls)
 

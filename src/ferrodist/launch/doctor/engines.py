@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -323,7 +323,7 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
                 f"{started.world_size} in job {brief(started.name)!r}"
             )
             return
-        with _heard() as records:
+        with LogCollector() as log:
             is_pipe = _is_pipe(environ.get(_SECRET_FILE, ""))  # it could be read only once
             job = find_job({n: v for n, v in environ.items() if not is_pipe or n != _SECRET_FILE})
     except AuthenticationError as error:
@@ -333,7 +333,7 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
     except DistributedError as error:
         yield _wrong(str(error))
         return
-    for record in records:
+    for record in log.records:
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
             yield _ENVIRONMENT.warning(text, "each process would compute alone: is that meant?")
@@ -341,20 +341,6 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
             yield _ENVIRONMENT.ok(text)
     if not (job.meets_here or job.has_secret or job.uses_munge or environ.get(_SECRET_FILE)):
         yield _wrong(str(no_secret(job)))
-
-
-@contextmanager
-def _heard() -> Iterator[list[logging.LogRecord]]:
-    logger = logging.getLogger("ferrodist")
-    before = logger.level, logger.propagate
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        with LogCollector() as collector:
-            yield collector.records
-    finally:
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Diagnostic]:

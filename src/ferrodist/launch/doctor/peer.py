@@ -186,7 +186,7 @@ class Listener:
                 raise arrival
             else:
                 result.failures = [*result.failures[1 - _MOST_REMEMBERED :], str(arrival)]
-        result.refusals = list(dict.fromkeys(self._logs.messages))[-_MOST_REMEMBERED:]
+        result.refusals = list(dict.fromkeys(self._logs.warnings))[-_MOST_REMEMBERED:]
         return result
 
     def _talk_to(self, backend: TcpBackend) -> Measured:

@@ -143,19 +143,26 @@ class LogCollector(logging.Handler):
         self._thread = thread or threading.current_thread()
 
     def __enter__(self) -> Self:
-        logging.getLogger("ferrodist").addHandler(self)
+        logger = logging.getLogger("ferrodist")
+        self._before = logger.level, logger.propagate
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        logging.getLogger("ferrodist").removeHandler(self)
+        logger = logging.getLogger("ferrodist")
+        logger.removeHandler(self)
+        logger.setLevel(self._before[0])
+        logger.propagate = self._before[1]
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.thread == self._thread.ident:
             self.records.append(record)
 
     @property
-    def messages(self) -> list[str]:
-        return [record.getMessage() for record in self.records]
+    def warnings(self) -> list[str]:
+        return [one.getMessage() for one in self.records if one.levelno >= logging.WARNING]
 
 
 Check = Callable[[CheckContext], Iterable[Diagnostic]]

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from ferrodist.backends.failures import names_of_ranks
 from ferrodist.launch.output.logs import Tail, is_at_end
@@ -169,15 +169,12 @@ class Writer:
 # -- de-duplication -------------------------------------------------------------------------------
 
 
-class HeldEntry:
+class HeldEntry(NamedTuple):
     """A line or a whole traceback, the ranks that have written it, and when the first did."""
 
-    __slots__ = ("ranks", "text", "when")
-
-    def __init__(self, text: bytes, ranks: list[int], when: float) -> None:
-        self.text = text
-        self.ranks = ranks
-        self.when = when
+    text: bytes
+    ranks: list[int]
+    when: float
 
     def to_line(self) -> bytes:
         if not self.ranks:
