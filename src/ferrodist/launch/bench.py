@@ -200,7 +200,9 @@ def measure_calls(
     for call in calls:
         for nbytes in sorted(sizes) if call != "barrier" else [0]:
             times = _time_call(backend, call, nbytes)
-            middle, p90 = _slowest(backend, [statistics.median(times), _percentile(times, 0.9)])
+            times.sort()
+            at = min(len(times) - 1, int(0.9 * len(times)))
+            middle, p90 = _slowest(backend, [statistics.median(times), times[at]])
             yield {
                 "backend": name,
                 "call": call,
@@ -232,10 +234,6 @@ def _time(function: TimedCall, repeats: int) -> list[float]:
         function()
         times.append(clock() - start)
     return times
-
-
-def _percentile(times: Sequence[float], part: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(part * len(times)))]
 
 
 def _slowest(backend: ferrodist.Backend, seconds: list[float]) -> list[float]:

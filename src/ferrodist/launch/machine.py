@@ -87,17 +87,14 @@ def threads_per_rank(num_ranks: int) -> int:
 
 def share_cores(num_ranks: int) -> list[set[int]] | None:
     """Give each rank cores of its own, side by side; None if there are not enough."""
-    cores = sorted(os.sched_getaffinity(0), key=_place)
+    names = "physical_package_id", "core_id"
+    cores = sorted(
+        os.sched_getaffinity(0), key=lambda cpu: (*(_read_topology(cpu, n) for n in names), cpu)
+    )
     if usable_cores() < num_ranks:
         return None
     ends = [len(cores) * rank // num_ranks for rank in range(num_ranks + 1)]
     return [set(cores[ends[rank] : ends[rank + 1]]) for rank in range(num_ranks)]
-
-
-def _place(cpu: int) -> tuple[int, int, int]:
-    """Return where a CPU is, so that neighbours in this order are neighbours in the machine."""
-    package, core = (_read_topology(cpu, name) for name in ("physical_package_id", "core_id"))
-    return package, core, cpu
 
 
 def _read_topology(cpu: int, name: str) -> int:

@@ -31,7 +31,6 @@ from ferrodist.launch.output.streams import Streams
 from ferrodist.launch.processes import (
     KILL_SECONDS,
     ProcessSpec,
-    StandardFiles,
     Worker,
     WorkerGroup,
     sooner,
@@ -116,7 +115,10 @@ def run(
         inboxes = [_Inbox() for _ in range(num_ranks)]
         for inbox in inboxes:
             stack.callback(inbox.close)
-        specs = [_spec(task, inbox, streams.ranks[n].files) for n, inbox in enumerate(inboxes)]
+        specs = []
+        for rank, inbox in enumerate(inboxes):
+            command = [sys.executable, str(_WORKER), str(task), str(inbox.end)]
+            specs.append(ProcessSpec(command, streams.ranks[rank].files, [task, inbox.end]))
         workers = stack.enter_context(WorkerGroup(specs))
         for inbox in inboxes:
             inbox.attach(workers)
@@ -199,12 +201,6 @@ def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def sources_in_no_file() -> dict[str, Any]:
     """Return the code that is in no file, as in a notebook: tracebacks show it."""
     return {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
-
-
-def _spec(task: int, inbox: _Inbox, files: StandardFiles) -> ProcessSpec:
-    result = inbox.end
-    command = [sys.executable, str(_WORKER), str(task), str(result)]
-    return ProcessSpec(command, files, [task, result])
 
 
 def _wait(

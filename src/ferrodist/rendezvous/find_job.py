@@ -288,11 +288,6 @@ def _is_outer_job(environ: Environment, job: Job) -> bool:
     return _mark(job) in environ.get(OUTER_JOBS, "").split(",")
 
 
-def _has_inner_job(environ: Environment) -> bool:
-    """Tell whether a rank of ``ferrodist run`` has started a launcher, and that this process."""
-    return any(not _is_outer_job(environ, job) for job in _foreign_jobs(environ))
-
-
 def _foreign_jobs(environ: Environment) -> Iterator[Job]:
     for read in (read_torchrun, read_open_mpi, read_pmix, read_pmi):
         try:
@@ -376,7 +371,9 @@ def read_ferrodist_run(environ: Environment) -> Job | Stale | None:
     job = try_run_job(environ)
     if job is None:
         return None
-    secret = None if _has_inner_job(environ) else _try_take_secret(environ)
+    # A rank of ours may have started a launcher, and that this process.
+    is_inner = any(not _is_outer_job(environ, job) for job in _foreign_jobs(environ))
+    secret = None if is_inner else _try_take_secret(environ)
     if secret is None:
         return Stale(FERRODIST_RUN, _why_run_is_stale(environ, job))
     board = StatusBoard(number(environ[variable("ends_fd")]))

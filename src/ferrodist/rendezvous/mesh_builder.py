@@ -16,6 +16,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist.config import Config
@@ -32,7 +33,6 @@ from ferrodist.rendezvous.handshake import (
 )
 from ferrodist.rendezvous.job import Job
 from ferrodist.rendezvous.sockets import (
-    SocketAddress,
     finish_connecting,
     identify_by_address,
     resolve,
@@ -109,7 +109,7 @@ class MeshBuilder:
             self._selector,
             identify=identify_by_address,
             receive=self._receive,
-            wrap=self._wrap_accepted,
+            wrap=partial(self._wrap, True),
         )
         for rank, channel in failure_channels.items():
             data = _FailureChannel(rank, channel)
@@ -152,16 +152,19 @@ class MeshBuilder:
         while self._to_connect and len(self._connecting) < _MAX_CONNECTING:
             rank = self._to_connect.pop()
             self._connecting[rank] = OutgoingConnection(
-                self._job, self._addresses[rank], self._selector, self._wrap_connected
+                self._job, self._addresses[rank], self._selector, partial(self._wrap, False)
             )
         now = time.monotonic()
         for connecting in self._connecting.values():
             if connecting.is_due(now):
                 self._continue_connecting(connecting)
 
-    def _wrap_connected(self, connection: socket.socket) -> socket.socket:
+    def _wrap(self, is_server: bool, connection: socket.socket) -> socket.socket:
+        """Set a connection up; return the socket to use instead of it."""
         set_limits(connection, self._heartbeat_timeout)
-        return connection if self._tls is None else self._tls.connect(connection)
+        if self._tls is None:
+            return connection
+        return (self._tls.accept if is_server else self._tls.connect)(connection)
 
     def _continue_connecting(self, connecting: OutgoingConnection) -> None:
         key = connecting.proceed()
@@ -171,10 +174,6 @@ class MeshBuilder:
             self._links[rank] = MeshLink(connecting.take_channel(rank), key)
 
     # -- ranks above: they connect to us ----------------------------------------------------------
-
-    def _wrap_accepted(self, connection: socket.socket) -> socket.socket:
-        set_limits(connection, self._heartbeat_timeout)
-        return connection if self._tls is None else self._tls.accept(connection)
 
     def _receive(self, channel: Channel, peer: PeerIdentity) -> Steps[None]:
         greeting, key = yield from greet_client(channel, self._job, MESH, self._check)
@@ -301,7 +300,10 @@ class OutgoingConnection:
         self._job = job
         self._selector = selector
         self._wrap = wrap
-        self._addresses = self._resolve()
+        try:
+            self._addresses = resolve(peer.endpoint)
+        except (OSError, UnicodeError) as error:
+            raise errors.unreachable(job, peer, str(error)) from error
         self._channel: Channel | None = None
         self._steps: Steps[tuple[Job, bytes]] | None = None
         self._tries = 0
@@ -353,12 +355,6 @@ class OutgoingConnection:
             self._selector.unregister(self._channel)
             self._channel.close()
             self._channel = None
-
-    def _resolve(self) -> list[SocketAddress]:
-        try:
-            return resolve(self.peer.endpoint)
-        except (OSError, UnicodeError) as error:
-            raise errors.unreachable(self._job, self.peer, str(error)) from error
 
     def _connect(self) -> None:
         address = self._addresses[self._tries % len(self._addresses)]

@@ -89,16 +89,10 @@ class StatusBoard:
 
 def describe_exit(code: int) -> str:
     """Complete the sentence 'rank 2 ...', from an exit code or minus a signal."""
-    if code < 0:
-        return f"was killed by {_signal_name(-code)}"
-    return f"ended with exit code {code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {int(one): one.name for one in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 # -- watches --------------------------------------------------------------------------------------

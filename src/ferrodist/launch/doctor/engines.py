@@ -72,8 +72,7 @@ def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diag
     running = {name: _start(context, name, limit) for name in installed}
     backends = [name for name in _TRIED_BACKENDS if name in backend_names()]
     trials = {name: _start(context, "ranks", limit, backend=name) for name in backends}
-    launcher = start(_mpiexec, context.environ, limit)
-    slurm = start(_slurm_version, context.environ, limit)
+    mpiexec, srun = (start(_version, one, context.environ, limit) for one in ("mpiexec", "srun"))
     for name, trial in trials.items():
         yield _judge_ranks(name, trial.result())
     for name, probe in running.items():
@@ -81,8 +80,8 @@ def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diag
         if name == "torch":
             yield from _judge_torch(probe.result().facts)
         if name == "mpi4py":
-            yield from _judge_launcher(probe.result(), launcher.result())
-    yield from check_slurm(context, slurm.result())
+            yield from _judge_launcher(probe.result(), _mpi_name(mpiexec.result()))
+    yield from check_slurm(context, _last_line(srun.result()))
     yield from _missing(context, [name for name in _EXTRAS if name not in running])
 
 
@@ -168,9 +167,10 @@ def _judge_torch(facts: Mapping[str, Any]) -> Iterator[Diagnostic]:
         )
 
 
-def _mpiexec(environ: Mapping[str, str], limit: float) -> str:
-    path = shutil.which("mpiexec", path=environ.get("PATH"))
-    return "" if path is None else _mpi_name(run_child([path, "--version"], environ, limit).stdout)
+def _version(program: str, environ: Mapping[str, str], limit: float) -> str:
+    """Return what a program of this user's path says of its version; nothing if there is none."""
+    path = shutil.which(program, path=environ.get("PATH"))
+    return "" if path is None else run_child([path, "--version"], environ, limit).stdout
 
 
 def _mpi_name(text: str) -> str:
@@ -186,11 +186,6 @@ def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
             f"programs that use mpi4py, and jobs on several hosts: take the mpiexec of {library}, "
             f"or mpi4py for {launcher}. On one host the other backends need mpiexec alone",
         )
-
-
-def _slurm_version(environ: Mapping[str, str], limit: float) -> str:
-    path = shutil.which("srun", path=environ.get("PATH"))
-    return "" if path is None else _last_line(run_child([path, "--version"], environ, limit).stdout)
 
 
 def check_slurm(context: CheckContext, version: str) -> Iterator[Diagnostic]:

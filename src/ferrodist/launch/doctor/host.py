@@ -244,7 +244,7 @@ def _processes(context: CheckContext, most: float, uid: int) -> Iterator[Diagnos
     need = _TASKS_PER_RANK * context.num_ranks
     left = float("inf") if uid == 0 else most - _num_tasks(context, uid)  # root has no limit
     whose = "this user (ulimit -u)"
-    group = process_limit(context)
+    group = _tightest(_limits(context, "pids", ("pids.max", "pids.current")))
     if group is not None and group.left < left:
         left, whose = group.left, f"the container ({group.folder / 'pids.max'})"
     ranks = count_of_ranks(context.num_ranks)
@@ -414,10 +414,6 @@ def memory_limit(context: CheckContext) -> Limit | None:
     return _tightest(
         one._replace(used=one.used - min(one.used, _inactive_files(one.folder))) for one in found
     )
-
-
-def process_limit(context: CheckContext) -> Limit | None:
-    return _tightest(_limits(context, "pids", ("pids.max", "pids.current")))
 
 
 def _tightest(limits: Iterable[Limit]) -> Limit | None:

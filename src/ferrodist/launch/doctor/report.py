@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from ferrodist.config import Config, environment, variable
+from ferrodist.config import Config, environment, read_setting, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument
 from ferrodist.launch.machine import describe_machine
@@ -108,14 +108,11 @@ class CheckContext:
 
         What is wrong with these is said by the check of the environment, once.
         """
-        return Config(**{name: getattr(one, name) for name, one in self._settings()})
-
-    def _settings(self) -> Iterator[tuple[str, Config]]:
-        for one in fields(Config):
-            name = variable(one.name)
-            if name in self.environ:
-                with suppress(InvalidArgument):
-                    yield one.name, Config.from_environment({name: self.environ[name]})
+        values = {}
+        for name in (one.name for one in fields(Config) if variable(one.name) in self.environ):
+            with suppress(InvalidArgument):
+                values[name] = read_setting(name, self.environ)
+        return Config(**values)
 
     def try_read(self, path: str) -> str | None:
         return try_read(self.root / path)
