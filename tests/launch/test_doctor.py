@@ -56,7 +56,7 @@ from ferrodist.launch.doctor.peer import (
     listener_diagnostics,
     peer_diagnostics,
 )
-from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Level, Subject, run_checks
+from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Level, run_checks
 from ferrodist.launch.main import commands
 from ferrodist.rendezvous.interfaces import Interface
 from ferrodist.rendezvous.job import Endpoint
@@ -105,7 +105,7 @@ def told(diagnostics, level: str) -> str:
 
 def test_interfaces_are_listed_with_their_addresses(machine):
     found = list(network.check_interfaces(machine(), lambda: [LO, ETH]))
-    assert found == [Diagnostic("interfaces", Level.OK, "lo 127.0.0.1; eth0 10.1.2.3")]
+    assert found == [report.ok("lo 127.0.0.1; eth0 10.1.2.3")]
 
 
 def test_only_loopback_is_a_warning(machine):
@@ -167,7 +167,7 @@ def test_an_own_name_on_loopback_is_worse_when_there_are_other_hosts(machine, mo
 
 def test_an_own_name_that_is_right_is_fine(machine):
     found = list(network.check_names(machine(), resolve, "good"))
-    assert found == [Diagnostic("names", Level.OK, "this host is 'good': 10.1.2.3")]
+    assert found == [report.ok("this host is 'good': 10.1.2.3")]
 
 
 def test_an_own_name_that_nobody_knows_is_a_warning(machine):
@@ -478,7 +478,7 @@ def probe(tmp_path):
 
 def test_a_library_that_works_is_told_with_its_version(probe):
     outcome = probe("print('hello'); __version__ = '1.2.3'")
-    assert engines._judge("jax", outcome) == Diagnostic("engines", Level.OK, "jax 1.2.3")
+    assert engines._judge("jax", outcome) == report.ok("jax 1.2.3")
 
 
 @pytest.mark.parametrize(
@@ -825,11 +825,11 @@ def test_the_endpoint_is_found_in_the_environment():
 
 def test_a_check_that_crashes_is_an_error_and_stops_nobody():
     def crash(context):
-        yield Subject("bad").ok("so far")
+        yield report.ok("so far")
         raise ZeroDivisionError("oh")
 
     found = run_checks(
-        CheckContext(), {"bad": crash, "good": lambda _: [Subject("good").ok("fine")]}
+        CheckContext(), {"bad": crash, "good": lambda _: [report.ok("fine")]}
     )
     assert [(one.check, one.level) for one in found] == [
         ("bad", "ok"),
@@ -843,10 +843,10 @@ def test_a_check_that_hangs_is_an_error_and_stops_nobody():
     gate = threading.Event()
 
     def hang(context):
-        yield Subject("bad").ok("so far")
+        yield report.ok("so far")
         gate.wait(30)
 
-    checks = {"bad": hang, "good": lambda _: [Subject("good").ok("fine")]}
+    checks = {"bad": hang, "good": lambda _: [report.ok("fine")]}
     found = run_checks(CheckContext(), checks, limit=0.2)
     gate.set()
     assert [one.level for one in found] == ["ok", "error", "ok"]

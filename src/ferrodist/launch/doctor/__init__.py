@@ -21,7 +21,6 @@ from ferrodist.errors import (
 )
 from ferrodist.launch.doctor import engines, host, network
 from ferrodist.launch.doctor.peer import (
-    BETWEEN,
     Listener,
     Measured,
     call,
@@ -33,6 +32,8 @@ from ferrodist.launch.doctor.report import (
     CheckContext,
     Diagnostic,
     Level,
+    fail,
+    named,
     run_checks,
     show_diagnostics,
     to_json,
@@ -42,6 +43,7 @@ from ferrodist.launch.machine import usable_cores
 from ferrodist.rendezvous.interfaces import choose_address, is_loopback, list_interfaces
 from ferrodist.rendezvous.job import Endpoint, number, try_endpoint
 
+_BETWEEN = "between hosts"
 DEFAULT_PORT = 29500  # what most launchers make MASTER_PORT
 CHECKS: Mapping[str, Check] = {
     "environment": engines.check_environment,
@@ -190,7 +192,7 @@ def _check_and_call(context: CheckContext, code: str) -> tuple[list[Diagnostic],
     if context.peer is None:
         return diagnostics, []
     between, measured = _call(context, context.peer, code)
-    return [*diagnostics, *between], [] if measured is None else [measured]
+    return [*diagnostics, *named(_BETWEEN, between)], [] if measured is None else [measured]
 
 
 def _call(
@@ -217,8 +219,8 @@ def _check_and_listen(
         click.echo(_invitation(listener, patience), err=True)
         diagnostics = run_checks(context, CHECKS)
         result = listener.wait(patience, num_peers)
-    port = listener.endpoint.port
-    return [*diagnostics, *listener_diagnostics(result, port, patience)], result.peers
+    between = listener_diagnostics(result, listener.endpoint.port, patience)
+    return [*diagnostics, *named(_BETWEEN, between)], result.peers
 
 
 def _own_address(config: Config) -> str:
@@ -244,18 +246,18 @@ def _invitation(listener: Listener, patience: float) -> str:
 
 def _not_met(peer: Endpoint, error: DistributedError) -> Diagnostic:
     if isinstance(error, InvalidArgument):
-        return BETWEEN.error(f"the settings of {peer} differ: {error}", "set it on both hosts")
+        return fail(f"the settings of {peer} differ: {error}", "set it on both hosts")
     if isinstance(error, AuthenticationError):
-        return BETWEEN.error(
+        return fail(
             f"{peer} has refused: {error}", "copy the whole command that the other doctor shows"
         )
     if hasattr(error, "address"):
-        return BETWEEN.error(
+        return fail(
             f"{peer} can be reached, but not its ranks: {error}",
             f"a firewall there closes the way in: set {variable('ports')}=29600-29699 there, and "
             "open these ports",
         )
-    return BETWEEN.error(
+    return fail(
         f"{peer} cannot be reached: {error}",
         _ADVICE.get(getattr(error, "errno", None), _ADVICE[None]),
     )

@@ -28,13 +28,20 @@ from ferrodist import _native
 from ferrodist.backends.registry import backend_names
 from ferrodist.config import AUTO, Config, read_setting, unread_variables, variable
 from ferrodist.errors import AuthenticationError, DistributedError, InvalidArgument
-from ferrodist.launch.doctor.report import CheckContext, Diagnostic, LogCollector, Subject, start
+from ferrodist.launch.doctor.report import (
+    CheckContext,
+    Diagnostic,
+    LogCollector,
+    fail,
+    note,
+    ok,
+    start,
+    warn,
+)
 from ferrodist.launch.ray_cluster import show_resources
 from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job, try_run_job
 from ferrodist.rendezvous.job import brief, no_secret, secret_from_file
 from ferrodist.rendezvous.munge import Munge, try_munge
-
-_ENGINES, _ENVIRONMENT = Subject("engines"), Subject("environment")
 
 _SCRIPT = Path(__file__).with_name("probes.py")
 _LIMIT = 20.0  # seconds for the import of a large library from a slow disk
@@ -67,7 +74,7 @@ class Outcome(NamedTuple):
 
 def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diagnostic]:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "msgpack")]
-    yield _ENGINES.ok(f"{', '.join(versions)}; native code for {_native.cpu_level()}")
+    yield ok(f"{', '.join(versions)}; native code for {_native.cpu_level()}")
     installed = [name for name in _EXTRAS if importlib.util.find_spec(name) is not None]
     running = {name: _start(context, name, limit) for name in installed}
     backends = [name for name in _TRIED_BACKENDS if name in backend_names()]
@@ -116,9 +123,9 @@ def _last_line(text: str) -> str:
 
 def _judge_ranks(name: str, outcome: Outcome) -> Diagnostic:
     if outcome.facts.get("is_right"):
-        return _ENGINES.ok(f"{name}: two ranks add up their numbers")
+        return ok(f"{name}: two ranks add up their numbers")
     error = outcome.error or f"two ranks got {outcome.facts['totals']}, expected 3.0 twice"
-    return _ENGINES.error(
+    return fail(
         f"{name} does not work: {error}",
         f"look at the diagnostics above; '{variable('backend')}={name} ferrodist run -n 2 "
         "script.py' shows all of it",
@@ -127,11 +134,11 @@ def _judge_ranks(name: str, outcome: Outcome) -> Diagnostic:
 
 def _judge(name: str, outcome: Outcome) -> Diagnostic:
     if outcome.error:
-        return _ENGINES.warning(
+        return warn(
             f"{name} is installed but does not work: {outcome.error}",
             f"'python -c \"import {name}\"' shows all of it; reinstall or remove it",
         )
-    return _ENGINES.ok(f"{name} {outcome.facts['version']}{_details(name, outcome.facts)}")
+    return ok(f"{name} {outcome.facts['version']}{_details(name, outcome.facts)}")
 
 
 def _details(name: str, facts: Mapping[str, Any]) -> str:
@@ -153,14 +160,14 @@ def _details(name: str, facts: Mapping[str, Any]) -> str:
 
 def _judge_torch(facts: Mapping[str, Any]) -> Iterator[Diagnostic]:
     if facts.get("gloo", "works") not in ("no", "works"):
-        yield _ENGINES.warning(
+        yield warn(
             f"two ranks of torch's Gloo on 127.0.0.1 fail: {facts['gloo']}",
             "this concerns backend 'gloo' and torch.distributed; see that loopback is up, and that "
             "no firewall closes its ports",
         )
     if facts.get("gpus") and not facts["devices"]:
         why = "was built without CUDA" if facts["cuda"] == "no" else "cannot use them"
-        yield _ENGINES.warning(
+        yield warn(
             f"this host has GPUs ({facts['gpus']}), and torch {facts['version']} {why}",
             "backend 'nccl' needs them: install the build of torch for your CUDA, or see why "
             "'python -c \"import torch; torch.cuda.init()\"' fails",
@@ -180,7 +187,7 @@ def _mpi_name(text: str) -> str:
 def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
     library = _mpi_name(outcome.facts.get("library", ""))
     if library and launcher and library != launcher:
-        yield _ENGINES.warning(
+        yield warn(
             f"mpiexec is that of {launcher}, mpi4py uses {library}",
             "for mpi4py each process would be a world of its own, which concerns backend 'mpi', "
             f"programs that use mpi4py, and jobs on several hosts: take the mpiexec of {library}, "
@@ -191,24 +198,24 @@ def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
 def check_slurm(context: CheckContext, version: str) -> Iterator[Diagnostic]:
     """Look at SLURM, and at MUNGE, by which the ranks of a step on several hosts get a secret."""
     if version:
-        yield _ENGINES.ok(f"srun is there: {version}")
+        yield ok(f"srun is there: {version}")
     setting, path = variable("munge_socket"), context.config.munge_socket
     munge = try_munge(path)
     if munge is not None:
         try:
             yield start(_try_credential, munge).result(_MUNGE_SECONDS)
         except TimeoutError:
-            yield _ENGINES.error(
+            yield fail(
                 f"MUNGE, at {munge.socket_path}, has not answered within {_MUNGE_SECONDS:g} s",
                 "munged hangs: restart it, or make a secret file for jobs on several hosts",
             )
     elif path:
-        yield _ENGINES.error(
+        yield fail(
             f"{setting}={brief(path)}: MUNGE cannot be reached there",
             f"expected the socket of munged, and libmunge.so.2; unset {setting} for the usual one",
         )
     elif version:
-        yield _ENGINES.note(
+        yield note(
             "srun is there, and no MUNGE",
             "ranks of a step on several hosts then need a secret file, as "
             f"{variable('secret_file')} names one: is munged running, and libmunge2 installed?",
@@ -219,29 +226,29 @@ def _try_credential(munge: Munge) -> Diagnostic:
     try:
         content, uid = munge.decode(munge.encode(b"ferrodist doctor"))
     except AuthenticationError as error:
-        return _ENGINES.warning(
+        return warn(
             f"MUNGE does not work: {error}",
             f"is munged running? otherwise make a secret file, as {variable('secret_file')} names "
             "one, for jobs on several hosts",
         )
     if (content, uid) != (b"ferrodist doctor", os.geteuid()):
-        return _ENGINES.warning(
+        return warn(
             f"MUNGE takes this process, of user {os.geteuid()}, for one of user {uid}",
             "in a user namespace ranks cannot prove themselves by MUNGE: make a secret file",
         )
-    return _ENGINES.ok(f"MUNGE, at {munge.socket_path}: a credential is made and read")
+    return ok(f"MUNGE, at {munge.socket_path}: a credential is made and read")
 
 
 def _missing(context: CheckContext, names: list[str]) -> Iterator[Diagnostic]:
     if "cryptography" in names and context.config.tls:
-        yield _ENGINES.error(
+        yield fail(
             f"{variable('tls')} is set, and cryptography is not installed",
             "pip install 'ferrodist[tls]'",
         )
     if names:
         extras = ",".join(_EXTRAS[name] for name in names)
         uses = "; ".join(f"{name} is for {_USES[name]}" for name in names)
-        yield _ENGINES.note(
+        yield note(
             f"not installed: {', '.join(names)}",
             f"none is needed: {uses}. pip install 'ferrodist[{extras}]'",
         )
@@ -297,7 +304,7 @@ def check_environment(context: CheckContext) -> Iterator[Diagnostic]:
     found = [name for name in _FORMER_IFNAMES if environ.get(name)]
     if found and own not in environ:
         shown = ", ".join(f"{name}={brief(environ[name])}" for name in found)
-        yield _ENVIRONMENT.note(
+        yield note(
             f"{shown} is for other libraries; ferrodist does not follow it",
             f"set {own} too if its ranks are to use the same interface",
         )
@@ -306,14 +313,14 @@ def check_environment(context: CheckContext) -> Iterator[Diagnostic]:
 def _wrong(text: str) -> Diagnostic:
     """Make a diagnostic of an error whose first half says what, and the second what to do."""
     what, _, advice = text.partition("; ")
-    return _ENVIRONMENT.error(what, advice or "correct it, or unset it")
+    return fail(what, advice or "correct it, or unset it")
 
 
 def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
     try:
         started = try_run_job(environ)
         if started is not None:
-            yield _ENVIRONMENT.ok(
+            yield ok(
                 f"'ferrodist run' has set its variables: rank {started.rank} of "
                 f"{started.world_size} in job {brief(started.name)!r}"
             )
@@ -331,16 +338,16 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
     for record in log.records:
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
-            yield _ENVIRONMENT.warning(text, "each process would compute alone: is that meant?")
+            yield warn(text, "each process would compute alone: is that meant?")
         else:
-            yield _ENVIRONMENT.ok(text)
+            yield ok(text)
     if not (job.meets_here or job.has_secret or job.uses_munge or environ.get(_SECRET_FILE)):
         yield _wrong(str(no_secret(job)))
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Diagnostic]:
     for name, meant in unread_variables(environ, NO_SETTINGS).items():
-        yield _ENVIRONMENT.warning(
+        yield warn(
             f"{name} is no setting of this version, and nobody reads it",
             f"did you mean {meant}?" if meant else f"unset {name}",
         )
@@ -350,11 +357,9 @@ def _changed(environ: Mapping[str, str], values: Mapping[str, object]) -> Iterat
     usual = Config()
     changed = [n for n, value in values.items() if value != getattr(usual, _SETTINGS[n])]
     if changed:
-        yield _ENVIRONMENT.ok(
-            "set: " + ", ".join(f"{name}={brief(environ[name])}" for name in changed)
-        )
+        yield ok("set: " + ", ".join(f"{name}={brief(environ[name])}" for name in changed))
     else:
-        yield _ENVIRONMENT.ok("all settings have their defaults")
+        yield ok("all settings have their defaults")
 
 
 def _odd(values: Mapping[str, object]) -> Iterator[Diagnostic]:
@@ -366,7 +371,7 @@ def _odd(values: Mapping[str, object]) -> Iterator[Diagnostic]:
         yield _wrong(str(error))
     names, asked = backend_names(), settings.get("backend", AUTO)
     if asked not in (AUTO, *names):
-        yield _ENVIRONMENT.error(
+        yield fail(
             f"{variable('backend')}={brief(asked)}: no such backend",
             f"known: auto, {', '.join(names)}",
         )
@@ -384,7 +389,7 @@ def _is_pipe(path: str) -> bool:
 def _secret(path: str) -> Iterator[Diagnostic]:
     """Judge the file with the job's secret as a rank would."""
     if _is_pipe(path):  # what is read from it would be missing for the rank
-        yield _ENVIRONMENT.note(f"{_SECRET_FILE}={brief(path)} is a pipe, and was not read")
+        yield note(f"{_SECRET_FILE}={brief(path)} is a pipe, and was not read")
         return
     try:
         secret_from_file(path)

@@ -18,15 +18,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ferrodist import _native
-from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Subject, try_number, try_read
+from ferrodist.launch.doctor.report import (
+    CheckContext,
+    Diagnostic,
+    fail,
+    note,
+    ok,
+    try_number,
+    try_read,
+    warn,
+)
 from ferrodist.launch.machine import container_cpus, count_of_ranks, readable_nbytes
 
 GetLimit = Callable[[int], tuple[int, int]]
 KernelCall = Callable[[], object]
 Clock = Callable[[], float]
 
-_CORES, _MEMORY, _FILES = Subject("cores"), Subject("memory"), Subject("files and processes")
-_KERNEL, _CLOCK = Subject("kernel"), Subject("clock")
 
 _THREADS = "OMP_NUM_THREADS"
 _RANK_NBYTES = 100 << 20  # a Python process with NumPy, and its slots, before it has any data
@@ -54,7 +61,7 @@ def check_cores(
     cpus = os.sched_getaffinity(0) if cpus is None else cpus
     container = container_cpus() if container is None else container
     usable = max(1, min(len(cpus), container))
-    yield _CORES.ok(_describe(context, cpus, container))
+    yield ok(_describe(context, cpus, container))
     yield from _ranks(context, usable, len(_physical(context, cpus)))
     yield from _threads(context, usable)
 
@@ -88,13 +95,13 @@ def _physical(context: CheckContext, cpus: Collection[int]) -> set[str]:
 def _ranks(context: CheckContext, usable: int, num_physical: int) -> Iterator[Diagnostic]:
     num_ranks = context.num_ranks
     if num_ranks > usable:
-        yield _CORES.warning(
+        yield warn(
             f"{count_of_ranks(num_ranks)} on {_count(usable)}: they take turns",
             "results are the same, but every collective waits for ranks that have no core, which "
             f"takes milliseconds, not microseconds: start at most {usable}",
         )
     elif num_ranks > num_physical:
-        yield _CORES.note(
+        yield note(
             f"{count_of_ranks(num_ranks)} on {num_physical} physical cores: some share one",
             f"for numerical work {num_physical} may be as fast",
         )
@@ -104,31 +111,31 @@ def _threads(context: CheckContext, usable: int) -> Iterator[Diagnostic]:
     text = context.environ.get(_THREADS, "")
     share = max(1, usable // context.num_ranks)
     if not text:
-        yield _CORES.ok(f"{_THREADS} is not set: 'ferrodist run' makes it {share} for each rank")
+        yield ok(f"{_THREADS} is not set: 'ferrodist run' makes it {share} for each rank")
         return
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        yield _CORES.warning(f"{_THREADS}={text!r} is no number above zero", f"unset {_THREADS}")
+        yield warn(f"{_THREADS}={text!r} is no number above zero", f"unset {_THREADS}")
         return
     wanted = int(text) * context.num_ranks
     if wanted > usable and int(text) > 1:
-        yield _CORES.warning(
+        yield warn(
             f"{_THREADS}={text}: {wanted} threads of {count_of_ranks(context.num_ranks)} on "
             f"{_count(usable)}",
             f"threads that take turns are slower than fewer: unset it, or make it {share}",
         )
     elif int(text) < share:
-        yield _CORES.note(
+        yield note(
             f"{_THREADS}={text}: each rank uses {text} of the {share} cores it could have",
             f"unset it, and 'ferrodist run' makes it {share}",
         )
     else:
-        yield _CORES.ok(f"{_THREADS}={text}")
+        yield ok(f"{_THREADS}={text}")
 
 
 def check_memory(context: CheckContext) -> Iterator[Diagnostic]:
     yield from _amount(context)
     if context.try_read("proc/sys/vm/overcommit_memory") == "2":
-        yield _MEMORY.note(
+        yield note(
             "the kernel promises no more memory than there is (vm.overcommit_memory=2)",
             "programs that reserve a lot, such as CUDA's, may fail; usual is 'sysctl "
             "vm.overcommit_memory=0'",
@@ -137,7 +144,7 @@ def check_memory(context: CheckContext) -> Iterator[Diagnostic]:
     yield from _loader_memory(context)
     choice = re.search(r"\[(\w+)\]", context.try_read(_SHMEM_PAGES) or "")
     if choice is not None and choice[1] in ("never", "deny"):
-        yield _MEMORY.note(
+        yield note(
             f"shared memory has no huge pages (shmem_enabled is {choice[1]!r}), as usual",
             f"'echo always > /{_SHMEM_PAGES}' may speed up very large arrays",
         )
@@ -149,7 +156,7 @@ def _amount(context: CheckContext) -> Iterator[Diagnostic]:
     facts = {name: int(number) * 1024 for name, number in found}
     total, available = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
     if not total:
-        yield _MEMORY.note("how much there is cannot be seen: no /proc/meminfo")
+        yield note("how much there is cannot be seen: no /proc/meminfo")
         return
     what = f"{readable_nbytes(total)}, of which {readable_nbytes(available)} are available"
     limit = memory_limit(context)
@@ -161,9 +168,9 @@ def _amount(context: CheckContext) -> Iterator[Diagnostic]:
         )
     what += f"; {_swap(facts)}"
     if available >= context.num_ranks * _RANK_NBYTES:
-        yield _MEMORY.ok(what)
+        yield ok(what)
     else:
-        yield _MEMORY.warning(
+        yield warn(
             f"{what}: little for {count_of_ranks(context.num_ranks)}",
             f"a rank takes some {readable_nbytes(_RANK_NBYTES)} before it has any data: end other "
             "programs, start fewer ranks, or raise the limit of the container",
@@ -183,26 +190,26 @@ def _arena(context: CheckContext) -> Iterator[Diagnostic]:
         arena = _native.Arena(0, max(2, context.num_ranks))
         arena.empty(1 << 20)[:] = 1
     except (OSError, MemoryError, RuntimeError) as error:
-        yield _MEMORY.error(
+        yield fail(
             f"shared memory cannot be made: {error}",
             "look at 'ulimit -v', at the container's memory limit, and whether its seccomp profile "
             "allows memfd_create",
         )
         return
-    yield _MEMORY.ok(f"a rank can show up to {readable_nbytes(arena.nbytes)} to the others")
+    yield ok(f"a rank can show up to {readable_nbytes(arena.nbytes)} to the others")
 
 
 def _loader_memory(context: CheckContext) -> Iterator[Diagnostic]:
     try:
         facts = os.statvfs(context.root / "dev/shm")
     except OSError:
-        yield _MEMORY.note(
+        yield note(
             "there is no /dev/shm", "ferrodist does not need it; workers of torch's DataLoader do"
         )
         return
     nbytes = facts.f_blocks * facts.f_frsize
     if nbytes <= _DOCKER_SHM_NBYTES:
-        yield _MEMORY.note(
+        yield note(
             f"/dev/shm has {readable_nbytes(nbytes)}",
             "ferrodist does not use it, but workers of torch's DataLoader die of SIGBUS when it is "
             "full: start the container with --shm-size=1g or --ipc=host",
@@ -230,10 +237,10 @@ def _open_files(context: CheckContext, soft: float, hard: float) -> Diagnostic:
     ranks = count_of_ranks(context.num_ranks)
     what = f"a process may open {_shown(soft)} files; each of {ranks} needs about {need}"
     if need <= soft:
-        return _FILES.ok(what)
+        return ok(what)
     if need <= hard:
-        return _FILES.error(what, f"'ulimit -n {need}' in the shell that starts the ranks")
-    return _FILES.error(
+        return fail(what, f"'ulimit -n {need}' in the shell that starts the ranks")
+    return fail(
         f"{what}; the hard limit is {_shown(hard)}",
         "let the administrator raise 'nofile' in /etc/security/limits.conf, or start the container "
         f"with --ulimit nofile={need}",
@@ -249,11 +256,11 @@ def _processes(context: CheckContext, most: float, uid: int) -> Iterator[Diagnos
         left, whose = group.left, f"the container ({group.folder / 'pids.max'})"
     ranks = count_of_ranks(context.num_ranks)
     if left == float("inf"):
-        yield _FILES.ok("the number of processes and threads has no limit")
+        yield ok("the number of processes and threads has no limit")
     elif left >= need:
-        yield _FILES.ok(f"{left:.0f} more processes and threads may be started")
+        yield ok(f"{left:.0f} more processes and threads may be started")
     else:
-        yield _FILES.error(
+        yield fail(
             f"{whose} may start {max(0, left):.0f} more processes and threads, {ranks} need about "
             f"{need}",
             "end other programs, start fewer ranks, or raise that limit",
@@ -314,22 +321,22 @@ def check_kernel(
     lacking = {name: error for name, probe in wanted.items() if (error := _failure(probe))}
     there = [name for name in (*needed, *wanted) if name not in missing and name not in lacking]
     if there:
-        yield _KERNEL.ok(f"Linux {platform.release()} has {', '.join(there)}")
+        yield ok(f"Linux {platform.release()} has {', '.join(there)}")
     status = context.try_read("proc/self/status") or ""
     filtered = re.search(r"^Seccomp:\s+2$", status, re.MULTILINE) is not None
     for name, error in missing.items():
-        yield _KERNEL.error(
+        yield fail(
             f"{name} does not work: {error}",
             _advice(filtered, "ranks of one host cannot share memory without it"),
         )
     for name, error in lacking.items():
-        yield _KERNEL.note(
+        yield note(
             f"{name} does not work: {error}",
             _advice(filtered, "a killed rank is then noticed by its closed socket"),
         )
     scope = context.try_read("proc/sys/kernel/yama/ptrace_scope")
     if scope in ("2", "3"):
-        yield _KERNEL.note(
+        yield note(
             f"other processes may not be traced (kernel.yama.ptrace_scope={scope})",
             "ferrodist does not do that; py-spy and gdb, to see where a rank hangs, need it lower",
         )
@@ -358,7 +365,7 @@ def check_clock(
     yield _date(context, real())
     apart = _difference(real, steady) - before
     if abs(apart) > _APART:
-        yield _CLOCK.warning(
+        yield warn(
             f"the clock was set by {apart:+.3f} s while it was looked at",
             "times in logs jump; see to NTP: timedatectl, chronyc tracking. Deadlines are not "
             "concerned: they use a clock that nobody sets",
@@ -376,23 +383,23 @@ def _source(context: CheckContext, cost: float) -> Diagnostic:
     name = context.try_read(_SOURCE) or "unknown"
     what = f"clock source {name}, {cost:.0f} ns per look"
     if name in _READ_BY_CALLS or cost > _SLOW_NS:
-        return _CLOCK.note(
+        return note(
             what,
             "slow: every timing costs a system call, which small collectives feel; 'tsc', or the "
             f"virtual machine's own clock, is faster (see available_clocksource beside /{_SOURCE})",
         )
-    return _CLOCK.ok(what)
+    return ok(what)
 
 
 def _date(context: CheckContext, now: float) -> Diagnostic:
     date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now))
     if now < _LONG_AGO:
-        return _CLOCK.warning(
+        return warn(
             f"the date is {date} UTC", "certificates of TLS will not be valid: set the clock"
         )
     is_known = any((context.root / name).exists() for name in _SYNCHRONISED)
     state = "kept by NTP" if is_known else "whether NTP keeps it cannot be seen"
-    return _CLOCK.ok(f"{date} UTC; {state}; ferrodist needs it for logs only")
+    return ok(f"{date} UTC; {state}; ferrodist needs it for logs only")
 
 
 class Limit(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ferrodist.config import variable
-from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Subject, start
+from ferrodist.launch.doctor.report import CheckContext, Diagnostic, fail, note, ok, start, warn
 from ferrodist.launch.machine import count_of_ranks
 from ferrodist.rendezvous.interfaces import (
     Interface,
@@ -32,7 +32,6 @@ from ferrodist.rendezvous.job import Endpoint
 Listing = Callable[[], Sequence[Interface]]
 Resolve = Callable[[str], list[str]]
 
-_INTERFACES, _NAMES, _PORTS = Subject("interfaces"), Subject("names"), Subject("ports")
 
 _LIMIT = 5.0  # seconds that a name server is given
 _SLOW = 1.0
@@ -50,9 +49,9 @@ def check_interfaces(
     parts = [
         f"{name} {', '.join(one.address for one in known if one.name == name)}" for name in names
     ]
-    yield _INTERFACES.ok("; ".join(parts) or "none is up")
+    yield ok("; ".join(parts) or "none is up")
     if all(one.is_loopback for one in known):
-        yield _INTERFACES.warning(
+        yield warn(
             "there is only loopback: no other host can reach this one",
             "nothing to do on one host; otherwise bring an interface up ('ip link', 'ip addr'), or "
             "start the container with a network",
@@ -64,7 +63,7 @@ def check_interfaces(
         if good is not None:
             yield _use(context, context.towards, good, known)
         elif addresses:  # if the name is unknown, the check of names says so
-            yield _INTERFACES.error(
+            yield fail(
                 f"no route leads to {context.towards} ({', '.join(addresses)})",
                 "check the address, that an interface is up, and 'ip route'",
             )
@@ -77,17 +76,17 @@ def _choice(context: CheckContext, known: Sequence[Interface]) -> Iterator[Diagn
     shown = f"{variable('socket_ifname')}={pattern}"
     chosen = [one for one in known if matches(pattern, one.name)]
     if not chosen:
-        yield _INTERFACES.error(
+        yield fail(
             f"{shown} matches no interface that is up",
             "write eth0,ib for all that begin so, =eth0 for this one, ^docker,lo for all but "
             "these; empty is the one that routes to rank 0",
         )
     elif all(one.is_loopback for one in chosen):
-        yield _INTERFACES.warning(
+        yield warn(
             f"{shown} selects loopback alone", "right on one host; no other host can connect there"
         )
     else:
-        yield _INTERFACES.ok(f"{shown} selects {', '.join(map(str, chosen))}")
+        yield ok(f"{shown} selects {', '.join(map(str, chosen))}")
 
 
 def _use(
@@ -97,9 +96,9 @@ def _use(
     name = name_of(source, known)
     pattern = context.config.socket_ifname
     if matches(pattern, name) or not any(matches(pattern, one.name) for one in known):
-        return _INTERFACES.ok(f"the way to {towards} is {name} ({source})")
+        return ok(f"the way to {towards} is {name} ({source})")
     used = " ".join(choose_address(pattern, address))
-    return _INTERFACES.warning(
+    return warn(
         f"the way to {towards} is {name} ({source}), which {variable('socket_ifname')}={pattern} "
         f"leaves out: ranks use {used}",
         "right if that interface reaches the other hosts, too; if not, unset the variable",
@@ -122,7 +121,7 @@ def check_names(
     yield from _own_name(context, name, ask(name, resolve))
     answer = ask("localhost", resolve)
     if answer.error or not all(map(is_loopback, answer.addresses)):
-        yield _NAMES.error(
+        yield fail(
             f"'localhost' is {', '.join(answer.addresses) or answer.error}",
             "add a line '127.0.0.1 localhost' to /etc/hosts",
         )
@@ -150,7 +149,7 @@ def ask(name: str, resolve: Resolve, limit: float = _LIMIT) -> Answer:
 
 def _own_name(context: CheckContext, name: str, answer: Answer) -> Iterator[Diagnostic]:
     if answer.error:
-        yield _NAMES.warning(
+        yield warn(
             f"this host's name {name!r} does not resolve: {answer.error}",
             f"add a line '<address> {name}' to /etc/hosts; ferrodist does not need it, Gloo and "
             "MPI do",
@@ -159,17 +158,17 @@ def _own_name(context: CheckContext, name: str, answer: Answer) -> Iterator[Diag
     if any(map(is_loopback, answer.addresses)):
         yield _leads_to_loopback(context, name, answer)
     else:
-        yield _NAMES.ok(f"this host is {name!r}: {', '.join(answer.addresses)}")
+        yield ok(f"this host is {name!r}: {', '.join(answer.addresses)}")
     yield from _slowness(name, answer)
 
 
 def _leads_to_loopback(context: CheckContext, name: str, answer: Answer) -> Diagnostic:
     what = f"this host's name {name!r} leads to {', '.join(answer.addresses)}, which is loopback"
     if context.towards is None or is_loopback(context.towards):
-        return _NAMES.note(
+        return note(
             what, "nothing to do on one host; between hosts it leads Gloo astray, not ferrodist"
         )
-    return _NAMES.warning(
+    return warn(
         what,
         "ferrodist does not use it, but Gloo listens there and no other host gets through: set "
         f"GLOO_SOCKET_IFNAME to the interface, or give {name} its real address in /etc/hosts",
@@ -178,7 +177,7 @@ def _leads_to_loopback(context: CheckContext, name: str, answer: Answer) -> Diag
 
 def _slowness(name: str, answer: Answer) -> Iterator[Diagnostic]:
     if answer.seconds > _SLOW:
-        yield _NAMES.warning(
+        yield warn(
             f"diagnostic {name!r} took {answer.seconds:.1f} s",
             "a name server in /etc/resolv.conf does not answer: take it out, or put the names of "
             "all hosts into /etc/hosts",
@@ -192,23 +191,23 @@ def _others(context: CheckContext) -> list[str]:
 
 def _other(context: CheckContext, host: str, answer: Answer) -> Iterator[Diagnostic]:
     if answer.error:
-        yield _NAMES.error(
+        yield fail(
             f"{host!r} cannot be found: {answer.error}",
             "check the spelling, add it to /etc/hosts, or use its address",
         )
         return
     if answer.addresses != [host]:
-        yield _NAMES.ok(f"{host!r} is {', '.join(answer.addresses)}")
+        yield ok(f"{host!r} is {', '.join(answer.addresses)}")
     yield from _slowness(host, answer)
     good = next(filter(has_route, answer.addresses), answer.addresses[0])
     if good != answer.addresses[0]:
-        yield _NAMES.warning(
+        yield warn(
             f"{host!r} is {answer.addresses[0]} first, and no route leads there",
             f"programs that try only the first address wait in vain: use {good}, not the name",
         )
     is_ours = all(map(is_loopback, answer.addresses))
     if is_ours and context.endpoint is not None and host == context.endpoint.host:
-        yield _NAMES.note(
+        yield note(
             f"the endpoint {host!r} is loopback",
             "right on one host; ranks on others would look for rank 0 on themselves: use an "
             "address of this host",
@@ -229,7 +228,7 @@ def check_ports(context: CheckContext) -> Iterator[Diagnostic]:
     taken_by_kernel = range(int(numbers[0]), int(numbers[1]) + 1) if len(numbers) == 2 else range(0)
     if taken_by_kernel:
         first, last = taken_by_kernel[0], taken_by_kernel[-1]
-        yield _PORTS.ok(f"outgoing connections get ports {first}-{last}")
+        yield ok(f"outgoing connections get ports {first}-{last}")
     yield from _range(context, taken_by_kernel)
     if context.endpoint is not None:
         yield from _endpoint(context, context.endpoint, taken_by_kernel)
@@ -258,20 +257,18 @@ def _range(context: CheckContext, taken_by_kernel: range) -> Iterator[Diagnostic
     state = f"{name}: {num_free} of {len(tried)} free"
     need = f"one per rank is needed, for {count_of_ranks(context.num_ranks)}"
     if last - first + 1 < context.num_ranks:
-        yield _PORTS.error(
-            f"{name} is too narrow: {need}", f"set {variable('ports')} to a wider range"
-        )
+        yield fail(f"{name} is too narrow: {need}", f"set {variable('ports')} to a wider range")
     elif num_free < min(context.num_ranks, len(tried)):
-        yield _PORTS.error(
+        yield fail(
             f"{state}; {need}{_who(refused)}",
             f"end what has them, or set {variable('ports')} to another range",
         )
     elif refused:
-        yield _PORTS.note(f"{state}{_who(refused)}")
+        yield note(f"{state}{_who(refused)}")
     else:
-        yield _PORTS.ok(f"{name}: free")
+        yield ok(f"{name}: free")
     if first in taken_by_kernel or last in taken_by_kernel:
-        yield _PORTS.note(
+        yield note(
             f"{name} is among those that outgoing connections get",
             f"any program may have one by chance: take ports below {taken_by_kernel[0]}",
         )
@@ -300,7 +297,7 @@ def _endpoint(
     if all(map(_is_here, answer.addresses)):
         yield _own_port(context, endpoint)
         if endpoint.port in taken_by_kernel:
-            yield _PORTS.note(
+            yield note(
                 f"port {endpoint.port} of the endpoint is among those that outgoing connections "
                 "get",
                 f"any program may have it by chance: take one below {taken_by_kernel[0]}",
@@ -316,13 +313,13 @@ def _is_here(address: str) -> bool:
 def _own_port(context: CheckContext, endpoint: Endpoint) -> Diagnostic:
     error = refusal(endpoint.port)
     if error is None:
-        return _PORTS.ok(f"port {endpoint.port} of the endpoint {endpoint} is free")
+        return ok(f"port {endpoint.port} of the endpoint {endpoint} is free")
     what = f"port {endpoint.port} of {endpoint} {_why(endpoint.port, error)}"
     if context.environ.get("TORCHELASTIC_RUN_ID"):
-        return _PORTS.note(what, "as it should be if that is torchrun's agent")
+        return note(what, "as it should be if that is torchrun's agent")
     if error.errno == errno.EACCES:
-        return _PORTS.error(what, f"take a port above 1023, not {endpoint.port}")
-    return _PORTS.error(
+        return fail(what, f"take a port above 1023, not {endpoint.port}")
+    return fail(
         what, "if that is not the job's own rank 0, end it or choose another port for all ranks"
     )
 
@@ -335,15 +332,15 @@ def _others_port(endpoint: Endpoint, addresses: list[str]) -> Diagnostic:
         error = try_connect(address, endpoint.port)
         if error is None:
             milliseconds = (time.monotonic() - begin) * 1000
-            return _PORTS.ok(f"{endpoint} answers at {address} in {milliseconds:.1f} ms")
+            return ok(f"{endpoint} answers at {address} in {milliseconds:.1f} ms")
         reasons.append((address, error))
     if any(error.errno == errno.ECONNREFUSED for _, error in reasons):
-        return _PORTS.note(
+        return note(
             f"{endpoint} is reached, but nobody listens there now",
             "right before the job starts; if rank 0 runs already, it listens at another port",
         )
     why = ", ".join(f"{address}: {error.strerror or error}" for address, error in reasons)
-    return _PORTS.error(
+    return fail(
         f"{endpoint} does not answer ({why})",
         "a firewall drops it, or the host is down: open the port there, and look at both ways "
         "with 'ferrodist doctor --listen PORT' on that host",

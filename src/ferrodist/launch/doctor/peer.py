@@ -33,15 +33,13 @@ from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, ProtocolError, RendezvousError
 from ferrodist.launch.doctor.network import try_connect
-from ferrodist.launch.doctor.report import Diagnostic, LogCollector, Subject
+from ferrodist.launch.doctor.report import Diagnostic, LogCollector, fail, note, ok, warn
 from ferrodist.launch.machine import readable_nbytes
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.interfaces import choose_address
 from ferrodist.rendezvous.job import Endpoint, try_endpoint
 from ferrodist.rendezvous.mesh import open_exchange
 from ferrodist.rendezvous.sockets import open_listener_at, resolve
-
-BETWEEN = Subject("between hosts")
 
 _JOB, _JOB_BACK = "doctor", "doctor-back"
 _LISTENER, _CALLER = 0, 1  # ranks
@@ -396,7 +394,7 @@ def _brief(error: DistributedError) -> str:
 def peer_diagnostics(measured: Measured) -> Iterator[Diagnostic]:
     other = measured.other
     if measured.calls_back == "":
-        yield BETWEEN.ok(f"both ways are open: to {other}, and from there to {measured.own}")
+        yield ok(f"both ways are open: to {other}, and from there to {measured.own}")
     elif measured.calls_back is not None:
         yield _blocked(
             f"{other} can be reached from here, but cannot connect back to "
@@ -404,7 +402,7 @@ def peer_diagnostics(measured: Measured) -> Iterator[Diagnostic]:
             "here",
         )
     if measured.seen_as and measured.own and measured.seen_as != measured.own:
-        yield BETWEEN.warning(
+        yield warn(
             f"this host is {measured.own} here and {measured.seen_as} there: addresses are "
             "translated on the way",
             "other ranks cannot connect to the address that this one knows: set "
@@ -415,16 +413,16 @@ def peer_diagnostics(measured: Measured) -> Iterator[Diagnostic]:
 
 def listener_diagnostics(result: ListenResult, port: int, waited: float) -> Iterator[Diagnostic]:
     if result.refusals:
-        yield BETWEEN.note(
+        yield note(
             f"callers were sent away: {'; '.join(result.refusals)}",
             "a mistyped --code, or a stranger: the port is open to others, too",
         )
     for failure in result.failures:
-        yield BETWEEN.warning(
+        yield warn(
             f"a peer came and did not get through: {failure}", "look at what that doctor says"
         )
     if not result.peers:
-        yield BETWEEN.error(
+        yield fail(
             f"nobody has come to port {port} within {waited:g} s",
             "start the other doctor meanwhile; if it says 'no answer' or 'no route', a firewall "
             f"or a wrong address keeps it from this host: open port {port} here",
@@ -432,7 +430,7 @@ def listener_diagnostics(result: ListenResult, port: int, waited: float) -> Iter
     for measured in result.peers:
         other = measured.other
         if measured.calls_back == "":
-            yield BETWEEN.ok(f"both ways are open: {other} to here, and from here to {other}")
+            yield ok(f"both ways are open: {other} to here, and from here to {other}")
         elif measured.calls_back is not None:
             yield _blocked(
                 f"{other} reaches this host, but cannot be connected to at "
@@ -443,7 +441,7 @@ def listener_diagnostics(result: ListenResult, port: int, waited: float) -> Iter
 
 
 def _blocked(what: str, where: str) -> Diagnostic:
-    return BETWEEN.error(
+    return fail(
         what,
         f"a firewall {where} closes the way in: give ranks a range of ports with "
         f"{variable('ports')}=29600-29699 and open it {where}",
@@ -452,20 +450,20 @@ def _blocked(what: str, where: str) -> Diagnostic:
 
 def _numbers(measured: Measured) -> Iterator[Diagnostic]:
     if measured.other_version is not None and measured.other_version != ferrodist.__version__:
-        yield BETWEEN.error(
+        yield fail(
             f"ferrodist {measured.other_version} is there, {ferrodist.__version__} is here",
             "all ranks of a job need the same version: install it on both",
         )
     if (seconds := measured.round_trip) is not None:
         what = f"a round trip takes {seconds * 1e3:.3f} ms"
         far = "far for ranks that meet in every step: fewer, larger calls help"
-        yield BETWEEN.note(what, far) if seconds > _FAR else BETWEEN.ok(what)
+        yield note(what, far) if seconds > _FAR else ok(what)
     to, back = measured.bytes_per_second_to, measured.bytes_per_second_from
     if to is not None and back is not None:
         what = f"{readable_nbytes(to)} per second to there, {readable_nbytes(back)} from there"
         slow = "slow: is this the interface that you mean?"
         slow += f" {variable('socket_ifname')} chooses another"
-        yield BETWEEN.note(what, slow) if min(to, back) < _SLOW else BETWEEN.ok(what)
+        yield note(what, slow) if min(to, back) < _SLOW else ok(what)
     if measured.ahead is not None:
         yield _clock(measured.ahead)
     if measured.problem is not None:
@@ -474,8 +472,8 @@ def _numbers(measured: Measured) -> Iterator[Diagnostic]:
 
 def _clock(ahead: float) -> Diagnostic:
     if abs(ahead) <= _APART:
-        return BETWEEN.ok(f"the clocks of both hosts are {abs(ahead) * 1e3:.1f} ms apart")
-    return BETWEEN.note(
+        return ok(f"the clocks of both hosts are {abs(ahead) * 1e3:.1f} ms apart")
+    return note(
         f"the clock there is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}",
         "ferrodist does not mind, but logs of both hosts are hard to compare: use NTP",
     )
@@ -484,12 +482,12 @@ def _clock(ahead: float) -> Diagnostic:
 def _problem(measured: Measured) -> Diagnostic:
     has_data = None not in (measured.bytes_per_second_from, measured.bytes_per_second_to)
     if measured.round_trip is not None and not has_data:
-        return BETWEEN.error(
+        return fail(
             f"small messages pass, large ones do not: {measured.problem}",
             "typical of a wrong MTU on the way (tunnels, overlays, jumbo frames): compare 'ip "
             "link' on both hosts, and lower the larger",
         )
-    return BETWEEN.error(
+    return fail(
         f"the talk with {measured.other} broke off: {measured.problem}",
         "try again; if it stays, something between the hosts ends connections",
     )

@@ -55,31 +55,34 @@ class Level(enum.StrEnum):
 
 
 class Diagnostic(NamedTuple):
-    """What one check has found; ``advice`` is empty where nothing has to be done."""
+    """What a check has found; ``advice`` is empty where nothing has to be done."""
 
-    check: str
+    check: str  # which one; empty until ``named``
     level: Level
     what: str
     advice: str = ""
 
 
-class Subject(NamedTuple):
-    """What a check is about; makes its diagnostics."""
+def ok(what: str) -> Diagnostic:
+    return Diagnostic("", Level.OK, what)
 
-    name: str
 
-    def ok(self, what: str) -> Diagnostic:
-        return Diagnostic(self.name, Level.OK, what)
+def note(what: str, advice: str = "") -> Diagnostic:
+    return Diagnostic("", Level.NOTE, what, advice)
 
-    def note(self, what: str, advice: str = "") -> Diagnostic:
-        return Diagnostic(self.name, Level.NOTE, what, advice)
 
-    def warning(self, what: str, advice: str) -> Diagnostic:
-        """Say that ranks run, but slower or less safely than they could, or only some of them."""
-        return Diagnostic(self.name, Level.WARNING, what, advice)
+def warn(what: str, advice: str) -> Diagnostic:
+    """Say that ranks run, but slower or less safely than they could, or only some of them."""
+    return Diagnostic("", Level.WARNING, what, advice)
 
-    def error(self, what: str, advice: str) -> Diagnostic:
-        return Diagnostic(self.name, Level.ERROR, what, advice)
+
+def fail(what: str, advice: str) -> Diagnostic:
+    return Diagnostic("", Level.ERROR, what, advice)
+
+
+def named(check: str, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """Say which check has found them."""
+    return [one._replace(check=check) for one in diagnostics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +182,16 @@ def run_checks(
     running = {name: start(collect, name, check) for name, check in checks.items()}
     result = []
     for name, end in running.items():
-        unforeseen = list(_unforeseen_end(Subject(name), end, deadline))  # waits
-        result += [*found[name], *unforeseen]
+        unforeseen = list(_unforeseen_end(end, deadline))  # waits
+        result += named(name, [*found[name], *unforeseen])
     return result
 
 
-def _unforeseen_end(about: Subject, end: Future[None], deadline: Deadline) -> Iterator[Diagnostic]:
+def _unforeseen_end(end: Future[None], deadline: Deadline) -> Iterator[Diagnostic]:
     try:
         error = end.exception(max(0.0, deadline.remaining()))
     except TimeoutError:
-        yield about.error(
+        yield fail(
             f"this check did not end within {deadline}",
             "something that it reads hangs: look at network file systems and name servers",
         )
@@ -196,7 +199,7 @@ def _unforeseen_end(about: Subject, end: Future[None], deadline: Deadline) -> It
     if error is not None:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
-        yield about.error(
+        yield fail(
             f"this check failed: {type(error).__name__}: {error} (at {where})",
             "please report it; the other checks do not depend on it",
         )
