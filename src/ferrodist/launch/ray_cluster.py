@@ -27,7 +27,7 @@ from ferrodist.errors import (
 )
 from ferrodist.launch.output.console import Console, console_of_streams
 from ferrodist.launch.output.reader import PassThrough, Prefixer
-from ferrodist.launch.output.writer import Writer
+from ferrodist.launch.output.streams import StreamSet
 from ferrodist.launch.processes import sooner
 from ferrodist.launch.ray_actors import STDERR, STDOUT, Board, Chunk, Rank, Task, import_ray
 from ferrodist.launch.spawn import (
@@ -305,36 +305,25 @@ def _lost(rank: int, address: str, error: Exception) -> RankLost:
     return lost(rank, f"pid {pid[1]} on {address}" if pid else f"on {address}", how)
 
 
-class _Output:
+class _Output(StreamSet):
     """What the ranks print, on its way to the console of this process."""
 
     def __init__(self, console: Console, num_ranks: int) -> None:
-        self._console = console
-        self._streams: dict[tuple[int, int], Prefixer] = {}
+        super().__init__(console)
+        self._by_file: dict[tuple[int, int], Prefixer] = {}
         for file, writer in ((STDOUT, console.stdout), (STDERR, console.stderr)):
-            self._streams[0, file] = PassThrough(writer)
+            self._by_file[0, file] = PassThrough(writer)
             for rank in range(1, num_ranks):
-                self._streams[rank, file] = Prefixer(rank, writer)
+                self._by_file[rank, file] = Prefixer(rank, writer)
 
-        self._parts: list[Prefixer | Writer] = [*console.writers, *self._streams.values()]
+    @property
+    def _streams(self) -> list[Prefixer]:
+        return list(self._by_file.values())
 
     @property
     def has_room(self) -> bool:
-        return all(stream.has_room for stream in self._streams.values())
+        return all(stream.has_room for stream in self._streams)
 
     def take(self, chunks: list[Chunk]) -> None:
         for rank, file, data in chunks:
-            self._streams[rank, file].take(data)
-
-    def wait_seconds(self) -> float:
-        return min(part.wait_seconds() for part in self._parts)
-
-    def write_due(self) -> None:
-        for part in self._parts:
-            part.write_due()
-
-    def finish(self) -> None:
-        for stream in self._streams.values():
-            stream.end()
-        for writer in self._console.writers:
-            writer.flush()
+            self._by_file[rank, file].take(data)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -63,7 +64,7 @@ class StreamSet:
         self.members: list[ProcessStreams] = []
 
     @property
-    def _streams(self) -> list[Stream]:
+    def _streams(self) -> Sequence[Stream | Prefixer]:
         return [stream for member in self.members for stream in member.streams]
 
     def wait_seconds(self) -> float:
@@ -141,7 +142,7 @@ class Streams(StreamSet):
 
     def log_error(self) -> Exception | None:
         """Return why some log file is not complete, such as a full disk; None if all are."""
-        logs = (stream.log for stream in self._streams)
+        logs = (stream.log for member in self.members for stream in member.streams)
         return next((log.error for log in logs if log is not None and log.error), None)
 
     def restore_terminal(self) -> None:
