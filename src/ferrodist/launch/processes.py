@@ -26,7 +26,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 from ferrodist.config import environment
 from ferrodist.deadline import Deadline
 from ferrodist.launch.machine import share_cores, threads_per_rank
-from ferrodist.launch.reaper import ENDING_SIGNALS, EVERYTHING, LEAVE, RankSpec
+from ferrodist.launch.reaper import ENDING_SIGNALS, EVERYTHING, LEAVE, RankSpec, files_of
 from ferrodist.rendezvous.find_job import mark_outer_jobs, run_variables
 from ferrodist.rendezvous.job import SECRET_NBYTES, Endpoint, Job
 from ferrodist.rendezvous.watch import FinalError, StatusBoard, describe_exit
@@ -87,31 +87,30 @@ class NodeSpec:
         first = sum(self.sizes[: self.node_rank])
         return range(first, first + self.num_ranks)
 
-    def job(self, attempt: Attempt) -> str:
-        """Name the job of an attempt: the same on all hosts, and different in every attempt."""
+    def jobs(self, attempt: Attempt) -> list[Job]:
+        """Return the assignment of each rank: one name on all hosts, another in every attempt."""
+        name = f"{self.name}-{attempt.restarts}"
         if self.endpoint is None:
-            return f"run-{os.getpid()}-{secrets.token_hex(8)}"
-        return f"{self.name}-{attempt.restarts}"
-
-    def secret_of_job(self) -> bytes:
-        return self.secret or secrets.token_bytes(SECRET_NBYTES)
+            name = f"run-{os.getpid()}-{secrets.token_hex(8)}"
+        secret = self.secret or secrets.token_bytes(SECRET_NBYTES)
+        return [
+            Job(
+                name,
+                rank,
+                self.world_size,
+                secret,
+                endpoint=self.endpoint,
+                local_rank=local_rank,
+                local_world_size=self.num_ranks,
+            )
+            for local_rank, rank in enumerate(self.ranks)
+        ]
 
     def master(self) -> Endpoint:
         """Return where rank 0 of a torch program listens: at the port after ferrodist's."""
         if self.endpoint is None:
             return Endpoint(_LOOPBACK, _free_port())
         return Endpoint(self.endpoint.host, self.endpoint.port + 1)
-
-    def job_of(self, rank: int, name: str, secret: bytes) -> Job:
-        return Job(
-            name,
-            rank,
-            self.world_size,
-            secret,
-            endpoint=self.endpoint,
-            local_rank=rank - self.ranks.start,
-            local_world_size=self.num_ranks,
-        )
 
     def environment(
         self, job: Job, attempt: Attempt, master: Endpoint, num_threads: int
@@ -293,37 +292,32 @@ class WorkerGroup(ProcessSet[Worker]):
     ) -> list[RankSpec]:
         """Return what each rank is started with; the stack closes the files made for it here."""
         node, size = self._node, len(specs)
-        name, secret, master = node.job(attempt), node.secret_of_job(), node.master()
+        jobs, master = node.jobs(attempt), node.master()
         all_cores = (share_cores(size) if binds else None) or [set()] * size
         null = os.open(os.devnull, os.O_RDWR)
         stack.callback(os.close, null)
-        found = []
-        for rank, spec, cores in zip(node.ranks, specs, all_cores, strict=True):
+        found: list[RankSpec] = []
+        for job, spec, cores in zip(jobs, specs, all_cores, strict=True):
             secret_file, write = os.pipe()
-            os.write(write, secret)
+            os.write(write, job.secret)
             os.close(write)
             stack.callback(os.close, secret_file)
             files = secret_file, self._status_board.file
-            job = node.job_of(rank, name, secret)
             environment = node.environment(job, attempt, master, threads_per_rank(size))
+            environment |= run_variables(job, *files)
             *standard, has_terminal = spec.standard
-            rank_spec = RankSpec(
-                command=list(spec.command),
-                environment=environment | run_variables(job, *files),
-                standard=[null if file == subprocess.DEVNULL else file for file in standard],
-                inherited=[*spec.inherited, *files],
-                cores=sorted(cores),
-                has_terminal=has_terminal,
-            )
-            found.append(rank_spec)
+            standard = [null if file == subprocess.DEVNULL else file for file in standard]
+            inherited = [*spec.inherited, *files]
+            command = list(spec.command)
+            found.append((command, environment, standard, inherited, sorted(cores), has_terminal))
         return found
 
-    def _start_reaper(self, specs: Sequence[RankSpec]) -> None:
-        files = {file for spec in specs for file in (*spec.standard, *spec.inherited)}
+    def _start_reaper(self, specs: list[RankSpec]) -> None:
+        files = {file for spec in specs for file in files_of(spec)}
         with ExitStack() as stack, ExitStack() as on_error:
             source = os.memfd_create("ferrodist-ranks")
             stack.callback(os.close, source)
-            os.pwrite(source, marshal.dumps([vars(spec) for spec in specs]), 0)
+            os.pwrite(source, marshal.dumps(specs), 0)
             commands, self._commands = os.pipe()
             self._events, events = os.pipe()
             for end in (commands, events):

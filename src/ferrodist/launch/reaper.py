@@ -34,28 +34,14 @@ _KILL_SECONDS = 5.0  # after them a process is another user's, or in a system ca
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class RankSpec:
-    """What to start as one rank. Files are descriptors above 2; typing would take time to import.
+# What to start as one rank: command, environment, standard files, others that it inherits, cores,
+# and whether the standard files are a terminal, which is to be its controlling terminal. Files are
+# descriptors above 2. No NamedTuple: typing would take time to import.
+RankSpec = tuple[list[str], dict[str, str], list[int], list[int], list[int], bool]
 
-    ``has_terminal``: the standard files are one, which is to be its controlling terminal.
-    """
 
-    def __init__(
-        self,
-        *,
-        command: list[str],
-        environment: dict[str, str],
-        standard: list[int],
-        inherited: list[int],
-        cores: list[int],
-        has_terminal: bool,
-    ) -> None:
-        self.command = command
-        self.environment = environment
-        self.standard = standard
-        self.inherited = inherited
-        self.cores = cores
-        self.has_terminal = has_terminal
+def files_of(spec: RankSpec) -> list[int]:
+    return spec[2] + spec[3]
 
 
 def main() -> None:
@@ -66,8 +52,8 @@ def main() -> None:
     if not reaper.watch(launcher):
         return
     with open(specs, "rb") as source:
-        ranks = [RankSpec(**fields) for fields in marshal.load(source)]
-    files = {file for spec in ranks for file in (*spec.standard, *spec.inherited)}
+        ranks: list[RankSpec] = marshal.load(source)
+    files = {file for spec in ranks for file in files_of(spec)}
     for file in (commands, events, *files):
         os.set_inheritable(file, False)
     for spec in ranks:
@@ -198,22 +184,23 @@ class _Reaper:
 
 def _become(spec: RankSpec, mask: set[int | signal.Signals], failed: int) -> None:
     """Set up what only a process can set up for itself, then turn into the program."""
+    command, environment, standard, inherited, cores, has_terminal = spec
     try:
         reaper = os.getppid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != reaper:
             os._exit(1)  # it died before the prctl took effect
-        os.setsid() if spec.has_terminal else os.setpgid(0, 0)
-        for number, file in enumerate(spec.standard):
+        os.setsid() if has_terminal else os.setpgid(0, 0)
+        for number, file in enumerate(standard):
             os.dup2(file, number)
-        for file in spec.inherited:
+        for file in inherited:
             os.set_inheritable(file, True)
-        if spec.has_terminal:
+        if has_terminal:
             _control_terminal()
-        if spec.cores:
-            os.sched_setaffinity(0, spec.cores)
+        if cores:
+            os.sched_setaffinity(0, cores)
         _restore_signals(mask)
-        os.execvpe(spec.command[0], spec.command, spec.environment)
+        os.execvpe(command[0], command, environment)
     except OSError as error:
         os.write(failed, str(error.errno).encode())
     finally:
