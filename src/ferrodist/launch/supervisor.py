@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
@@ -77,10 +78,7 @@ def supervise(
     control: ControlPipe | None = None,
 ) -> int:
     """Run a job, and again while it fails and may be started again; return the exit code."""
-
-    def make(attempt: Attempt, signals: Signals) -> _LocalAttempt:
-        return _LocalAttempt(spec, attempt, console, signals, logs, control)
-
+    make = partial(_LocalAttempt, spec, console, logs, control)
     return run_attempts(make, spec.policy, console)
 
 
@@ -211,11 +209,11 @@ class _LocalAttempt(JobAttempt):
     def __init__(
         self,
         spec: JobSpec,
-        attempt: Attempt,
         console: Console,
-        signals: Signals,
         logs: LogFiles | None,
         control: ControlPipe | None,
+        attempt: Attempt,
+        signals: Signals,
     ) -> None:
         super().__init__(spec.policy, console, signals)
         self._plan = spec

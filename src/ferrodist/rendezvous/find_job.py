@@ -327,43 +327,37 @@ def try_run_job(environ: Environment) -> Job | None:
             f"sets all of {', '.join(RUN_VARIABLES)}",
             missing=absent,
         )
-    if not _are_run_variables_valid(environ):
+    texts = {name: environ[variable(name)] for name in _RUN_NAMES}
+    values = {name: number(text) for name, text in texts.items()}
+    endpoint = try_endpoint(texts["endpoint"])
+    num_before = values["rank"] - values["local_rank"]  # on other hosts
+    num_elsewhere = values["world_size"] - values["local_world_size"]
+    are_valid = (
+        0 <= values["rank"] < values["world_size"]
+        and 0 <= values["local_rank"] < values["local_world_size"]
+        and 0 <= num_before <= num_elsewhere
+        and min(values["secret_fd"], values["ends_fd"]) >= 0
+        and texts["job"] != ""
+        and (endpoint is not None or (texts["endpoint"] == "" and num_elsewhere == 0))
+    )
+    if not are_valid:
         raise InvalidArgument(
             f"{quoted(environ, RUN_VARIABLES)}: expected a rank from 0 to world size - 1, the name "
             "of a job, two open file descriptors, and the rank on this host: the same as in "
             "the job if there is no endpoint, otherwise an endpoint as host:port"
         )
-    texts = dict(zip(_RUN_NAMES, (environ[name] for name in RUN_VARIABLES), strict=True))
-    endpoint = texts["endpoint"]
     return Job(
         texts["job"],
-        number(texts["rank"]),
-        number(texts["world_size"]),
+        values["rank"],
+        values["world_size"],
         known_secret(texts["job"]),
         launcher=FERRODIST_RUN,
-        hosts=f"{variable('endpoint')}={endpoint}" if endpoint else "",
-        endpoint=try_endpoint(endpoint),
-        local_rank=number(texts["local_rank"]),
-        local_world_size=number(texts["local_world_size"]),
+        hosts="" if endpoint is None else f"{variable('endpoint')}={texts['endpoint']}",
+        endpoint=endpoint,
+        local_rank=values["local_rank"],
+        local_world_size=values["local_world_size"],
         has_secret=False,
     )
-
-
-def _are_run_variables_valid(environ: Environment) -> bool:
-    texts = {name: environ[variable(name)] for name in _RUN_NAMES}
-    values = {name: number(text) for name, text in texts.items()}
-    num_before = values["rank"] - values["local_rank"]  # on other hosts
-    num_elsewhere = values["world_size"] - values["local_world_size"]
-    are_in_bounds = (
-        0 <= values["rank"] < values["world_size"]
-        and 0 <= values["local_rank"] < values["local_world_size"]
-        and 0 <= num_before <= num_elsewhere
-        and values["secret_fd"] >= 0
-        and values["ends_fd"] >= 0
-    )
-    is_on_one_host = texts["endpoint"] == "" and num_elsewhere == 0
-    has_endpoint = try_endpoint(texts["endpoint"]) is not None
-    return are_in_bounds and texts["job"] != "" and (is_on_one_host or has_endpoint)
 
 
 def read_ferrodist_run(environ: Environment) -> Job | Stale | None:
