@@ -39,23 +39,18 @@ from ferrodist.launch.doctor import (
     endpoint_of,
     engines,
     host,
+    listener_diagnostics,
     network,
     parse_endpoint,
     parse_listen,
     parse_peer,
     peer,
+    peer_diagnostics,
     probes,
     report,
 )
 from ferrodist.launch.doctor.engines import run_child
-from ferrodist.launch.doctor.peer import (
-    Listener,
-    ListenResult,
-    Measured,
-    call,
-    listener_diagnostics,
-    peer_diagnostics,
-)
+from ferrodist.launch.doctor.peer import Listener, ListenResult, Measured, call
 from ferrodist.launch.doctor.report import CheckContext, Diagnostic, Level, run_checks
 from ferrodist.launch.main import commands
 from ferrodist.rendezvous.interfaces import Interface
@@ -828,9 +823,7 @@ def test_a_check_that_crashes_is_an_error_and_stops_nobody():
         yield report.ok("so far")
         raise ZeroDivisionError("oh")
 
-    found = run_checks(
-        CheckContext(), {"bad": crash, "good": lambda _: [report.ok("fine")]}
-    )
+    found = run_checks(CheckContext(), {"bad": crash, "good": lambda _: [report.ok("fine")]})
     assert [(one.check, one.level) for one in found] == [
         ("bad", "ok"),
         ("bad", "error"),

@@ -20,7 +20,6 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -29,12 +28,11 @@ import numpy as np
 
 import ferrodist
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.config import Config, variable
+from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, ProtocolError, RendezvousError
 from ferrodist.launch.doctor.network import try_connect
-from ferrodist.launch.doctor.report import Diagnostic, LogCollector, fail, note, ok, warn
-from ferrodist.launch.machine import readable_nbytes
+from ferrodist.launch.doctor.report import LogCollector
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.interfaces import choose_address
 from ferrodist.rendezvous.job import Endpoint, try_endpoint
@@ -56,10 +54,6 @@ _NUM_PINGS = 41
 _CHUNK_NBYTES, _MOST_CHUNKS = 1 << 18, 64  # 16 MiB in all
 _MOST_SECONDS = 2.0  # of sending, however slow the link is
 _MORE, _LAST = 0, 1
-
-_SLOW = 30e6  # bytes per second: less than half of what a network of 1 Gbit/s carries
-_FAR = 2e-3  # seconds of a round trip: more than any network of one building
-_APART = 0.5  # seconds between two clocks
 
 
 @dataclass(slots=True)
@@ -386,108 +380,3 @@ def _receive_much(backend: TcpBackend, source: int) -> float:
 
 def _brief(error: DistributedError) -> str:
     return str(error).partition("\n")[0]
-
-
-# -- what they say of it --------------------------------------------------------------------------
-
-
-def peer_diagnostics(measured: Measured) -> Iterator[Diagnostic]:
-    other = measured.other
-    if measured.calls_back == "":
-        yield ok(f"both ways are open: to {other}, and from there to {measured.own}")
-    elif measured.calls_back is not None:
-        yield _blocked(
-            f"{other} can be reached from here, but cannot connect back to "
-            f"{Endpoint(measured.own or '', measured.back_port or 0)}: {measured.calls_back}",
-            "here",
-        )
-    if measured.seen_as and measured.own and measured.seen_as != measured.own:
-        yield warn(
-            f"this host is {measured.own} here and {measured.seen_as} there: addresses are "
-            "translated on the way",
-            "other ranks cannot connect to the address that this one knows: set "
-            f"{variable('advertise')} to what they can reach",
-        )
-    yield from _numbers(measured)
-
-
-def listener_diagnostics(result: ListenResult, port: int, waited: float) -> Iterator[Diagnostic]:
-    if result.refusals:
-        yield note(
-            f"callers were sent away: {'; '.join(result.refusals)}",
-            "a mistyped --code, or a stranger: the port is open to others, too",
-        )
-    for failure in result.failures:
-        yield warn(
-            f"a peer came and did not get through: {failure}", "look at what that doctor says"
-        )
-    if not result.peers:
-        yield fail(
-            f"nobody has come to port {port} within {waited:g} s",
-            "start the other doctor meanwhile; if it says 'no answer' or 'no route', a firewall "
-            f"or a wrong address keeps it from this host: open port {port} here",
-        )
-    for measured in result.peers:
-        other = measured.other
-        if measured.calls_back == "":
-            yield ok(f"both ways are open: {other} to here, and from here to {other}")
-        elif measured.calls_back is not None:
-            yield _blocked(
-                f"{other} reaches this host, but cannot be connected to at "
-                f"{Endpoint(other, measured.back_port or 0)}: {measured.calls_back}",
-                f"on {other}",
-            )
-        yield from _numbers(measured)
-
-
-def _blocked(what: str, where: str) -> Diagnostic:
-    return fail(
-        what,
-        f"a firewall {where} closes the way in: give ranks a range of ports with "
-        f"{variable('ports')}=29600-29699 and open it {where}",
-    )
-
-
-def _numbers(measured: Measured) -> Iterator[Diagnostic]:
-    if measured.other_version is not None and measured.other_version != ferrodist.__version__:
-        yield fail(
-            f"ferrodist {measured.other_version} is there, {ferrodist.__version__} is here",
-            "all ranks of a job need the same version: install it on both",
-        )
-    if (seconds := measured.round_trip) is not None:
-        what = f"a round trip takes {seconds * 1e3:.3f} ms"
-        far = "far for ranks that meet in every step: fewer, larger calls help"
-        yield note(what, far) if seconds > _FAR else ok(what)
-    to, back = measured.bytes_per_second_to, measured.bytes_per_second_from
-    if to is not None and back is not None:
-        what = f"{readable_nbytes(to)} per second to there, {readable_nbytes(back)} from there"
-        slow = "slow: is this the interface that you mean?"
-        slow += f" {variable('socket_ifname')} chooses another"
-        yield note(what, slow) if min(to, back) < _SLOW else ok(what)
-    if measured.ahead is not None:
-        yield _clock(measured.ahead)
-    if measured.problem is not None:
-        yield _problem(measured)
-
-
-def _clock(ahead: float) -> Diagnostic:
-    if abs(ahead) <= _APART:
-        return ok(f"the clocks of both hosts are {abs(ahead) * 1e3:.1f} ms apart")
-    return note(
-        f"the clock there is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}",
-        "ferrodist does not mind, but logs of both hosts are hard to compare: use NTP",
-    )
-
-
-def _problem(measured: Measured) -> Diagnostic:
-    has_data = None not in (measured.bytes_per_second_from, measured.bytes_per_second_to)
-    if measured.round_trip is not None and not has_data:
-        return fail(
-            f"small messages pass, large ones do not: {measured.problem}",
-            "typical of a wrong MTU on the way (tunnels, overlays, jumbo frames): compare 'ip "
-            "link' on both hosts, and lower the larger",
-        )
-    return fail(
-        f"the talk with {measured.other} broke off: {measured.problem}",
-        "try again; if it stays, something between the hosts ends connections",
-    )
