@@ -33,7 +33,7 @@ ALLOWED = {
 FRAMEWORKS = {"torch", "jax", "cupy", "ml_dtypes", "mpi4py", "ray"}
 # Engines, launchers and what ranks of others first hear of each other through, each in one file.
 FILES_OF_FRAMEWORKS = {
-    "rendezvous/foreign.py": {"torch", "mpi4py"},
+    "rendezvous/exchange.py": {"torch", "mpi4py"},
     "backends/mpi_calls.py": {"mpi4py"},
     "backends/torch_messages.py": {"torch"},
     "launch/ray_actors.py": {"ray"},
