@@ -58,7 +58,7 @@ def run() -> Iterator[Callable[..., list[Any]]]:
         return [own, *(one.result(20) for one in clients)]
 
     yield run
-    pool.shutdown(wait=False)
+    pool.shutdown()  # their files are closed before the next test looks
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 39])
