@@ -240,7 +240,9 @@ def test_a_long_wait_is_logged_with_the_rank_it_waits_for(start_hybrid_job):
     with start_hybrid_job(TWO_AND_TWO, body, FERRODIST_LOG_WAIT_AFTER="0.2") as job:
         for number in (0, 1, 2):
             words = f"rank {number}: still waiting for rank 3 in allreduce #2 at "
-            assert job[number].hear().startswith(words)
+            while "waiting for ranks" in (heard := job[number].hear()):
+                pass  # others of the three are late, too: the machine is busy
+            assert heard.startswith(words)
         job[3].tell()
         assert job[3].end().error is None
 

@@ -274,6 +274,9 @@ def be_a_template(listener: socket.socket, control: socket.socket, libraries: li
             serve(orders)
             os._exit(0)
         orders.close()
+    with suppress(ChildProcessError):
+        while True:  # what ranks have used counts as used by whoever measures this test run
+            os.wait()
 
 
 def serve(orders: socket.socket) -> None:
