@@ -111,7 +111,7 @@ PLAIN = st.recursive(
 
 @pytest.mark.slow
 @given(PLAIN)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_nesting_of_plain_objects_comes_through(value):
     again = decode(encode(value, False, "x"), False)
     assert again == value
@@ -236,7 +236,7 @@ def test_reading_never_runs_code():
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_bytes_are_an_object_or_a_protocol_error(data):
     with contextlib.suppress(ProtocolError):
         decode(data, False)

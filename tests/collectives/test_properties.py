@@ -5,7 +5,7 @@ import random
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ferrodist
@@ -102,7 +102,7 @@ def reductions(draw):
     )
 
 
-RELAXED = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(max_examples=120)
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ anything = st.floats() | st.integers(-5, 5) | st.floats(1, 1 + 1e-12)
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.dictionaries(st.text(max_size=5), st.lists(st.tuples(anything, anything), max_size=6)),
     st.booleans(),
