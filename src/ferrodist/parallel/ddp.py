@@ -18,8 +18,7 @@ import ferrodist
 from ferrodist.call import NOT_THE_USERS
 from ferrodist.parallel import backend_of, replicas
 from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
-from ferrodist.parallel.gradients import Gradients, adds_to_all_gradients
-from ferrodist.parallel.sparse import makes_sparse_gradients
+from ferrodist.parallel.gradients import Gradients, adds_to_all_gradients, makes_sparse_gradients
 from ferrodist.parallel.sync_batch_norm import adopt_layers, refuse_join
 
 NOT_THE_USERS.append(os.path.dirname(torch.__file__) + os.sep)  # errors name the line of backward()

@@ -6,8 +6,8 @@ A ``Case`` is plain data. ``contract_cases`` lists what a world of some size mus
 ``Report``. Expected values come from NumPy alone.
 
 The rule of this package: a check knows the public functions and the Backend, nothing below them.
-One file per check; ``cases`` says what is checked, ``values`` and ``expected``
-with what and against what.
+A file has one or two checks; ``cases`` says what is checked, ``values`` and
+``inputs`` with what and against what.
 """
 
 from ferrodist.testing.contract.case import Case

@@ -20,12 +20,10 @@ from ferrodist.testing.contract.groups import SCENARIOS as GROUPS
 from ferrodist.testing.contract.inputs import COUNTED, CUT, JOINED, PREFIXES, REDUCTIONS, ROOTED
 from ferrodist.testing.contract.messages import RINGS
 from ferrodist.testing.contract.messages import SCENARIOS as MESSAGES
-from ferrodist.testing.contract.mismatches import MISMATCHES
-from ferrodist.testing.contract.objects import OBJECT_FUNCTIONS, OBJECTS
+from ferrodist.testing.contract.mismatches import HAS_ROOT, MISMATCHES, SYNCHRONISING
+from ferrodist.testing.contract.objects import OBJECT_FUNCTIONS, OBJECTS, TREE_FUNCTIONS
 from ferrodist.testing.contract.reductions import custom_cases, pair_cases
 from ferrodist.testing.contract.refusals import REFUSALS
-from ferrodist.testing.contract.synchronised import HAS_ROOT, SYNCHRONISING
-from ferrodist.testing.contract.trees import TREE_FUNCTIONS
 from ferrodist.testing.contract.values import (
     BITS,
     COMPLEX,

@@ -23,8 +23,8 @@ from ferrodist import (
     UnsupportedArray,
     UnsupportedOp,
 )
+from ferrodist.testing.contract.case import Trial
 from ferrodist.testing.contract.groups import expect_group
-from ferrodist.testing.contract.trial import Trial
 from ferrodist.testing.contract.values import Array
 
 _LARGE = 20_000  # float64: more than a message that does not wait for its receiver

@@ -9,7 +9,7 @@ import numpy as np
 
 import ferrodist
 from ferrodist import Backend, CollectiveTimeout, GroupAborted, InvalidRank, RankLost
-from ferrodist.testing.contract.trial import Trial
+from ferrodist.testing.contract.case import Trial
 
 _SHORT = 0.1  # seconds; for calls that must run out of time
 

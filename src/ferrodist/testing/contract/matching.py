@@ -34,7 +34,7 @@ from ferrodist import (
     wait_all,
     wait_any,
 )
-from ferrodist.testing.contract.trial import Trial
+from ferrodist.testing.contract.case import Trial
 
 LARGE = 40_000  # elements of float32: beyond the 64 KB that a send may leave to the receiver
 _SHORT = 0.1  # seconds; for calls that must run out of time

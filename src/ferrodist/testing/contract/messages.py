@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ferrodist import CollectiveTimeout, SizeMismatch, Work, barrier, recv, send, sendrecv
+from ferrodist.testing.contract.case import Trial
 from ferrodist.testing.contract.inputs import make_input, values_of
 from ferrodist.testing.contract.matching import MATCHING
-from ferrodist.testing.contract.trial import Trial
 from ferrodist.testing.contract.values import Array
 
 LARGE = 40_000  # elements of float32: beyond the 64 KB that a send may leave to the receiver

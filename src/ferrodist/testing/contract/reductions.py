@@ -11,9 +11,8 @@ import numpy as np
 
 import ferrodist
 from ferrodist import Backend, ReduceOp, UnsupportedOp
-from ferrodist.testing.contract.case import Case
+from ferrodist.testing.contract.case import Case, Trial
 from ferrodist.testing.contract.inputs import all_values
-from ferrodist.testing.contract.trial import Trial
 from ferrodist.testing.contract.values import (
     COMPLEX,
     INTEGERS,

@@ -26,8 +26,8 @@ from ferrodist import (
     UnsupportedArray,
     UnsupportedOp,
 )
+from ferrodist.testing.contract.case import Trial
 from ferrodist.testing.contract.inputs import COUNTED, CUT, ROOTED
-from ferrodist.testing.contract.trial import Trial
 from ferrodist.testing.contract.values import numpy_dtype
 
 Attempt = Callable[[Backend], object]

@@ -13,7 +13,7 @@ import numpy as np
 
 import ferrodist
 from ferrodist import Backend, ReduceOp, Work
-from ferrodist.testing.contract.case import Case
+from ferrodist.testing.contract.case import Case, Trial, digest
 from ferrodist.testing.contract.inputs import (
     COUNTED,
     ROOTED,
@@ -29,7 +29,6 @@ from ferrodist.testing.contract.inputs import (
     rows_of,
     values_of,
 )
-from ferrodist.testing.contract.trial import Trial, digest
 from ferrodist.testing.contract.values import (
     Array,
     find_wrong_kind,

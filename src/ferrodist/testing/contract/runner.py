@@ -17,18 +17,15 @@ import numpy as np
 
 import ferrodist
 from ferrodist import Backend, CollectiveMismatch, DistributedError
-from ferrodist.testing.contract.case import Case
+from ferrodist.testing.contract.case import Case, Trial, describe_error
 from ferrodist.testing.contract.grids import check_grid
 from ferrodist.testing.contract.groups import check_group
 from ferrodist.testing.contract.messages import check_message
-from ferrodist.testing.contract.mismatches import check_mismatch
-from ferrodist.testing.contract.objects import check_object
+from ferrodist.testing.contract.mismatches import check_mismatch, check_synchronised
+from ferrodist.testing.contract.objects import check_empty_tree, check_object, check_tree
 from ferrodist.testing.contract.reductions import check_custom, check_pair
 from ferrodist.testing.contract.refusals import check_refused
 from ferrodist.testing.contract.results import Check, check_result
-from ferrodist.testing.contract.synchronised import check_synchronised
-from ferrodist.testing.contract.trees import check_empty_tree, check_tree
-from ferrodist.testing.contract.trial import Trial, describe_error
 
 _SHOWN = 20
 
