@@ -26,8 +26,8 @@ demo: $(STAMPS)/package
 # Where Python may not write bytecode files every process of a test would compile the package again.
 test test-fast test-long test-slurm torch-suite torch-ecosystem: export PYTHONDONTWRITEBYTECODE =
 
-# Four processes share the tests: the machine this must be quick on has two cores, and half of a test's
-# time, on average, goes by in waiting: for a timeout, for a program that starts, for a rank that is late.
+# Four processes share the tests: the machine this must be quick on has two cores, and a test that
+# waits, for a timeout or for a program that starts, leaves one to the others.
 PYTEST := $(BIN)/pytest -n 4 --dist worksteal
 
 test: $(STAMPS)/test peers $(STAMPS)/ray
