@@ -8,6 +8,7 @@ rank is lost (ULFM) while those left go on talking.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import math
@@ -32,7 +33,7 @@ from ferrodist.backends.mpi_calls import (
 from ferrodist.backends.peers import describe_difference
 from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.provider import RankStatus
-from ferrodist.backends.provider_link import CONTROL_TAG, EAGER_NBYTES, SPLIT_TAG
+from ferrodist.backends.provider_link import CONTROL_TAG, EAGER_NBYTES
 from ferrodist.backends.registry import program_end
 from ferrodist.backends.running_call import CollectiveArgs
 from ferrodist.buffer import Buffer, DType
@@ -45,7 +46,7 @@ from ferrodist.rendezvous import Job
 
 logger = logging.getLogger("ferrodist")
 
-_NUM_TAGS = 16  # those of the base; above them are those of splits
+_NUM_TAGS = 16  # those of the base; above them are those of MPI_Comm_create_group
 _SPINS = 2000  # looks at a request before the thread sleeps between them
 _FIRST_NAP, _LAST_NAP = 5e-5, 1e-3  # seconds
 _LONGEST_NAP = 0.05  # seconds between looks at sends that nobody waits for
@@ -223,7 +224,7 @@ class MpiEngine:
         for one in (comm, collectives):
             one.Set_errhandler(MPI.ERRORS_RETURN)
         self.has_threads = has_threads()
-        self._num_split_tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - _NUM_TAGS
+        self._num_splits = itertools.count()  # of which this rank is the first member
         self._looked_at = 0.0
         self._lost: frozenset[int] = frozenset()
 
@@ -345,7 +346,7 @@ class MpiEngine:
         is_small = len(data) <= EAGER_NBYTES
         kept: Any = bytes(data) if is_small else data
         try:
-            request = self._comm.Isend(_spec(kept), peer, self._tag(tag))
+            request = self._comm.Isend(_spec(kept), peer, tag - CONTROL_TAG)
         except MPI.Exception as error:
             if error.Get_error_class() in _LOST:
                 raise lost(error, peer) from error
@@ -360,7 +361,7 @@ class MpiEngine:
     def irecv(self, memory: memoryview, peer: int, tag: int) -> MpiRequest:
         """Receive the next message of a rank with this tag."""
         try:
-            request = self._comm.Irecv(_spec(memory), peer, self._tag(tag))
+            request = self._comm.Irecv(_spec(memory), peer, tag - CONTROL_TAG)
         except MPI.Exception as error:
             if error.Get_error_class() in _LOST:
                 raise lost(error, peer) from error
@@ -371,15 +372,13 @@ class MpiEngine:
         """Return the length of the next message; None if none came."""
         status = MPI.Status()
         try:
-            if not self._comm.Iprobe(peer, self._tag(tag), status):
+            if not self._comm.Iprobe(peer, tag - CONTROL_TAG, status):
                 return None
         except MPI.Exception as error:
             if error.Get_error_class() in _LOST:
                 return None  # what it had sent before is gone with it
             raise
-        # Nothing that is probed for is empty. Open MPI says so of a rank that failed, and maybe of
-        # others: then the message is there at the next look.
-        return int(status.Get_elements(MPI.BYTE)) or None
+        return int(status.Get_elements(MPI.BYTE))
 
     def has_message(self, tag: int) -> bool:
         """Tell whether anybody has sent something with this tag that nobody receives."""
@@ -388,31 +387,49 @@ class MpiEngine:
         except MPI.Exception:
             return True  # a rank is lost: each is asked
 
-    def _tag(self, tag: int) -> int:
-        """Fit a tag into those of MPI; a split's holds a hash, of which as much is kept as fits."""
-        if tag < SPLIT_TAG:
-            return tag - CONTROL_TAG
-        return _NUM_TAGS + tag % int(self._num_split_tags)
-
     # -- groups and ends ------------------------------------------------------------------------
 
-    def split(self, ranks: Sequence[int]) -> MpiEngine:
+    def propose_split(self) -> bytes:
+        """Tell which ranks are lost, and a tag for MPI_Comm_create_group.
+
+        Open MPI sends its messages on the communicator of the parent like those of users: no tag
+        of ours, and not that of another split that some member is in at the same time. That of the
+        first member is taken: it has not given it away before, nor has anybody else.
+        """
+        lost = self._find_lost()
+        flags = bytes(rank in lost for rank in range(self.world_size))
+        largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        tag = next(self._num_splits) * self.world_size + self.rank
+        return flags + (_NUM_TAGS + tag % (largest - _NUM_TAGS)).to_bytes(4, "little")
+
+    def split(self, ranks: Sequence[int], told: Sequence[bytes] = ()) -> MpiEngine:
         """Make a group of some ranks of this one; after a loss first of all that are left."""
-        gone = self._lost  # as all members have learnt of each other
-        parent, places = self._comm, list(ranks)
-        if gone:
-            left = [rank for rank in range(self.world_size) if rank not in gone]
-            if sorted(ranks) != left:
-                raise InvalidRank(
-                    f"split({list(ranks)}): after the loss of {sorted(gone)} MPI first makes a "
-                    f"group of all ranks that are left: split({left}), and from that further",
-                    this_rank=self.rank,
-                )
-            parent, places = self._comm.Shrink(), [left.index(rank) for rank in ranks]
-        group = parent.Get_group().Incl(places)
-        comm = parent.Create_group(group, 0)
-        group.Free()
-        return MpiEngine(comm, comm.Dup(), [self._hosts[rank] for rank in ranks])
+        size = self.world_size
+        gone = {rank for one in told for rank in range(size) if one[rank]}
+        self._lost |= gone
+        with self._naming():
+            if gone:
+                comm = self._shrink(ranks, gone)
+            else:
+                own = self._comm.Get_group()
+                group = own.Incl(list(ranks))
+                comm = self._comm.Create_group(group, int.from_bytes(told[0][size:], "little"))
+                own.Free()
+                group.Free()
+            return MpiEngine(comm, comm.Dup(), [self._hosts[rank] for rank in ranks])
+
+    def _shrink(self, ranks: Sequence[int], gone: set[int]) -> Any:
+        left = [rank for rank in range(self.world_size) if rank not in gone]
+        if sorted(ranks) != left:
+            raise InvalidRank(
+                f"split({list(ranks)}): after the loss of {sorted(gone)} MPI first makes a "
+                f"group of all ranks that are left: split({left}), and from that further",
+                this_rank=self.rank,
+            )
+        shrunk = self._comm.Shrink()
+        comm = shrunk.Split(0, list(ranks).index(self.rank))
+        shrunk.Free()
+        return comm
 
     def abort(self, reason: str) -> None:
         """Let collectives that wait for a lost rank raise; without ULFM there are none."""
@@ -428,14 +445,6 @@ class MpiEngine:
             self._find_lost()
         return "lost" if rank in self._lost else "unknown"
 
-    def lost_ranks(self) -> frozenset[int]:
-        """Tell which ranks MPI says to have failed."""
-        return self._find_lost()
-
-    def learn_lost(self, ranks: set[int]) -> None:
-        """Hear which ranks others know to have failed."""
-        self._lost |= ranks
-
     def _find_lost(self) -> frozenset[int]:
         """Ask MPI which ranks have failed; one without fault tolerance never says any."""
         self._looked_at = time.monotonic()
@@ -443,7 +452,9 @@ class MpiEngine:
             failed = self._comm.Get_failed()
             if failed.Get_size():
                 own = self._comm.Get_group()
-                self._lost |= frozenset(MPI.Group.Translate_ranks(failed, None, own))
+                self._lost |= frozenset(failed.Translate_ranks(None, own))
+                own.Free()
+            failed.Free()
         except (NotImplementedError, MPI.Exception):
             pass
         return self._lost

@@ -162,5 +162,11 @@ class Engine(Provider, Protocol):
         For what it does itself. None if it goes through ``collective``, some microseconds slower.
         """
 
+    def propose_split(self) -> bytes:
+        """Return what the other members of a split have to know from this rank; optional."""
+
+    def split(self, ranks: Sequence[int], told: Sequence[bytes] = ()) -> Engine:
+        """Make a group of some ranks; ``told`` by each of them if there is ``propose_split``."""
+
     def has_message(self, tag: int) -> bool:
         """Tell whether a message with this tag has come, of any rank, that nobody receives."""

@@ -12,11 +12,11 @@ import struct
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self, cast
 
-from ferrodist import _native
 from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.engine_path import BoundCall, call_path
@@ -35,7 +35,6 @@ from ferrodist.backends.provider import Engine, Provider
 from ferrodist.backends.provider_link import (
     DATA_TAG,
     ENTRY_TAG,
-    SPLIT_TAG,
     ProviderLink,
     ProviderMessenger,
     Waiting,
@@ -405,10 +404,7 @@ class ProviderBackend(ThreadMessagingBackend):
         with self._aborting_on_interrupt("split"):
             self._link.poll()
             self._link.refuse_if_aborted()
-            self._meet(members, deadline)
-            if self.engine is not None:
-                self._meet_again(members)
-            provider = self._provider.split(members)
+            provider = self._meet(members, deadline)
         world_ranks = tuple(self._link.members[member] for member in members)
         link = ProviderLink(provider, world_ranks, self._link)
         made = type(self)(provider, self.config, _link=link)
@@ -417,30 +413,30 @@ class ProviderBackend(ThreadMessagingBackend):
         self._children.add(made)
         return made
 
-    def _meet_again(self, members: tuple[int, ...]) -> None:
-        """See that nobody has given up, for whom an engine would wait for ever; share losses."""
-        engine: Any = self.engine
-        lost = engine.lost_ranks() if hasattr(engine, "lost_ranks") else ()
-        mine = bytes(rank in lost for rank in range(self.world_size))
-        found = self._meet(members, Deadline(_WORDS_SECONDS), mine)
-        if hasattr(engine, "learn_lost"):
-            engine.learn_lost(
-                {rank for one in found for rank, is_lost in enumerate(one) if is_lost}
-            )
-
-    def _meet(self, members: tuple[int, ...], deadline: Deadline, mine: bytes = b"") -> list[bytes]:
-        """Wait until all members have called split with the same list; return what each tells."""
+    def _meet(self, members: tuple[int, ...], deadline: Deadline) -> Provider:
+        """Wait until all members have called split with the same list; then make the group."""
         nth = self._splits[members] = self._splits.get(members, 0) + 1
-        tag = SPLIT_TAG | (_native.fingerprint([nth, *members]) & (SPLIT_TAG - 1))
+        propose = getattr(self._provider, "propose_split", None)
+        told = self._tell_members(members, nth, b"" if propose is None else propose(), deadline)
+        if self.engine is not None:  # it would wait for ever for somebody who has given up
+            self._tell_members(members, -nth, b"", Deadline(_WORDS_SECONDS))
+        if propose is None:
+            return self._provider.split(members)
+        return cast(Engine, self._provider).split(members, told)
+
+    def _tell_members(
+        self, members: tuple[int, ...], nth: int, mine: bytes, deadline: Deadline
+    ) -> list[bytes]:
+        """Tell all members something about a split; return what each has told."""
+        key = array("q", [nth, *members]).tobytes()
+        self._link.splits[self.rank, key] = mine
         others = [member for member in members if member != self.rank]
-        found = [bytearray(len(mine)) for _ in others]
-        waiting: Waiting = [(peer, self._link.isend(mine, peer, tag)) for peer in others]
-        pairs = zip(others, found, strict=True)
-        waiting += [(peer, self._link.irecv(memory, peer, tag)) for peer, memory in pairs]
         self._link.wait(
-            waiting, lambda absent: self._check_split(members, absent, deadline), deadline
+            self._link.tell_of_split(key, mine, others),
+            lambda absent: self._check_split(members, absent, deadline),
+            deadline,
         )
-        return [mine, *map(bytes, found)]
+        return [self._link.splits.pop((member, key)) for member in members]
 
     def _check_split(self, members: Sequence[int], absent: list[int], deadline: Deadline) -> None:
         what, facts = self._name_split(members), {"this_rank": self.rank}

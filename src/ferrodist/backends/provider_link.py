@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
@@ -58,10 +58,9 @@ CONTROL_TAG = 1 << 32
 ENTRY_TAG = CONTROL_TAG + 1  # what ranks compare before a collective
 DATA_TAG = CONTROL_TAG + 2  # collectives that are made of messages
 MESSAGE_TAG = CONTROL_TAG + 3  # point-to-point messages of users, whatever their tag
-SPLIT_TAG = 1 << 62  # with a hash of the members in its lower bits
 
 EAGER_NBYTES = 64 * 1024  # up to here a send does not wait for its receiver
-_ERROR, _LEFT = b"E", b"L"
+_ERROR, _LEFT, _SPLIT = b"E", b"L", b"S"
 # What ranks tell of the nth entry of an engine: that a deadline has passed, that one is inside,
 # that it goes on although its deadline had passed.
 PAST_DEADLINE, INSIDE, GOES_ON = b"D", b"I", b"C"
@@ -94,6 +93,7 @@ class ProviderLink:
         self.num_entered = 0  # how many entries of an engine this rank has made
         self.inside: dict[int, int] = {}  # the last entry that each peer has said to be in
         self.past_deadline: dict[int, int] = {}  # entries that peers may be about to give up
+        self.splits: dict[tuple[int, bytes], bytes] = {}  # what peers tell of splits, by their keys
         self._has_message = getattr(provider, "has_message", None)
         self._lock = threading.RLock()  # reentrant, as everything a finalizer may touch
         self.peers = [rank for rank in range(provider.world_size) if rank != self.rank]
@@ -211,6 +211,10 @@ class ProviderLink:
             (self._left_after[peer],) = _NUMBER.unpack_from(body)
             self._left.setdefault(peer, unpack_leave_reason(body[_NUMBER.size :]))
             return
+        if word == _SPLIT:
+            end = _NUMBER.size + _NUMBER.unpack_from(body)[0]
+            self.splits[peer, body[_NUMBER.size : end]] = body[end:]
+            return
         if word != _ERROR:
             self._hear_of_entry(peer, word, _NUMBER.unpack(body)[0])
             return
@@ -231,6 +235,12 @@ class ProviderLink:
         """Tell some ranks, or all, something about an entry of an engine."""
         with self._busy():
             self._tell(word + _NUMBER.pack(entry), self.peers if peers is None else peers)
+
+    def tell_of_split(self, key: bytes, mine: bytes, peers: Sequence[int]) -> Waiting:
+        """Tell the other members of a split that this rank is there; wait for them by what comes."""
+        with self._busy():
+            self._tell(_SPLIT + _NUMBER.pack(len(key)) + key + mine, peers)
+        return [(peer, _Meeting(self, (peer, key))) for peer in peers]
 
     def needed(self) -> list[int]:
         """List the peers that a rank in its last entry depends on: not those who were through."""
@@ -319,6 +329,21 @@ class ProviderLink:
                 self.provider.close()
         finally:
             self._lock.release()
+
+
+class _Meeting(NamedTuple):
+    """The wait for what a peer tells of a split."""
+
+    link: ProviderLink
+    key: tuple[int, bytes]
+
+    def test(self) -> bool:
+        """Tell whether it has come."""
+        return self.key in self.link.splits
+
+    def cancel(self) -> bool:
+        """Give it up; False if it has come."""
+        return not self.test()
 
 
 def _undone(waiting: Sequence[tuple[int, Request]]) -> Waiting:
