@@ -152,19 +152,40 @@ def lost(error: Exception, peer: int | None) -> ConnectionError:
     return ConnectionError(str(error)) if peer is None else ConnectionError(peer)
 
 
+class _Closed:
+    """The communicators of a group that this rank has left.
+
+    MPI gives their numbers to new ones: so they are freed when nobody sends anything more, and
+    stay for ever if a message was never received. MPI_Comm_free is a collective in name only: in
+    MPICH and Open MPI it waits for nobody, and what is in flight ends as usual.
+    """
+
+    def __init__(self, comms: tuple[Any, ...], is_over: Callable[[], bool]) -> None:
+        self._comms, self._is_over = comms, is_over
+
+    def test(self) -> bool:
+        """Free them if the time has come; tell whether it has."""
+        if not self._is_over():
+            return False
+        if not self._comms[0].Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG):
+            for comm in self._comms:
+                comm.Free()
+        return True
+
+
 class _Unfinished:
-    """Requests that nobody waits for any more: sends on their way, and what was given up.
+    """What nobody waits for any more: sends on their way, what was given up, groups that were left.
 
     A thread advances them if MPI allows it; else any call does that sends.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests: list[MpiRequest] = []
+        self._requests: list[MpiRequest | _Closed] = []
         self._thread: threading.Thread | None = None
         atexit.register(self._finish)
 
-    def keep(self, request: MpiRequest) -> None:
+    def keep(self, request: MpiRequest | _Closed) -> None:
         """Hold a request and its memory until it is done."""
         self.advance()
         with self._lock:
@@ -174,30 +195,32 @@ class _Unfinished:
                 self._thread.start()
 
     def advance(self) -> bool:
-        """Let MPI advance them; tell whether any is left."""
+        """Let MPI advance them; tell whether any message is left."""
         with self._lock:
+            if MPI.Is_finalized():
+                self._requests = []
             self._requests = [one for one in self._requests if not _is_over(one)]
-            return bool(self._requests)
+            return any(isinstance(one, MpiRequest) for one in self._requests)
 
     def _run(self) -> None:
         nap = _FIRST_NAP
         while True:
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
-            if not self.advance():
-                with self._lock:
-                    if not self._requests:
-                        self._thread = None
-                        return
+            self.advance()
+            with self._lock:
+                if not self._requests:
+                    self._thread = None
+                    return
 
     def _finish(self) -> None:
         """At the end of the program: give messages a moment, no more; MPI then drops them."""
         end = time.monotonic() + _EXIT_SECONDS
-        while not MPI.Is_finalized() and self.advance() and time.monotonic() < end:
+        while self.advance() and time.monotonic() < end:
             time.sleep(_LAST_NAP)
 
 
-def _is_over(request: MpiRequest) -> bool:
+def _is_over(request: MpiRequest | _Closed) -> bool:
     try:
         return request.test()
     except (ConnectionError, MPI.Exception):
@@ -345,13 +368,7 @@ class MpiEngine:
         """Send bytes."""
         is_small = len(data) <= EAGER_NBYTES
         kept: Any = bytes(data) if is_small else data
-        try:
-            request = self._comm.Isend(_spec(kept), peer, tag - CONTROL_TAG)
-        except MPI.Exception as error:
-            if error.Get_error_class() in _LOST:
-                raise lost(error, peer) from error
-            raise
-        made = MpiRequest([request], kept, peer)
+        made = MpiRequest([_start(self._comm.Isend, kept, peer, tag)], kept, peer)
         if not is_small:
             return made
         if not made.test():
@@ -360,12 +377,7 @@ class MpiEngine:
 
     def irecv(self, memory: memoryview, peer: int, tag: int) -> MpiRequest:
         """Receive the next message of a rank with this tag."""
-        try:
-            request = self._comm.Irecv(_spec(memory), peer, tag - CONTROL_TAG)
-        except MPI.Exception as error:
-            if error.Get_error_class() in _LOST:
-                raise lost(error, peer) from error
-            raise
+        request = _start(self._comm.Irecv, memory, peer, tag)
         return MpiRequest([request], memory, peer, is_receive=True)
 
     def iprobe(self, peer: int, tag: int) -> int | None:
@@ -389,14 +401,14 @@ class MpiEngine:
 
     # -- groups and ends ------------------------------------------------------------------------
 
-    def propose_split(self) -> bytes:
+    def propose_split(self, lost: set[int]) -> bytes:
         """Tell which ranks are lost, and a tag for MPI_Comm_create_group.
 
         Open MPI sends its messages on the communicator of the parent like those of users: no tag
         of ours, and not that of another split that some member is in at the same time. That of the
         first member is taken: it has not given it away before, nor has anybody else.
         """
-        lost = self._find_lost()
+        lost = lost | self._find_lost()
         flags = bytes(rank in lost for rank in range(self.world_size))
         largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         tag = next(self._num_splits) * self.world_size + self.rank
@@ -437,7 +449,11 @@ class MpiEngine:
             self._collectives.Revoke()
 
     def close(self) -> None:
-        """Leave. The communicators stay: to free one is a collective of MPI."""
+        """Leave; the communicators stay until all have left."""
+
+    def free_after(self, is_over: Callable[[], bool]) -> None:
+        """Free the communicators when all have left."""
+        _unfinished.keep(_Closed((self._comm, self._collectives), is_over))
 
     def status(self, rank: int) -> RankStatus:
         """Tell whether a rank is lost, as far as MPI knows."""
@@ -460,15 +476,24 @@ class MpiEngine:
         return self._lost
 
 
-def _spec(data: memoryview | bytes) -> list[Any]:
-    """Describe bytes to MPI, however many."""
-    if len(data) <= _LARGEST:
-        return [data, MPI.BYTE]
-    blocks, rest = divmod(len(data), _BLOCK)
-    block = MPI.BYTE.Create_contiguous(_BLOCK)
-    whole = MPI.Datatype.Create_struct([blocks, rest], [0, blocks * _BLOCK], [block, MPI.BYTE])
-    whole.Commit()
-    return [data, 1, whole]
+def _start(call: Any, data: memoryview | bytes, peer: int, tag: int) -> Any:
+    """Start to send or receive bytes, however many."""
+    try:
+        if len(data) <= _LARGEST:
+            return call([data, MPI.BYTE], peer, tag - CONTROL_TAG)
+        blocks, rest = divmod(len(data), _BLOCK)
+        block = MPI.BYTE.Create_contiguous(_BLOCK)
+        whole = MPI.Datatype.Create_struct([blocks, rest], [0, blocks * _BLOCK], [block, MPI.BYTE])
+        whole.Commit()
+        try:
+            return call([data, 1, whole], peer, tag - CONTROL_TAG)
+        finally:
+            block.Free()
+            whole.Free()
+    except MPI.Exception as error:
+        if error.Get_error_class() in _LOST:
+            raise lost(error, peer) from error
+        raise
 
 
 # -- joining ---------------------------------------------------------------------------------------

@@ -162,11 +162,17 @@ class Engine(Provider, Protocol):
         For what it does itself. None if it goes through ``collective``, some microseconds slower.
         """
 
-    def propose_split(self) -> bytes:
+    def propose_split(self, lost: set[int]) -> bytes:
         """Return what the other members of a split have to know from this rank; optional."""
 
     def split(self, ranks: Sequence[int], told: Sequence[bytes] = ()) -> Engine:
         """Make a group of some ranks; ``told`` by each of them if there is ``propose_split``."""
+
+    def free_after(self, is_over: Callable[[], bool]) -> None:
+        """Free what the group holds when all its ranks have left, some time after close; optional.
+
+        Then ``is_over`` says True; where it raises ConnectionError, it will never be sure.
+        """
 
     def has_message(self, tag: int) -> bool:
         """Tell whether a message with this tag has come, of any rank, that nobody receives."""

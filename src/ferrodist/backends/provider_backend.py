@@ -417,7 +417,8 @@ class ProviderBackend(ThreadMessagingBackend):
         """Wait until all members have called split with the same list; then make the group."""
         nth = self._splits[members] = self._splits.get(members, 0) + 1
         propose = getattr(self._provider, "propose_split", None)
-        told = self._tell_members(members, nth, b"" if propose is None else propose(), deadline)
+        mine = b"" if propose is None else propose(self._link.gone())
+        told = self._tell_members(members, nth, mine, deadline)
         if self.engine is not None:  # it would wait for ever for somebody who has given up
             self._tell_members(members, -nth, b"", Deadline(_WORDS_SECONDS))
         if propose is None:

@@ -95,6 +95,7 @@ class ProviderLink:
         self.past_deadline: dict[int, int] = {}  # entries that peers may be about to give up
         self.splits: dict[tuple[int, bytes], bytes] = {}  # what peers tell of splits, by their keys
         self._has_message = getattr(provider, "has_message", None)
+        self._free_after = getattr(provider, "free_after", None)
         self._lock = threading.RLock()  # reentrant, as everything a finalizer may touch
         self.peers = [rank for rank in range(provider.world_size) if rank != self.rank]
 
@@ -237,7 +238,7 @@ class ProviderLink:
             self._tell(word + _NUMBER.pack(entry), self.peers if peers is None else peers)
 
     def tell_of_split(self, key: bytes, mine: bytes, peers: Sequence[int]) -> Waiting:
-        """Tell the other members of a split that this rank is there; wait for them by what comes."""
+        """Tell the other members of a split that this rank is there; return what to wait for."""
         with self._busy():
             self._tell(_SPLIT + _NUMBER.pack(len(key)) + key + mine, peers)
         return [(peer, _Meeting(self, (peer, key))) for peer in peers]
@@ -299,6 +300,11 @@ class ProviderLink:
         if aborted is not None:
             raise aborted.later(self.rank)
 
+    def gone(self) -> set[int]:
+        """List the peers of which nothing is known but that they cannot be reached."""
+        told = {e.facts["rank"] for e in self._errors if e.facts.get("how") == failures.GONE.how}
+        return told | {rank for rank, reason in self._left.items() if reason == failures.GONE}
+
     def left(self, peer: int) -> LeaveReason | None:
         """Tell how a rank left; None while it is there, or nobody knows."""
         if peer not in self._left and self.provider.status(peer) == "lost":
@@ -327,8 +333,25 @@ class ProviderLink:
                 words = _LEFT + _NUMBER.pack(self.num_entered) + pack_leave_reason(leave_reason)
                 self._tell(words, self.peers)
                 self.provider.close()
+                if self._free_after is not None:
+                    self._free_after(self._is_over)
         finally:
             self._lock.release()
+
+    def _is_over(self) -> bool:
+        """Read on after leaving: tell whether all have left, so that nothing can come any more.
+
+        Raises ConnectionError if that is never sure: the group has failed, or ranks left with an
+        exchange that others may still be in.
+        """
+        for peer in self.peers:
+            while peer not in self._left_after:
+                if (memory := self.try_read(peer, CONTROL_TAG)) is None:
+                    return False
+                self._hear(peer, memory)
+        if self._errors or any(entry != self.num_entered for entry in self._left_after.values()):
+            raise ConnectionError("something may be on its way for ever")
+        return True
 
 
 class _Meeting(NamedTuple):
