@@ -262,6 +262,7 @@ while mpi._unfinished._requests:  # their last ones are freed when all have hear
 kept = world.dup()
 if rank == 0:
     kept.send(1, 1)  # which nobody receives
+kept.barrier()
 kept.close()
 assert world.allreduce(rank) == 3
 print("all is well", flush=True)
@@ -305,6 +306,73 @@ def test_a_rank_that_raises_is_named_by_the_others_and_ends_the_job(mpi: str) ->
     assert "rank 1 raised ValueError: no such file" in done.stderr
 
 
+INTERRUPTS = """
+import signal, pytest, numpy as np, ferrodist
+from ferrodist.backends.entrance import Entrance
+from ferrodist.backends.mpi_calls import MPI
+
+world = ferrodist.init("mpi")
+rank = world.rank
+enter, have_all_come = Entrance.enter, Entrance._have_all_come
+
+def enter_and_interrupt(*args):
+    enter(*args)
+    signal.raise_signal(signal.SIGINT)
+
+# between the exchange and MPI's call, and on the general path: the others' call succeeds
+for call in (lambda g: g.allreduce(np.ones(3)), lambda g: g.all_gather(np.ones((2, 2)))):
+    group = world.dup()
+    assert len(call(group))
+    if rank == 1:
+        Entrance.enter = enter_and_interrupt
+        with pytest.raises(KeyboardInterrupt):
+            call(group)
+        Entrance.enter = enter
+    else:
+        assert len(call(group))
+    with pytest.raises(ferrodist.GroupAborted, match="KeyboardInterrupt"):
+        call(group)
+
+# in the exchange, before the others come: nobody waits in MPI for a rank that has gone
+group = world.dup()
+if rank == 1:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        group.allreduce(np.ones(3))
+    MPI.COMM_WORLD.send(0, 0)
+else:
+    rank or MPI.COMM_WORLD.recv(source=1)
+    with pytest.raises(ferrodist.GroupAborted, match="KeyboardInterrupt"):
+        group.allreduce(np.ones(3))
+
+# in the exchange, while the last one comes: it is too late, and all go through
+group = world.dup()
+come = []
+def come_meanwhile(self, request):
+    MPI.COMM_WORLD.send(0, 0)
+    come.append(have_all_come(self, request))
+    return come[-1]
+Entrance._have_all_come = come_meanwhile
+if rank == 1:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        group.allreduce(np.ones(3))
+    assert come == [True]
+else:
+    rank or MPI.COMM_WORLD.recv(source=1)
+    assert group.allreduce(np.ones(3)).tolist() == [3, 3, 3]
+with pytest.raises(ferrodist.GroupAborted, match="KeyboardInterrupt"):
+    group.allreduce(np.ones(3))
+print("all is well", flush=True)
+"""
+
+
+@BOTH
+def test_ctrl_c_before_the_call_of_mpi_leaves_nobody_waiting_in_it(mpi: str) -> None:
+    check(run_mpi(mpi, 3, INTERRUPTS), 3)
+
+
 @BOTH
 @pytest.mark.parametrize("level", ["serialized", "single"])
 def test_without_threads_calls_in_flight_run_when_they_are_waited_for(mpi: str, level: str) -> None:
@@ -313,6 +381,7 @@ def test_without_threads_calls_in_flight_run_when_they_are_waited_for(mpi: str, 
         import mpi4py
         mpi4py.rc.thread_level = "{level}"
         import numpy as np, pytest, ferrodist
+        from mpi4py import MPI
 
         backend = ferrodist.init("mpi")
         rank, other = backend.rank, 1 - backend.rank
@@ -328,17 +397,33 @@ def test_without_threads_calls_in_flight_run_when_they_are_waited_for(mpi: str, 
         backend.send(np.arange(3) + rank, other)
         assert received.wait(60).tolist() == [other, other + 1, other + 2]
         refused = []
-        def call():
-            try:
-                backend.barrier()
-            except ferrodist.InvalidArgument as error:
-                refused.append(str(error))
-        thread = threading.Thread(target=call)
+        pending = backend.allreduce(rank, async_op=True)
+        def call_all():
+            for call in (backend.barrier, pending.wait, backend.abort, backend.close):
+                try:
+                    call()
+                except ferrodist.InvalidArgument as error:
+                    refused.append(str(error))
+            refused.append(pending.done())
+        thread = threading.Thread(target=call_all)
         thread.start()
         thread.join()
-        assert "only the main thread" in refused[0]
+        assert all("only the main thread" in text for text in refused[:4]), refused
+        assert refused[4:] == [False] and pending.wait() == 1
         never = backend.recv(other, async_op=True)
         assert never.cancel()
+        never = backend.recv(other, async_op=True)
+        with pytest.raises(TimeoutError):
+            never.wait(0.2)  # though the timeout of the call is a minute
+        group = backend.dup()
+        if rank:
+            with pytest.raises(ferrodist.CollectiveTimeout, match="within 0.2 s"):
+                group.allreduce(rank, async_op=True).wait(0.2)
+            MPI.COMM_WORLD.send(0, 0)
+        else:
+            MPI.COMM_WORLD.recv(source=1)
+        with pytest.raises(ferrodist.GroupAborted):
+            group.allreduce(rank)
         backend.allreduce(rank, async_op=True)
         backend.close()
         print("all is well", flush=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ferrodist.backends import failures
 from ferrodist.backends.p2p import Posted
 from ferrodist.backends.provider import Provider
 from ferrodist.backends.provider_backend import ProviderBackend
@@ -24,28 +25,35 @@ T = TypeVar("T")
 
 
 class DeferredWork(Work[T]):
-    """A call that runs on the thread that first asks for it: ``done`` finishes it, too."""
+    """A call that runs when the main thread first asks for it: ``done`` finishes it, too."""
 
-    def __init__(self, describe: str, run: Callable[[], None], cancel: Any = None) -> None:
+    def __init__(
+        self, describe: str, run: Callable[[float | None], None], cancel: Any = None
+    ) -> None:
         super().__init__(describe, cancel=cancel)
         self._run = run
 
     def result(self, timeout: float | None = None) -> T:
-        """Run the call, if it has not run, and return its result."""
-        self.done()
+        """Run the call, if it has not run, and return its result; a timeout ends the call."""
+        self._run_asked(timeout)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Run the call, if it has not run, and return its error."""
-        self.done()
+        """Run the call, if it has not run, and return its error; a timeout ends the call."""
+        self._run_asked(timeout)
         return super().exception(timeout)
 
     def done(self) -> bool:
-        """Run the call, if it has not run: it is done."""
+        """Run the call, if it has not run: it is done. Other threads are told how it stands."""
+        if _is_main():
+            self._run_asked(None)
+        return self.has_run
+
+    def _run_asked(self, timeout: float | None) -> None:
         if not self.has_run:
+            _check_main(self.describe)
             self.is_asked = True
-            self.run()
-        return True
+            self.run(timeout)
 
     def __repr__(self) -> str:
         return f"<Work {self.describe} {'done' if self.has_run else 'in flight'}>"
@@ -55,10 +63,10 @@ class DeferredWork(Work[T]):
         """Whether it has run, or was cancelled."""
         return super().done()
 
-    def run(self) -> None:
+    def run(self, timeout: float | None = None) -> None:
         """Run the call now, asked for or not."""
         if not self.has_run:
-            self._run()
+            self._run(timeout)
 
     def cancel(self) -> bool:
         """Withdraw a receive that has not run."""
@@ -72,6 +80,18 @@ class DeferredWork(Work[T]):
         """Run the call, then ``fn(work)``."""
         self.done()
         super().add_done_callback(fn)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _check_main(what: str) -> None:
+    if not _is_main():
+        raise InvalidArgument(
+            f"{what}: the engine was initialised for one thread: only the main thread may "
+            "communicate; MPI_THREAD_MULTIPLE allows all"
+        )
 
 
 class DeferredBackend(ProviderBackend):
@@ -88,17 +108,28 @@ class DeferredBackend(ProviderBackend):
         self._has_threads: bool = getattr(provider, "has_threads", True)
         if not self._has_threads:
             self._call_path = None  # which knows nothing of what is deferred
-        self._deferred: deque[tuple[int, Callable[[], None]]] = deque()
+        self._deferred: deque[tuple[int, Deadline, Callable[[], None]]] = deque()
         self._deferred_messages: list[DeferredWork[Any]] = []
 
     def _check_usable(self) -> None:
         super()._check_usable()
-        if not self._has_threads and threading.current_thread() is not threading.main_thread():
-            raise InvalidArgument(
-                "the engine was initialised for one thread: only the main thread may communicate; "
-                "MPI_THREAD_MULTIPLE allows all",
-                this_rank=self.rank,
-            )
+        if not self._has_threads:
+            _check_main(f"a call of rank {self.rank}")
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Give the group up, and every group split off it."""
+        if self._has_threads:
+            super().abort(reason)
+            return
+        self._check_process()
+        _check_main("abort")
+        self._link.set_error(failures.abort(self.rank, reason))
+
+    def close(self) -> None:
+        """Finish what is in flight and leave the group; raise the error of a Work nobody asked."""
+        if not self._has_threads:
+            _check_main("close")
+        super().close()
 
     def _call(self, call: Call, deadline: Deadline) -> RunningCall:
         self._run_deferred()
@@ -116,23 +147,29 @@ class DeferredBackend(ProviderBackend):
 
         label = prepared.call.kind.label
         work: DeferredWork[T] = DeferredWork(
-            f"{label} #{ticket}", lambda: self._run_deferred(ticket)
+            f"{label} #{ticket}", lambda timeout: self._run_deferred(ticket, timeout)
         )
-        self._deferred.append((ticket, lambda: self._finish(work, run)))
+        self._deferred.append((ticket, prepared.deadline, lambda: self._finish(work, run)))
         return work
 
-    def _run_deferred(self, last: int | None = None) -> None:
+    def _run_deferred(self, last: int | None = None, timeout: float | None = None) -> None:
         """Run what was deferred, up to a ticket."""
         while self._deferred and (last is None or self._deferred[0][0] <= last):
-            self._deferred.popleft()[1]()
+            _, deadline, run = self._deferred.popleft()
+            deadline.shorten(timeout)
+            run()
 
     def _in_background(self, posted: Posted) -> Work[Any]:
         if self._has_threads or posted.is_done:
             return super()._in_background(posted)
         cancel = posted.cancel if posted.is_receive else None
-        work: DeferredWork[Any] = DeferredWork(
-            posted.what, lambda: self._finish(work, posted.finish), cancel
-        )
+
+        def run(timeout: float | None) -> None:
+            if posted.deadline is not None:
+                posted.deadline.shorten(timeout)
+            self._finish(work, posted.finish)
+
+        work: DeferredWork[Any] = DeferredWork(posted.what, run, cancel)
         waiting = [one for one in self._deferred_messages if not one.has_run]
         self._deferred_messages = [*waiting, work]
         return work

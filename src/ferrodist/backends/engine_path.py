@@ -101,13 +101,17 @@ def _run(
     in_place: bool,
 ) -> None:
     run = bound.run
-    if run is not None and backend.enter_plainly(running):
-        try:
+    try:
+        if run is not None and backend.enter_plainly(running):
             if bound.kind is not Kind.BARRIER or not backend.config.check:  # else all have come
                 run(x, out, in_place)
-        except (ConnectionError, TimeoutError) as error:
+            return
+    except BaseException as error:
+        if run is not None and getattr(backend.engine, "is_awaited", False):
+            run(x, out, in_place)  # the others are in it: this rank was interrupted just before
+        if isinstance(error, ConnectionError | TimeoutError):
             backend.raise_named(running, error)
-        return
+        raise
     args = bound.args._replace(in_place=in_place)
     sent = None if x is None else _buffer(x, bound.dtype)
     received = None if out is None else _buffer(out, bound.dtype)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from ferrodist.backends.provider import Engine, Request
 from ferrodist.backends.provider_link import GOES_ON, INSIDE, PAST_DEADLINE, ProviderLink
 from ferrodist.backends.running_call import RunningCall
+from ferrodist.call import Kind
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _LISTEN = 0.5  # seconds in which those in the call answer one whose deadline has passed
 _STUCK = 5.0  # seconds for an exchange to end of which all say that they are in it
 _NUM_WORDS = 6
+_BARRIER = Kind.BARRIER
 _HALF, _FULL = 1 << 63, 1 << 64
 _FIRST_NAP, _LAST_NAP = 2e-5, 1e-3  # seconds between two looks at a request that cannot wait
 _LOOK = 0.02  # seconds between two looks at what ranks tell, while a request waits by itself
@@ -40,6 +42,7 @@ class Entrance:
         self._engine, self._link = engine, link
         self._words = _new_words()
         self.has_flying = False  # whether the last call is in flight on any rank
+        self.interrupt: BaseException | None = None  # Ctrl-C that came too late to stay out
 
     def enter(self, backend: ProviderBackend, running: RunningCall, is_reporting: bool) -> bool:
         """Wait until all ranks have come; tell whether their calls differ.
@@ -54,17 +57,36 @@ class Entrance:
         words[2], words[3] = fingerprint, ~fingerprint
         words[4], words[5] = -is_reporting, -running.in_background
         self._link.num_entered += 1
+        self._engine.is_awaited = False
         request = self._engine.start_minimum(words)
         try:
             self._wait(backend, running, request)
-        except BaseException:
-            request.cancel()
-            self._words = _new_words()  # the engine may still write into the others
-            raise
+        except BaseException as error:
+            if isinstance(error, Exception) or not self._have_all_come(request):
+                request.cancel()
+                self._words = _new_words()  # the engine may still write into the others
+                raise
+            self.interrupt = error
         self.has_flying = words[5] != 0
         is_same = words[0] == sequence and words[1] == ~sequence
         is_same = is_same and words[2] == fingerprint and words[3] == ~fingerprint
-        return not is_same or words[4] != 0
+        is_same = is_same and words[4] == 0
+        may_block = is_same and not self.has_flying
+        self._engine.is_awaited = may_block and running.call.kind is not _BARRIER
+        return not is_same
+
+    def _have_all_come(self, request: Request) -> bool:
+        """Say that this rank gives up; tell whether it is too late, for all were there before."""
+        if request.test():
+            return True
+        self._link.tell_of_entry(PAST_DEADLINE, self._link.num_entered)
+        end = time.monotonic() + _LISTEN / 2
+        while not request.test():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LAST_NAP)
+        self._link.tell_of_entry(GOES_ON, self._link.num_entered)
+        return True
 
     def _wait(self, backend: ProviderBackend, running: RunningCall, request: Request) -> None:
         link = self._link

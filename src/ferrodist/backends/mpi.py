@@ -180,7 +180,7 @@ class _Unfinished:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._requests: list[MpiRequest | _Closed] = []
         self._thread: threading.Thread | None = None
         atexit.register(self._finish)
@@ -197,9 +197,9 @@ class _Unfinished:
     def advance(self) -> bool:
         """Let MPI advance them; tell whether any message is left."""
         with self._lock:
-            if MPI.Is_finalized():
-                self._requests = []
-            self._requests = [one for one in self._requests if not _is_over(one)]
+            for one in list(self._requests):  # a signal handler may add to it
+                if MPI.Is_finalized() or _is_over(one):
+                    self._requests.remove(one)
             return any(isinstance(one, MpiRequest) for one in self._requests)
 
     def _run(self) -> None:
@@ -247,6 +247,7 @@ class MpiEngine:
         for one in (comm, collectives):
             one.Set_errhandler(MPI.ERRORS_RETURN)
         self.has_threads = has_threads()
+        self.is_awaited = False
         self._num_splits = itertools.count()  # of which this rank is the first member
         self._looked_at = 0.0
         self._lost: frozenset[int] = frozenset()
@@ -282,8 +283,10 @@ class MpiEngine:
         if call is None:
             return NotImplemented
         with self._naming():
-            for name, arguments in call.parts:
-                getattr(self._collectives, name)(*arguments)
+            methods = [(getattr(self._collectives, name), rest) for name, rest in call.parts]
+            self.is_awaited = False
+            for method, arguments in methods:
+                method(*arguments)
         if call.finish is not None:
             call.finish()
         return None
@@ -321,12 +324,15 @@ class MpiEngine:
             is_plain = is_plain and args.op is not ReduceOp.MEAN
 
         def allreduce(x: Any, out: Any, in_place: bool) -> None:
+            source = MPI.IN_PLACE if in_place else x
+            self.is_awaited = False  # from here on nothing interrupts
             try:
-                comm.Allreduce(MPI.IN_PLACE if in_place else x, out, op)
+                comm.Allreduce(source, out, op)
             except MPI.Exception as error:
                 self._raise_lost(error)
 
         def broadcast(x: Any, out: Any, in_place: bool) -> None:
+            self.is_awaited = False
             try:
                 comm.Bcast(x if is_root else out, args.root)
             except MPI.Exception as error:
@@ -410,9 +416,9 @@ class MpiEngine:
         """
         lost = lost | self._find_lost()
         flags = bytes(rank in lost for rank in range(self.world_size))
-        largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        largest = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
         tag = next(self._num_splits) * self.world_size + self.rank
-        return flags + (_NUM_TAGS + tag % (largest - _NUM_TAGS)).to_bytes(4, "little")
+        return bytes(flags + (_NUM_TAGS + tag % (largest - _NUM_TAGS)).to_bytes(4, "little"))
 
     def split(self, ranks: Sequence[int], told: Sequence[bytes] = ()) -> MpiEngine:
         """Make a group of some ranks of this one; after a loss first of all that are left."""

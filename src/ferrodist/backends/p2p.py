@@ -72,6 +72,7 @@ class Posted(NamedTuple):
     cancel: Callable[[], bool]
     is_done: bool = False
     is_receive: bool = False
+    deadline: Deadline | None = None  # what finish waits by, of a provider's messages
 
 
 class Messenger(Protocol):

@@ -140,6 +140,9 @@ class Engine(Provider, Protocol):
     ``collective``: ``start`` does all of them, and the base polls what it returns.
     """
 
+    is_awaited: bool
+    """Set by the base when all others go into ``collective``; cleared by that, right before."""
+
     def start_minimum(self, words: memoryview) -> Request:
         """Start to replace each signed 64-bit number by the least that any rank passes."""
 

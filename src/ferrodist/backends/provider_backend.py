@@ -140,7 +140,7 @@ class ProviderBackend(ThreadMessagingBackend):
         is_entered: bool,
     ) -> None:
         """Do a collective whose calls may have been compared."""
-        with self._naming_failures(running):
+        with self._naming_failures(running), self._joining_others(kind, input, output, args):
             if not is_entered and self._compares(running.call):
                 if self._enter(running, is_reporting=False):
                     raise self._settle_mismatch(running, None)
@@ -152,6 +152,18 @@ class ProviderBackend(ThreadMessagingBackend):
                 done = self._run_by_provider(running, kind, input, output, args)
             if done is NotImplemented:
                 self._run_by_messages(running, kind, input, output, args)
+
+    @contextmanager
+    def _joining_others(
+        self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
+    ) -> Iterator[None]:
+        """Be there for ranks inside the engine's call, although this one is interrupted before."""
+        try:
+            yield
+        except BaseException:
+            if getattr(self.engine, "is_awaited", False) and args.algorithm is None:
+                self._provider.collective(kind, input, output, args, Deadline(None))
+            raise
 
     def enter_plainly(self, running: RunningCall) -> bool:
         """Compare the calls of all ranks; tell whether the engine may block in a plain one."""
@@ -192,19 +204,27 @@ class ProviderBackend(ThreadMessagingBackend):
     ) -> Any:
         """Let the provider do a collective; one in flight on any rank is polled on all of them."""
         is_flying = running.in_background
+        is_entered = False
         if self._entrance is not None and self._compares(running.call):
-            is_flying = self._entrance.has_flying
+            is_entered, is_flying = True, self._entrance.has_flying
         if self.engine is None or (self._blocks and not is_flying):
             return self._provider.collective(kind, input, output, args, running.deadline)
         request = self.engine.start(kind, input, output, args)
         if request is NotImplemented:
             return NotImplemented
-        self._link.wait(
-            [(_ANYBODY, request)],
-            lambda _: self._check(running, self._link.needed()),
-            running.deadline,
-        )
+        if is_entered:  # all are in it: the default ends it when it cannot be of use any more
+            running.deadline = Deadline(running.deadline.seconds, self.config.late_timeout)
+        waiting: Waiting = [(_ANYBODY, request)]
+        self._link.wait(waiting, lambda _: self._check_engine(running), Deadline(None))
         return None
+
+    def _check_engine(self, running: RunningCall) -> None:
+        """Raise if a collective of the engine cannot succeed, or its time is up."""
+        needed = self._link.needed()
+        self._check_standing(running, needed)
+        if needed and running.deadline.remaining() <= 0 and not running.deadline.is_patient:
+            last = "all ranks are in the call, and the engine has not ended it"
+            raise self._set_error(running, self._expiry(running, needed, last))
 
     def _run_by_messages(
         self,
@@ -227,6 +247,8 @@ class ProviderBackend(ThreadMessagingBackend):
             self._wait(running, waiting)
             return arrived
 
+        if self.engine is not None:
+            self.engine.is_awaited = False  # whoever waits for messages hears of interrupts
         plan = self._planner.plan(kind, input, output, args)
         execute_plan(plan, input, output, args.in_place, self.config, exchange)
 
@@ -291,9 +313,9 @@ class ProviderBackend(ThreadMessagingBackend):
         """End the group on all ranks; return what this one raises."""
         return self._error_from(running, self._link.set_error(found))
 
-    def _expiry(self, running: RunningCall, peers: Sequence[int]) -> GroupError:
-        last = [f"nothing has come from {failures.names_of_ranks(peers)}"]
-        return failures.timeout(running.call, running.sequence, peers, running.deadline, last)
+    def _expiry(self, running: RunningCall, peers: Sequence[int], last: str = "") -> GroupError:
+        last = last or f"nothing has come from {failures.names_of_ranks(peers)}"
+        return failures.timeout(running.call, running.sequence, peers, running.deadline, [last])
 
     @contextmanager
     def _naming_failures(self, running: RunningCall) -> Iterator[None]:
@@ -335,7 +357,10 @@ class ProviderBackend(ThreadMessagingBackend):
             time.sleep(_FIRST_LOOK)
 
     def _end_call(self, running: RunningCall) -> None:
-        """Nothing is kept of a call."""
+        """Raise what has interrupted the call when the others were already in it."""
+        if self._entrance is not None and (interrupt := self._entrance.interrupt) is not None:
+            self._entrance.interrupt = None
+            raise interrupt
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str

@@ -574,7 +574,7 @@ class ProviderMessenger:
         call = _Call(self._link, name_of_message(peer, NO_PEER, tag, 0), deadline)
         request = self._isend(call, source, peer, tag)
         wait = partial(call.wait, request, peer)
-        return Posted(call.name, wait, request.cancel, request.test())
+        return Posted(call.name, wait, request.cancel, request.test(), deadline=deadline)
 
     def post_receive(self, receive: Receive, deadline: Deadline) -> Posted:
         """Take a place among the receives; what is left is to wait for the message."""
@@ -651,7 +651,7 @@ class ProviderMessenger:
         self._arrivals.post(posted)
         finish = partial(self._finish, call, posted, receive)
         cancel = partial(self._arrivals.withdraw, posted)
-        return Posted(call.name, finish, cancel, posted.is_over, is_receive=True)
+        return Posted(call.name, finish, cancel, posted.is_over, True, call.deadline)
 
     def _finish(self, call: _Call, posted: PostedReceive, receive: Receive) -> Any:
         rank = self._link.rank
