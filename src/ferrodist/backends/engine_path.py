@@ -17,6 +17,7 @@ from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
 from ferrodist.call import Call, Kind, Leaf
+from ferrodist.deadline import Deadline
 from ferrodist.reduce_op import BY_NAME, ReduceOp
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 _MOST_BOUND = 1024  # calls that are remembered
+_NO_DEADLINE = Deadline(None)
 _BARRIER = int(Kind.BARRIER)
 _IN_PLACE = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.SCAN)
 _ROW_KINDS = (Kind.ALL_GATHER, Kind.GATHER)
@@ -49,7 +51,7 @@ def call_path(backend: ProviderBackend, kind: int, x: Any, out: Any, op: Any, ro
     """Do a blocking call, or return NotImplemented."""
     if kind == _BARRIER:
         key: tuple[Any, ...] = (kind,)
-    elif type(x) is np.ndarray and x.flags.c_contiguous:
+    elif type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned:
         key = (kind, op, root, x.dtype, x.shape)
     else:
         return NotImplemented
@@ -72,7 +74,8 @@ def call_path(backend: ProviderBackend, kind: int, x: Any, out: Any, op: Any, ro
             return NotImplemented
     elif not _fits(out, bound, x):
         return NotImplemented
-    deadline = backend._deadline()
+    is_timed = backend.config.check or bound.run is None
+    deadline = backend._deadline() if is_timed else _NO_DEADLINE
     with RunningCall(backend, bound.call, deadline, fingerprint=bound.fingerprint) as running:
         _run(backend, running, bound, x, out, in_place)
     return out
@@ -89,7 +92,7 @@ def _fits(out: Any, bound: BoundCall, x: Array) -> bool:
     if type(out) is not np.ndarray or out.dtype != x.dtype or out.shape != bound.shape:
         return False
     flags = out.flags
-    return flags.c_contiguous and flags.writeable and not np.may_share_memory(out, x)
+    return flags.carray and not np.may_share_memory(out, x)
 
 
 def _run(

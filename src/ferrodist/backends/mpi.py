@@ -75,9 +75,7 @@ class MpiRequest:
     ) -> None:
         self._requests, self._kept, self._peer = requests, kept, peer
         self._finish, self._is_receive = finish, is_receive
-        in_background = isinstance(threading.current_thread(), ProgressThread)
-        self._spins = 0 if in_background else _SPINS
-        self._nap = _FIRST_NAP
+        self._spins, self._nap = _SPINS, _FIRST_NAP
 
     def test(self) -> bool:
         """Tell whether all are done; lets MPI advance them."""
@@ -104,6 +102,8 @@ class MpiRequest:
     def wait(self, seconds: float) -> None:
         """Wait until they are done, or for a while: first awake, for MPI advances only in calls."""
         end = time.monotonic() + seconds
+        if isinstance(threading.current_thread(), ProgressThread):
+            self._spins = 0
         while not self.test() and time.monotonic() < end:
             if self._spins > 0:
                 self._spins -= 1
@@ -266,8 +266,10 @@ class MpiEngine:
 
     def start_minimum(self, words: memoryview) -> MpiRequest:
         """Start the exchange of an entry."""
-        with self._naming():
+        try:
             request = self._collectives.Iallreduce(MPI.IN_PLACE, [words, MPI.INT64_T], MPI.MIN)
+        except MPI.Exception as error:
+            self._raise_lost(error)
         return MpiRequest([request], words)
 
     def collective(

@@ -171,8 +171,12 @@ class ProviderBackend(ThreadMessagingBackend):
         assert entrance is not None
         if not self.config.check:
             return True
-        with self._naming_failures(running):
-            if self._enter(running, is_reporting=False):
+        try:
+            differ = self._enter(running, is_reporting=False)
+        except (ConnectionError, TimeoutError) as error:
+            self.raise_named(running, error)
+        if differ:
+            with self._naming_failures(running):
                 raise self._settle_mismatch(running, None)
         return not entrance.has_flying
 
