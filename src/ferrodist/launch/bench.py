@@ -107,7 +107,7 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.option(
     "-n", "--ranks", metavar="N", type=click.IntRange(min=2),
     default=lambda: max(2, usable_cores()), show_default="one per core",
-    help="How many ranks; one has nobody to communicate with.",
+    help="Number of ranks, at least 2.",
 )  # fmt: skip
 @click.option(
     "--backend", "backends", metavar="NAME,...",
@@ -121,12 +121,14 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 )  # fmt: skip
 @click.option(
     "--sizes", metavar="SIZE,...", callback=parse_sizes, default=_DEFAULT_SIZES, show_default=True,
-    help="Sizes in bytes; of all_gather, gather and scatter it is the part of one rank.",
+    help="Sizes in bytes; for all_gather, gather and scatter, per rank.",
 )  # fmt: skip
-@click.option("--json", "json_file", type=_FILE, callback=_in_a_folder, help="Write JSON, too.")
+@click.option(
+    "--json", "json_file", type=_FILE, callback=_in_a_folder, help="Also write JSON to FILE.",
+)  # fmt: skip
 @click.option(
     "--chart", type=_FILE, callback=_in_a_folder,
-    help="Draw the medians as SVG: the first call by backend, or all calls of one backend.",
+    help="Draw medians as SVG: the first call on all backends, or all calls of one backend.",
 )  # fmt: skip
 def bench(
     ranks: int,
@@ -136,12 +138,11 @@ def bench(
     json_file: Path | None,
     chart: Path | None,
 ) -> None:
-    """Measure latency and bandwidth of ferrodist's backends on this machine.
+    """Measure latency and bandwidth on this machine.
 
-    Times are those of the slowest rank, for float32 arrays and a result array that is given (out=);
-    of send_recv, half of a round trip between ranks 0 and 1. The rate is the size divided by the
-    median, in decimal units (1 KB/s is 1000 bytes a second, while a size of 1KB is 1024 bytes). For
-    the comparison with MPI and Gloo, run "make bench" in a checkout of ferrodist.
+    Times are those of the slowest rank, for float32 arrays with out=. send_recv is half a round
+    trip between ranks 0 and 1. The rate is size / median; 1 KB/s is 1000 bytes per second, a size
+    of 1KB is 1024 bytes. To compare with MPI and Gloo, run "make bench" in a checkout of ferrodist.
     """
     console = Console(highlight=False)
     load = measure_load()

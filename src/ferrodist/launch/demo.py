@@ -52,15 +52,15 @@ _SHARD_SIZE = 32
 _OPTIONS = [
     click.option(
         "--steps", type=click.IntRange(min=1), metavar="N", default=7000, show_default=True,
-        help="How many steps to train.",
+        help="Number of training steps.",
     ),
     click.option(
         "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True,
-        help="Makes the data and the first weights.",
+        help="Seed of the data and the initial weights.",
     ),
     click.option(
         "--chart", type=click.Path(dir_okay=False, writable=True, path_type=Path),
-        help="Where to draw the loss curve, as SVG.",
+        help="Draw the loss curve to this SVG file.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."),
 ]  # fmt: skip
@@ -75,12 +75,12 @@ def _demo_options(command: F) -> F:
 @click.command()
 @click.option(
     "-n", "--ranks", type=click.IntRange(min=1), metavar="N", default=4, show_default=True,
-    help="How many ranks train together.",
+    help="Number of ranks.",
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(["shared_memory", "simulated"]), default="shared_memory",
     show_default=True,
-    help="What the ranks are: processes that share memory, or 'simulated', threads of this one.",
+    help="shared_memory: ranks are processes; simulated: threads of this process.",
 )  # fmt: skip
 @_demo_options
 @click.pass_context
@@ -93,7 +93,7 @@ def demo(
     chart: Path | None,
     as_json: bool,
 ) -> None:
-    """Train a small network on several ranks, and check every bit of it.
+    """Train a small network on several ranks and verify the result bit for bit.
 
     Makes points on a spiral of three arms and trains a network in plain NumPy to tell the arms
     apart. In every step each rank computes the gradients of its own shard of the batch, and one

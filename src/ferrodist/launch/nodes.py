@@ -57,33 +57,31 @@ class HostOptions(NamedTuple):
 
 _OPTIONS = [
     click.option(
-        "--nnodes", metavar="N",
-        help="How many hosts the job is on; the same command runs on each.",
+        "--nnodes", metavar="N", help="Number of hosts; run the same command on each.",
     ),
     click.option(
         "--node-rank", type=click.IntRange(min=0), metavar="K",
-        help="Which of the hosts this is, from 0.",
+        help="Index of this host, from 0.",
     ),
     click.option(
         "--rdzv-endpoint", metavar="HOST:PORT",
-        help="Where rank 0 listens: the first host, as all others reach it. The port after it is "
-        "for torch.",
+        help="Address of the first host, reachable from all others, where rank 0 listens. PORT+1 "
+        "is used for torch.",
     ),
     click.option("--rdzv-id", metavar="NAME", help="A name for the job, the same on all hosts."),
     click.option("--rdzv-backend", hidden=True, help="What torchrun needs on several hosts."),
     click.option(
         "--hosts", metavar="A,B",
-        help="Start the job on these hosts, by one ssh each; A:2,B:4 says how many ranks.",
+        help="Start ranks on these hosts by ssh, -n per host; A:2,B:4 sets the number for each.",
     ),
     click.option(
         "--hostfile", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-        help="The same from a file with a line 'host slots=N' for each.",
+        help="Read the hosts from a file with lines 'host slots=N'.",
     ),
-    click.option("--ssh", metavar="COMMAND", help="What to use for ssh, with its options."),
+    click.option("--ssh", metavar="COMMAND", help="The ssh command, with its options."),
     click.option(
         "--export", multiple=True, metavar="NAME",
-        help="Give this variable to the ranks on other hosts as well. It is in a command line "
-        "there, which all users of the host can read.",
+        help="Pass this variable to ranks on other hosts. All users of those hosts can read it.",
     ),
     click.option("--held-by-ssh", is_flag=True, hidden=True, help="Used by --hosts."),
     click.option("--only-attempt", type=click.IntRange(min=0), hidden=True, help="The same."),

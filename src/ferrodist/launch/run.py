@@ -54,40 +54,43 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n", "--nproc-per-node", "sizes", callback=_parse_sizes, metavar="N",
-    help="How many processes to start on each host; auto, the default on one, is one per core.",
+    help="Processes per host. Default on one host: auto, which is one per core.",
 )  # fmt: skip
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program, not Python code.")
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), metavar="N", default=0, show_default=True,
-    help="How often to start all ranks again after one has failed.",
+    help="How often to restart all ranks after one has failed.",
 )  # fmt: skip
 @click.option(
     "--grace", type=click.FloatRange(min=0, max=1e9), callback=_refuse_nan, metavar="SECONDS",
     default=5.0, show_default=True,
-    help="How long the others may go on after a rank has failed; then SIGTERM and SIGKILL. At a "
-    "normal end, how long what ranks have started may go on after SIGTERM.",
+    help="Seconds that other ranks may continue after a failure, before SIGTERM and SIGKILL. After "
+    "a normal end, the time between the two for processes that ranks left running.",
 )  # fmt: skip
-@click.option("--keep-survivors", is_flag=True, help="Let the others go on as long as they like.")
+@click.option(
+    "--keep-survivors", is_flag=True,
+    help="After a failure, let the other ranks continue without a limit.",
+)  # fmt: skip
 @click.option(
     "--keep-children", is_flag=True,
-    help="At a normal end, leave alone what ranks have started and left running.",
+    help="After a normal end, do not end processes that ranks left running.",
 )  # fmt: skip
 @click.option(
     "--bind", type=click.Choice(["cores", "none"]), default="none", show_default=True,
-    help="cores: bind each rank to cores of its own, if there are enough.",
+    help="cores: bind each rank to its own cores, if there are enough.",
 )  # fmt: skip
 @click.option(
     "--log-dir", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-    help="Write what each rank writes to files in a new folder of DIR as well.",
+    help="Also write the output of each rank to files in a new folder in DIR.",
 )  # fmt: skip
 @click.option(
     "-t", "--tee", callback=_parse_streams, metavar="STREAMS",
-    help="Which streams to write to files as well: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by rank.",
+    help="Streams to show and write to files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by rank.",
 )  # fmt: skip
 @click.option(
     "-r", "--redirects", callback=_parse_streams, metavar="STREAMS",
-    help="Which streams to write to files only.",
+    help="Streams to write only to files.",
 )  # fmt: skip
 @host_options
 @click.argument("script")
@@ -111,12 +114,12 @@ def run(
     args: tuple[str, ...],
     **others: Any,
 ) -> None:
-    """Run SCRIPT on N processes that form one job.
+    """Start N processes of SCRIPT as one job.
 
-    In the script, ferrodist.init() joins it. Everything after SCRIPT belongs to the script. The
-    output of rank 0 is passed on unchanged; lines of other ranks are prefixed with their rank. If a
-    process fails, the others are ended soon after; its traceback is shown last, and its exit code
-    is that of this command.
+    The script joins the job with ferrodist.init(). Arguments after SCRIPT are passed to it. Output
+    of rank 0 is unchanged; lines of other ranks are prefixed with their rank. If a rank fails, the
+    others are ended after --grace seconds, its traceback is shown last, and its exit code is
+    returned.
     """
     options = HostOptions(**others)
     if is_module and no_python:

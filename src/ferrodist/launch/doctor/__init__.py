@@ -118,7 +118,7 @@ def _parsed(parse: Callable[[str], Endpoint]) -> Callback:
 @click.command()
 @click.option(
     "-n", "--ranks", type=click.IntRange(1, 4096), metavar="RANKS",
-    help="How many ranks are to run here.  [default: one per core]",
+    help="Number of ranks that will run here.  [default: one per core]",
 )  # fmt: skip
 @click.option(
     "--endpoint", metavar="HOST:PORT", callback=_parsed(parse_endpoint),
@@ -127,20 +127,20 @@ def _parsed(parse: Callable[[str], Endpoint]) -> Callback:
 @click.option(
     "--listen", metavar="[[HOST:]PORT]", is_flag=False, flag_value=str(DEFAULT_PORT),
     callback=_parsed(parse_listen),
-    help="Wait here for the doctor of another host; it has to be told the code that is shown. HOST "
-    "is an address of this host; without it, that of FERRODIST_SOCKET_IFNAME; if that is not set, "
-    "the one that other hosts see if there is a FERRODIST_SECRET_FILE, else loopback. Port 0 is "
-    f"any free port.  [default: {DEFAULT_PORT}]",
+    help="Wait for the doctor of another host, which needs the code shown. HOST is an address of "
+    "this host. Default: the interface in FERRODIST_SOCKET_IFNAME; else, with "
+    "FERRODIST_SECRET_FILE, the default route; else loopback. Port 0: any free port.  "
+    f"[default port: {DEFAULT_PORT}]",
 )  # fmt: skip
 @click.option(
     "--peers", "num_peers", type=click.IntRange(min=1), metavar="N", default=1, show_default=True,
-    help="How many doctors to wait for with --listen.",
+    help="Number of doctors to wait for with --listen.",
 )  # fmt: skip
 @click.option(
     "--peer", metavar="HOST[:PORT]", callback=_parsed(parse_peer),
-    help=f"Check both ways to the host whose doctor listens.  [default port: {DEFAULT_PORT}]",
+    help=f"Check the connection to a host whose doctor listens.  [default port: {DEFAULT_PORT}]",
 )  # fmt: skip
-@click.option("--code", metavar="CODE", help="What the doctor shows that listens; with --peer.")
+@click.option("--code", metavar="CODE", help="The code shown by the listening doctor; with --peer.")
 @click.option(
     "--wait", "patience", type=click.FloatRange(min=0.1, max=86400), metavar="SECONDS", default=120,
     show_default=True, help="How long to wait with --listen.",
@@ -158,14 +158,14 @@ def doctor(
     patience: float,
     as_json: bool,
 ) -> None:
-    """Check this machine as a place to run ranks, and say what to do.
+    """Check whether ranks can run on this machine.
 
-    Looks at network interfaces, names, ports, cores, memory, limits, clocks, variables, and at
-    which libraries work. Takes some seconds and changes nothing. Exit code 1 if there is an error;
-    warnings do not count.
+    Checks network interfaces, names, ports, cores, memory, limits, clocks, environment variables
+    and libraries, and says how to fix problems. Takes a few seconds and changes nothing. Exit code
+    1 on errors; warnings do not count.
 
-    To check the way between two hosts, start "ferrodist doctor --listen HOST:29500" on one of them,
-    with an address of that host, and on the other the command that it shows.
+    To check the connection between two hosts, run "ferrodist doctor --listen HOST:29500" on one,
+    with an address of that host, and the command that it prints on the other.
     """
     if listen is not None and peer is not None:
         raise click.UsageError("--listen is for one host, --peer for the other: use one of them")
