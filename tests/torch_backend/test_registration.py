@@ -145,10 +145,10 @@ def test_several_hosts_need_a_secret_that_never_goes_through_the_store(start_job
     secret.chmod(0o600)
 
     def body(backend: ferrodist.Backend, _: Any) -> Any:
-        from ferrodist.torch import joining
+        from ferrodist.rendezvous import foreign
 
         rank = backend.rank
-        joining.host_id = lambda: f"host {rank}"  # type: ignore[assignment] # nothing shared
+        foreign.host_id = lambda: f"host {rank}"  # type: ignore[assignment] # nothing shared
         place = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=20)}
         with pytest.raises(ferrodist.AuthenticationError, match="FERRODIST_SECRET_FILE"):
             dist.init_process_group("ferrodist", init_method=f"file://{meeting}1", **place)
@@ -195,12 +195,23 @@ def test_beside_a_group_over_a_backend_gloo_can_be_used(start_job):
         assert job.results() == [(6.0, 33.0)] * 3
 
 
-def test_beside_a_group_over_a_backend_of_several_hosts_gloo_is_refused(start_hybrid_job):
-    def body(backend: ferrodist.Backend, pipe: Any) -> str:
-        with pytest.raises(ferrodist.InvalidArgument, match="on several hosts") as caught:
-            add_up_with_gloo(backend, pipe)
+def test_beside_a_group_over_a_backend_of_several_hosts_gloo_can_be_used(start_hybrid_job):
+    with start_hybrid_job("001", add_up_with_gloo) as job:
+        assert job.results() == [(6.0, 33.0)] * 3
+
+
+def test_if_no_store_can_be_served_every_rank_hears_why(start_job):
+    def body(backend: ferrodist.Backend, _: Any) -> str:
+        from ferrodist.rendezvous import foreign
+
+        def refuse(*args: Any, **options: Any) -> Any:
+            raise OSError("no port is left")
+
+        foreign.socket.create_server = refuse
+        with pytest.raises(ferrodist.RendezvousError) as caught:
+            ferrodist.torch.process_group(backend)
+        assert backend.allreduce(1) == 3  # which goes on
         return str(caught.value)
 
-    with start_hybrid_job("01", body) as job:
-        for text in job.results():
-            assert 'call init_process_group("ferrodist") instead' in text
+    with start_job(3, body) as job:
+        assert job.results() == ["no store of torch's could be served: no port is left"] * 3

@@ -36,7 +36,7 @@ from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
-from ferrodist.rendezvous.mesh import MeshPeer, join_mesh
+from ferrodist.rendezvous.mesh import MeshPeer, address_among, join_mesh
 from ferrodist.schedules import Lengths, LinkModel
 
 _LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and reduced
@@ -105,6 +105,12 @@ class TcpBackend(ProcessMessagingBackend):
         here = self.mesh_peers[self.members[self.rank]].host
         hosts = [self.mesh_peers[member].host for member in self.members]
         return [rank for rank, host in enumerate(hosts) if host == here]
+
+    @property
+    def own_address(self) -> str:
+        """An address of this host at which the ranks of this group reach it."""
+        peers = [self.mesh_peers[member] for member in self.members]
+        return address_among(peers, self.rank, self.config.socket_ifname)
 
     def plan_of(
         self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int, in_place: bool

@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,7 @@ from ferrodist.version import __version__
 
 logger = logging.getLogger("ferrodist")
 
+_LOOPBACK = "127.0.0.1"
 _TOKEN_NBYTES = 16
 # rank, pid, its namespace, port, token, whether links are encrypted; lengths of the texts
 _HEAD = struct.Struct("!IQQH16s?4H")
@@ -150,7 +152,7 @@ def _job_of_mesh(job: Job, secret: bytes, server: PeerAddress) -> Job:
 def _open_listener(job: Job, config: Config, towards: str) -> socket.socket:
     pattern = config.socket_ifname
     if job.meets_here:
-        name, host, why = "lo", "127.0.0.1", ""
+        name, host, why = "lo", _LOOPBACK, ""
     else:
         name, host = choose_address(pattern, towards)
         why = (
@@ -192,6 +194,15 @@ def _peer(address: PeerAddress, own: PeerAddress, link: MeshLink | None) -> Mesh
     return _this_rank(address)._replace(
         socket=link.channel.socket.detach(), key=link.key, watch=_open_watch(address, own)
     )
+
+
+def address_among(peers: Sequence[MeshPeer], rank: int, pattern: str) -> str:
+    """Choose where another library listens, for some ranks of a mesh; ``rank`` is this one."""
+    elsewhere = [peer.address for peer in peers if peer.host != peers[rank].host]
+    if not elsewhere:
+        return _LOOPBACK
+    towards = try_endpoint(elsewhere[0])
+    return choose_address(pattern, towards.host if towards else "")[1]
 
 
 def _open_watch(peer: PeerAddress, own: PeerAddress) -> int:

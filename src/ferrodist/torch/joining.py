@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """How ``init_process_group("ferrodist")`` makes a group: its ranks meet at the store of torch.
 
-Every form of init_process_group ends in a store; the ranks tell each other there which host they
-are on. Those of one host then meet at a Unix socket, where the kernel says whose process each is;
-those of several recognise each other by the secret file. No secret goes through the store.
+Every form of init_process_group ends in a store (``rendezvous/exchange.py``).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
+import functools
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,18 +22,13 @@ import ferrodist
 from ferrodist import tracebacks
 from ferrodist.backends.base import Backend
 from ferrodist.backends.registry import join_job, program_end
+from ferrodist.backends.tcp import TcpBackend
 from ferrodist.config import AUTO, Config, DefaultTimeout, environment, variable
 from ferrodist.deadline import Deadline
-from ferrodist.errors import AuthenticationError, InvalidArgument, ProtocolError
-from ferrodist.rendezvous.exchange import StoreExchange, TorchStore
-from ferrodist.rendezvous.job import (
-    Job,
-    Launcher,
-    how_to_make_secret,
-    known_secret,
-    secret_from_file,
-)
-from ferrodist.rendezvous.mesh import host_id
+from ferrodist.errors import InvalidArgument
+from ferrodist.rendezvous.exchange import job_at_store, open_store
+from ferrodist.rendezvous.interfaces import choose_address
+from ferrodist.rendezvous.job import Launcher
 from ferrodist.torch.process_group import ProcessGroup
 
 _INIT = "torch.distributed.init_process_group"
@@ -126,67 +116,10 @@ def join(store: Any, rank: int, world_size: int, config: Config) -> Backend:
 
     Raises RendezvousError naming the ranks that have not come by ``config.join_timeout``.
     """
-    # A program may join again by the same store: every rank counts its own tries.
-    nth = store.add(f"ferrodist/{rank}", 1)
     deadline = Deadline(config.join_timeout)
-    name = f"torch-{secrets.token_hex(16)}"
-    job = Job(name, rank, world_size, known_secret(name), launcher=_LAUNCHER, has_secret=False)
-    if config.secret_file:
-        job = replace(job, secret=secret_from_file(config.secret_file), has_secret=True)
-    if world_size > 1:
-        at = TorchStore(store, f"ferrodist/{nth}/hosts/")
-        facts = _tell_facts(StoreExchange(job, at, deadline, call=_INIT), job, config)
-        job = _with_facts(job, facts)
-        at = TorchStore(store, f"ferrodist/{nth}/mesh/")
-        job = replace(job, exchange=StoreExchange(job, at, deadline, _host_of(store), _INIT))
-    pretends = len({fact["shown"] for fact in facts}) > 1 if world_size > 1 else False
+    job, pretends = job_at_store(store, rank, world_size, _LAUNCHER, config, deadline)
     asked = "hybrid" if config.backend == AUTO and pretends else config.backend
     return join_job(job, asked, replace(config, join_timeout=max(deadline.remaining(), 0.001)))
-
-
-def _tell_facts(exchange: StoreExchange, job: Job, config: Config) -> list[dict[str, Any]]:
-    """Tell all ranks where this one is, and hear the same of all, in rank order."""
-    here = host_id()
-    own = {
-        "host": here,
-        "shown": config.host_id or here,
-        "name": job.name,
-        "has_secret": job.has_secret,
-    }
-    found = exchange.gather(json.dumps(own).encode())
-    try:
-        facts = [json.loads(record) for record in found]
-        if not all(fact.keys() == own.keys() for fact in facts):
-            raise ValueError("other facts than ours")
-    except (ValueError, AttributeError) as error:
-        raise ProtocolError(
-            f"what another rank wrote to the store of torch cannot be decoded ({error}); do all "
-            "ranks have the same version of ferrodist?"
-        ) from error
-    return facts
-
-
-def _with_facts(job: Job, facts: list[dict[str, Any]]) -> Job:
-    """Name the job as rank 0 does, and say whether it is on several hosts."""
-    name, hosts = facts[0]["name"], len({fact["host"] for fact in facts})
-    secret = job.secret if job.has_secret else known_secret(name)
-    job = replace(job, name=name, secret=secret, hosts=f"{hosts} hosts" if hosts > 1 else "")
-    without = [rank for rank, fact in enumerate(facts) if not fact["has_secret"]]
-    if hosts > 1 and without:
-        raise AuthenticationError(
-            f"the ranks are on {hosts} hosts, and ranks {without} have no secret: without one they "
-            f"could not tell each other from strangers on the network; {how_to_make_secret()}",
-            this_rank=job.rank,
-            missing=without,
-        )
-    return job
-
-
-def _host_of(store: Any) -> str:
-    """Return the host of a store, if it has one: it shows which network leads to the others."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", ""))
 
 
 # -- a group over a backend that is there ---------------------------------------------------------
@@ -226,26 +159,10 @@ def process_group(backend: Backend) -> ProcessGroup:
 
 def _store_for(backend: Backend) -> Any:
     """Make the store of a default group: groups of other libraries, as Gloo, meet there."""
-    if backend.local_world_size < backend.world_size:
-        return _NoStore()
-    path = ""
-    if backend.rank == 0:
-        handle, path = tempfile.mkstemp(prefix="ferrodist-torch-")
-        os.close(handle)
-    # torch removes the file when the last rank lets go of it.
-    return torch.distributed.FileStore(
-        ferrodist.broadcast_object(path, backend), backend.world_size
-    )
-
-
-class _NoStore(torch.distributed.Store):  # type: ignore[misc] # torch has no types
-    """The store of a default group on several hosts: there is none that all could reach."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise InvalidArgument(
-            "new_group: the default group was made by ferrodist.torch.process_group on several "
-            "hosts and has no store where a group of another backend could meet; call "
-            'init_process_group("ferrodist") instead'
-        )
-
-    set = get = add = wait = check = compare_set = delete_key = num_keys = _refuse
+    config, address = backend.config, "127.0.0.1"
+    if isinstance(backend, TcpBackend):
+        address = backend.own_address
+    elif backend.local_world_size < backend.world_size:
+        _, address = choose_address(config.socket_ifname)
+    share = functools.partial(ferrodist.broadcast_object, backend=backend)
+    return open_store(address, backend.rank == 0, share, Deadline(config.join_timeout))
