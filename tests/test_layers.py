@@ -35,7 +35,7 @@ FRAMEWORKS = {"torch", "jax", "cupy", "ml_dtypes", "mpi4py", "ray"}
 FILES_OF_FRAMEWORKS = {
     "rendezvous/exchange.py": {"torch", "mpi4py"},
     "backends/mpi_calls.py": {"mpi4py"},
-    "backends/torch_messages.py": {"torch"},
+    "backends/torch_calls.py": {"torch"},
     "launch/ray_actors.py": {"ray"},
 }
 COMMAND_LINE = {"click", "rich"}

@@ -398,6 +398,39 @@ def listeners_of(pid: int) -> list[tuple[str, int]]:
     return found
 
 
+@long
+@needs_torch
+@pytest.mark.timeout(240)
+def test_gloo_runs_across_hosts_and_listens_at_their_addresses_alone(network):
+    """Made by init, split across hosts, and of a group of the program."""
+    code = f"""
+        import torch, torch.distributed as dist
+        backend = ferrodist.init("gloo")
+        x = torch.ones(50_000)
+        total = backend.allreduce(x * (rank + 1))[-1].item()
+        pair = backend.split([3, 0]).allreduce(x * rank)[-1].item() if rank in (0, 3) else None
+        dist.init_process_group("gloo", init_method="file://{network.folder}/store", rank=rank,
+                                world_size=4)
+        given = ferrodist.TorchDistributedBackend.from_process_group(dist.group.WORLD)
+        again = given.allreduce(x * (rank + 1))[-1].item()
+        say(total=total, pair=pair, again=again, kind=type(given).__name__)
+        wait_for("nothing") if rank == 3 else tell_end(backend.recv, 3)
+    """
+    addresses = [host.address for host in network.hosts]
+    network.by_hand(code, [0, 0, 1, 1], GLOO_SOCKET_IFNAME="eth0")
+    pids = {}
+    for facts in network.said.hear(4, 150):
+        assert facts["kind"] == "GlooBackend"
+        assert facts["total"] == facts["again"] == 10
+        assert facts["pair"] == [3, None, None, 3][facts["rank"]]
+        pids[facts["rank"]] = facts["pid"]
+    for number, rank in enumerate([0, 2]):
+        assert {address for address, _ in listeners_of(pids[rank])} <= {addresses[number]}
+    os.kill(pids[3], signal.SIGKILL)
+    for facts in network.said.hear(3):
+        assert (facts["error"], facts["failed_rank"]) == ("RankLost", 3), facts
+
+
 @pytest.mark.parametrize("family", ["address", "address6"])
 def test_ranks_listen_at_the_address_of_their_host_alone_and_not_for_long(network, family):
     """Rank 3 comes late, so that the others are seen as they wait for it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The fast path of engines: a plain call on one NumPy array, in a few microseconds of Python.
+"""The fast path of engines: a plain call on one array of NumPy or torch, in some microseconds.
 
 What is the same for all calls of one kind, operation, root, dtype and shape is made once. Whatever
 is out of the ordinary returns NotImplemented and takes the general path, which also refuses it.
@@ -7,6 +7,7 @@ is out of the ordinary returns NotImplemented and takes the general path, which 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,8 +48,44 @@ class BoundCall(NamedTuple):
     run: Callable[[Any, Any, bool], None] | None
 
 
-def call_path(backend: ProviderBackend, kind: int, x: Any, out: Any, op: Any, root: Any) -> Any:
-    """Do a blocking call, or return NotImplemented."""
+def call_path(
+    backend: ProviderBackend,
+    kind: int,
+    x: Any,
+    out: Any,
+    op: Any,
+    root: Any,
+    run: Callable[..., None] | None = None,
+) -> Any:
+    """Do a blocking call, or return NotImplemented; ``run`` stands for ``_run``, if it is given."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) is not torch.Tensor:
+        return _call(backend, kind, x, out, op, root, run or _run)
+    if type(out) not in (type(None), torch.Tensor):
+        return NotImplemented
+    try:  # which torch refuses for tensors that are more than memory of the host
+        array = x.numpy()
+        target = array if out is x else None if out is None else out.numpy()
+    except (RuntimeError, TypeError):
+        return NotImplemented
+    done = _call(backend, kind, array, target, op, root, run or _run)
+    if done is NotImplemented or done is None:
+        return done
+    if out is None:
+        return torch.from_numpy(done)
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _call(
+    backend: ProviderBackend,
+    kind: int,
+    x: Any,
+    out: Any,
+    op: Any,
+    root: Any,
+    run: Callable[..., None],
+) -> Any:
     if kind == _BARRIER:
         key: tuple[Any, ...] = (kind,)
     elif type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned:
@@ -77,7 +114,7 @@ def call_path(backend: ProviderBackend, kind: int, x: Any, out: Any, op: Any, ro
     is_timed = backend.config.check or bound.run is None
     deadline = backend._deadline() if is_timed else _NO_DEADLINE
     with RunningCall(backend, bound.call, deadline, fingerprint=bound.fingerprint) as running:
-        _run(backend, running, bound, x, out, in_place)
+        run(backend, running, bound, x, out, in_place)
     return out
 
 

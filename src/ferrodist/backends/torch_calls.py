@@ -10,17 +10,22 @@ Tensors that come here are contiguous: of strided ones Gloo reads other memory (
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch as torch
+import torch.distributed
 
 from ferrodist import _native
 from ferrodist.backends.running_call import CollectiveArgs
-from ferrodist.backends.torch_messages import FOREVER, tensor_over, torch
 from ferrodist.buffer import Buffer, DeviceBuffer, DType
 from ferrodist.call import Kind
 from ferrodist.reduce_op import ReduceOp
+
+FOREVER = timedelta(days=3650)
+"""A timeout of torch's that never passes: its own would close the connections."""
 
 _c10d = torch.distributed.distributed_c10d
 _Op = torch.distributed.ReduceOp
@@ -61,7 +66,6 @@ _MOVES = (
     Kind.GATHER,
     Kind.SCATTER,
     Kind.ALL_TO_ALL,
-    Kind.BARRIER,
 )
 _REDUCTIONS = (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
 
@@ -107,18 +111,17 @@ class EngineCall(NamedTuple):
 
     work: Any  # None if there is nothing to wait for
     finish: Callable[[], object] | None = None
-    stream: Any = None  # of the device; what is done there is done for those who use the stream
 
 
 class Caller:
     """Starts the collectives of one process group of torch's, on flat tensors.
 
-    ``device`` is where its tensors are: NCCL's are on "cuda".
+    ``on_device`` is NCCL, whose tensors are on GPUs.
     """
 
-    def __init__(self, process_group: Any, rank: int, world: int, device: str) -> None:
-        self._group, self._rank, self._world = process_group, rank, world
-        self._on_device = device != "cpu"
+    def __init__(self, process_group: Any, rank: int, world: int, *, on_device: bool) -> None:
+        self.group, self._rank, self._world = process_group, rank, world
+        self._on_device = on_device
         self._methods: dict[Kind, Callable[..., EngineCall]] = {
             Kind.ALLREDUCE: self._allreduce,
             Kind.REDUCE: self._reduce,
@@ -132,103 +135,126 @@ class Caller:
 
     def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
         """Tell whether the engine gives what we promise; all ranks come to one answer."""
+        if args.algorithm is not None:
+            return False
         if kind in _REDUCTIONS and args.counts is None:
-            how = find_reduction(dtype, args.op, args.in_order, self._world, self._on_device)
-            return how is not None
+            return self._find(kind, dtype, args) is not None
         return kind in _MOVES and (args.counts is None or kind is Kind.ALL_TO_ALL)
+
+    def bind(
+        self, kind: Kind, dtype: DType, shape: tuple[int, ...], args: CollectiveArgs
+    ) -> Callable[[Any, Any, bool], EngineCall]:
+        """Return what starts such a collective on NumPy arrays."""
+        how = self._find(kind, dtype, args)
+        seen = np.dtype("uint8" if how is None else str(how.dtype).removeprefix("torch."))
+        in_place_args = args._replace(in_place=True)
+
+        def start(x: Any, out: Any, in_place: bool) -> EngineCall:
+            given = _tensor_of(x, seen)
+            if in_place:
+                return self._start(kind, dtype, given, given, how, in_place_args)
+            return self._start(kind, dtype, given, _tensor_of(out, seen), how, args)
+
+        return start
 
     def start(
         self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
-    ) -> EngineCall | None:
-        """Start a collective; None if the engine has none that gives what we promise."""
-        if kind is Kind.BARRIER:
-            return EngineCall(self._group.barrier(_options("Barrier")))
+    ) -> EngineCall:
+        """Start a collective that ``does`` has said yes to."""
         sample = input if input is not None else output
         assert sample is not None, "every rank has a buffer"
-        if not self.does(kind, sample.dtype, args):
-            return None
         if not sample.count and args.counts is None:
             return EngineCall(None)
+        if args.counts is not None:
+            args = args._replace(counts=_nbytes(args.counts, sample.dtype.itemsize))
+        how = self._find(kind, sample.dtype, args)
+        seen = torch.uint8 if how is None else how.dtype
+        given, result = _flat(input, seen), _flat(output, seen)
+        return self._start(kind, sample.dtype, given, result, how, args)
+
+    def _find(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> Reduction | None:
         if kind not in _REDUCTIONS:
-            if args.counts is not None:
-                args = args._replace(counts=_nbytes(args.counts, sample.dtype.itemsize))
-            return self._methods[kind](_flat(input), _flat(output), args)
-        how = find_reduction(sample.dtype, args.op, args.in_order, self._world, self._on_device)
-        assert how is not None
-        given, result = _flat(input, how.dtype), _flat(output, how.dtype)
+            return None
+        return find_reduction(dtype, args.op, args.in_order, self._world, self._on_device)
+
+    def _start(
+        self,
+        kind: Kind,
+        dtype: DType,
+        given: Any,
+        result: Any,
+        how: Reduction | None,
+        args: CollectiveArgs,
+    ) -> EngineCall:
         started = self._methods[kind](given, result, how, args)
-        if args.op is not ReduceOp.MEAN or output is None:
+        if args.op is not ReduceOp.MEAN or result is None:
             return started
-        return EngineCall(started.work, partial(self._make_mean, started.finish, output, result))
+        return EngineCall(started.work, partial(self._make_mean, started.finish, dtype, result))
 
     # -- reductions -----------------------------------------------------------------------------
 
-    def _allreduce(
-        self, given: Any, result: Any, how: Reduction, args: CollectiveArgs
-    ) -> EngineCall:
+    def _allreduce(self, given: Any, result: Any, how: Any, args: CollectiveArgs) -> EngineCall:
         if not args.in_place:
             result.copy_(given)
-        return EngineCall(self._group.allreduce([result], _options("Allreduce", reduceOp=how.op)))
+        return EngineCall(self.group.allreduce([result], _options("Allreduce", reduceOp=how.op)))
 
-    def _reduce(self, given: Any, result: Any, how: Reduction, args: CollectiveArgs) -> EngineCall:
+    def _reduce(self, given: Any, result: Any, how: Any, args: CollectiveArgs) -> EngineCall:
         if result is None or not args.in_place:
             # Where there is no result, partial ones would be left in what was given.
             result = given.clone() if result is None else result.copy_(given)
         options = _options("Reduce", reduceOp=how.op, rootRank=args.root)
-        return EngineCall(self._group.reduce([result], options))
+        return EngineCall(self.group.reduce([result], options))
 
     def _reduce_scatter(
-        self, given: Any, result: Any, how: Reduction, args: CollectiveArgs
+        self, given: Any, result: Any, how: Any, args: CollectiveArgs
     ) -> EngineCall:
         if self._on_device:
             given = given.clone() if args.in_place else given
             options = _options("ReduceScatter", reduceOp=how.op)
-            return EngineCall(self._group._reduce_scatter_base(result, given, options))
+            return EngineCall(self.group._reduce_scatter_base(result, given, options))
         # Gloo's own is this, and cannot be polled.
         whole = given.clone()
-        work = self._group.allreduce([whole], _options("Allreduce", reduceOp=how.op))
+        work = self.group.allreduce([whole], _options("Allreduce", reduceOp=how.op))
         return EngineCall(work, partial(_copy_part, result, whole, self._rank))
 
-    def _make_mean(self, finish: Callable[[], object] | None, output: Buffer, result: Any) -> None:
+    def _make_mean(self, finish: Callable[[], object] | None, dtype: DType, result: Any) -> None:
         """Divide the sum: exactly, also where torch would multiply with the reciprocal."""
         if finish is not None:
             finish()
-        if len(output.memory):
-            memory = output.memory
-            _native.local_reduce(output.dtype, ReduceOp.MEAN, memory, [memory], self._world)
-        else:
+        if self._on_device:
             result.div_(torch.full((), self._world, dtype=result.dtype, device=result.device))
+        else:
+            memory = result.numpy().reshape(-1).view(np.uint8).data
+            _native.local_reduce(dtype, ReduceOp.MEAN, memory, [memory], self._world)
 
     # -- moves ----------------------------------------------------------------------------------
 
-    def _broadcast(self, given: Any, result: Any, args: CollectiveArgs) -> EngineCall:
+    def _broadcast(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
         options = _options("Broadcast", rootRank=args.root)
         if self._rank != args.root or args.in_place:
-            return EngineCall(self._group.broadcast([result], options))
-        work = self._group.broadcast([given], options)
+            return EngineCall(self.group.broadcast([result], options))
+        work = self.group.broadcast([given], options)
         result.copy_(given)
         return EngineCall(work)
 
-    def _all_gather(self, given: Any, result: Any, args: CollectiveArgs) -> EngineCall:
+    def _all_gather(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
         given = given.clone() if args.in_place else given
-        return EngineCall(self._group._allgather_base(result, given, _options("Allgather")))
+        return EngineCall(self.group._allgather_base(result, given, _options("Allgather")))
 
-    def _gather(self, given: Any, result: Any, args: CollectiveArgs) -> EngineCall:
+    def _gather(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
         given = given.clone() if args.in_place else given
         parts = [] if result is None else [list(result.chunk(self._world))]
-        return EngineCall(
-            self._group.gather(parts, [given], _options("Gather", rootRank=args.root))
-        )
+        return EngineCall(self.group.gather(parts, [given], _options("Gather", rootRank=args.root)))
 
-    def _scatter(self, given: Any, result: Any, args: CollectiveArgs) -> EngineCall:
+    def _scatter(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
         parts = []
         if self._rank == args.root:
             given = given.clone() if args.in_place else given
             parts = [list(given.chunk(self._world))]
         options = _options("Scatter", rootRank=args.root)
-        return EngineCall(self._group.scatter([result], parts, options))
+        return EngineCall(self.group.scatter([result], parts, options))
 
-    def _all_to_all(self, given: Any, result: Any, args: CollectiveArgs) -> EngineCall:
+    def _all_to_all(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
         given = given.clone() if args.in_place else given
         sent: list[int] = []
         received: list[int] = []
@@ -236,29 +262,11 @@ class Caller:
             rows: Any = args.counts
             sent = list(rows[self._rank])
             received = [row[self._rank] for row in rows]
-        work = self._group.alltoall_base(result, given, received, sent, _options("AllToAll"))
+        work = self.group.alltoall_base(result, given, received, sent, _options("AllToAll"))
         return EngineCall(work)
 
 
-class Exchange:
-    """A minimum over all ranks of a few 64-bit numbers, in half the time of Gloo's allreduce.
-
-    Every rank sends its numbers to all at once, where that goes around a ring twice.
-    """
-
-    def __init__(self, process_group: Any, world: int, count: int) -> None:
-        self._group, self._options = process_group, _options("AllToAll")
-        self._sent, self._received = (np.empty((world, count), np.int64) for _ in range(2))
-        self._tensors = [torch.from_numpy(one) for one in (self._received, self._sent)]
-
-    def start(self, words: memoryview) -> EngineCall:
-        """Start to replace each number by the least that any rank passes."""
-        numbers = np.frombuffer(words, np.int64)
-        self._sent[:] = numbers
-        work = self._group.alltoall_base(*self._tensors, [], [], self._options)
-        return EngineCall(work, partial(self._received.min, axis=0, out=numbers))
-
-
+@lru_cache(maxsize=1024)
 def _options(name: str, **values: Any) -> Any:
     made = getattr(_c10d, f"{name}Options")()
     made.timeout = FOREVER  # deadlines are ours
@@ -267,15 +275,29 @@ def _options(name: str, **values: Any) -> Any:
     return made
 
 
-def _flat(buffer: Buffer | None, dtype: Any = None) -> Any:
-    """View a buffer as a flat tensor, of bytes if no dtype is given."""
+def _flat(buffer: Buffer | None, dtype: Any) -> Any:
+    """View a buffer as a flat tensor."""
     if buffer is None:
         return None
     if isinstance(buffer, DeviceBuffer):
-        tensor: Any = buffer.owner.reshape(-1).view(torch.uint8)
-    else:
-        tensor = tensor_over(buffer.memory)
-    return tensor if dtype is None else tensor.view(dtype)
+        return buffer.owner.reshape(-1).view(torch.uint8).view(dtype)
+    return _tensor_of(np.frombuffer(buffer.memory, np.uint8), np.dtype(np.uint8)).view(dtype)
+
+
+def _tensor_of(array: Any, dtype: np.dtype[Any]) -> Any:
+    """View an array as a flat tensor, which keeps it; a read-only one is not to be written."""
+    if array is None:
+        return None
+    flat = array.reshape(-1).view(dtype)
+    return torch.from_numpy(flat if flat.flags.writeable else np.asarray(_Unlocked(flat)))
+
+
+class _Unlocked:
+    """A read-only array as torch wants it: it warns of any that could not be written."""
+
+    def __init__(self, array: Any) -> None:
+        self._owner, facts = array, array.__array_interface__
+        self.__array_interface__ = {**facts, "data": (facts["data"][0], False)}
 
 
 def _nbytes(counts: Any, itemsize: int) -> list[list[int]]:

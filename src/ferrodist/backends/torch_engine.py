@@ -1,432 +1,91 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """TorchDistributedBackend: the engines of torch, Gloo and NCCL. ``docs/engines.md`` says more.
 
-Messages, and the exchange before each collective, go over a Gloo group of our own, also where the
-collectives are those of NCCL or of a group that the program has made. Groups that are split off
-have Gloo groups of their own, whose members meet at a store that their first rank serves.
+It is a HybridBackend: ranks meet, compare their calls and send messages over ferrodist's own
+connections and memory, where a rank that differs, is late or is gone is known by name. Only then,
+when all ranks are known to be in a call, is it left to the engine, if that does it as we promise.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import socket
-import threading
+import contextlib
 import time
-from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NoReturn, Self, cast
 
-from ferrodist.backends.peers import describe_difference
-from ferrodist.backends.progress import ProgressThread
-from ferrodist.backends.provider import RankStatus
-from ferrodist.backends.provider_backend import ProviderBackend
-from ferrodist.backends.provider_link import EAGER_NBYTES
+from ferrodist._native import Status
+from ferrodist.arrays import as_input, as_output
+from ferrodist.backends.engine_path import BoundCall, call_path
+from ferrodist.backends.failures import LeaveReason, StatusCode
+from ferrodist.backends.hybrid import HybridBackend
+from ferrodist.backends.receive import Receive
 from ferrodist.backends.registry import program_end
-from ferrodist.backends.running_call import CollectiveArgs
-from ferrodist.backends.torch_calls import Caller, EngineCall, Exchange
-from ferrodist.backends.torch_messages import FOREVER, Key, Messages, Receive, Send, hang_up, torch
+from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, RunningCall
+from ferrodist.backends.torch_calls import FOREVER, Caller, EngineCall, torch
 from ferrodist.buffer import Buffer, DeviceBuffer, DType
-from ferrodist.call import Kind
+from ferrodist.call import MAX_TAG, Call, Kind, caller_site
 from ferrodist.config import Config, variable
 from ferrodist.deadline import Deadline
-from ferrodist.errors import (
-    BackendUnavailable,
-    DistributedError,
-    InvalidArgument,
-    RendezvousError,
-)
+from ferrodist.errors import BackendUnavailable, DistributedError, InvalidArgument, RendezvousError
+from ferrodist.reduce_op import CustomOp
 from ferrodist.rendezvous import Job
-from ferrodist.rendezvous.interfaces import choose_address
-from ferrodist.rendezvous.mesh import host_id, open_exchange
+from ferrodist.rendezvous.foreign import first_line, job_at_store, open_store
+from ferrodist.rendezvous.job import Launcher
+from ferrodist.schedules import Lengths
+
+CARRIED_NBYTES = 64 * 1024
+"""Up to here the exchange before a call carries the array, and the engine has nothing to do."""
 
 _c10d = torch.distributed.distributed_c10d
-_LOOPBACK = "127.0.0.1"
-_WORLD = b"world".ljust(16)  # the group of all ranks
-_STORE_TAG = -1  # of the message that says where the members of a split meet
-_SHORTEST_WAIT = timedelta(milliseconds=1)  # torch takes less for no limit at all
-_SPIN_SECONDS = 2e-4
-_NAP = 1e-3  # seconds between looks at a call that has failed, until it is known by whom
-_LEAST_TIMEOUT = 1.0  # seconds for torch's own meeting, also right before the deadline
-_ADDRESS_NBYTES = 128
+_NUMBERS = (bool, int, float, complex)
+_MANY = 1 << 62
+_STORE_TAG = MAX_TAG + 3  # no user's: of the message that says where the store is
+_STORE_NBYTES = 256
+_LOOK = timedelta(milliseconds=20)  # between two looks at the other ranks, while the engine works
+_EXPLAIN_SECONDS = 5.0  # until it is known which rank is gone when the engine has failed
+_NAP = 1e-3
+_FROM_GROUP = Launcher(
+    name="TorchDistributedBackend.from_process_group",
+    rank="rank",
+    world_size="world_size",
+    job="the store of the group",
+    start="let all {size} ranks of the group call from_process_group",
+)
 
 
-class Started:
-    """A collective that was started, as a request."""
+class TorchDistributedBackend(HybridBackend):
+    """Ranks that communicate through torch.distributed: Gloo on the host, NCCL on GPUs."""
 
-    __slots__ = ("_call", "_engine", "_has_failed", "_is_over", "_kept", "_spins")
+    _has_nccl = False
+    _device_engine = "nccl"
+    engine: Caller | None = None  # of arrays of the host
+    _gpu_engine: Caller | None = None
+    _entry: Any = None  # the program of the exchange before a call
 
-    def __init__(
-        self, engine: TorchEngine, call: EngineCall, kept: object, *, is_small: bool
-    ) -> None:
-        self._engine, self._call, self._kept = engine, call, kept
-        self._is_over = self._has_failed = False
-        # Half the time of a small call is that of waking threads.
-        self._spins = is_small and not isinstance(threading.current_thread(), ProgressThread)
+    # -- joining --------------------------------------------------------------------------------
 
-    def test(self) -> bool:
-        """Tell whether it is done; raises if a rank is lost, without which it never will be."""
-        call = self._call
-        if self._is_over:
-            return True
-        with using(call.stream):
-            return self._test(call)
+    @classmethod
+    def join(cls, job: Job, *, config: Config | None = None) -> Self:
+        """Connect to the other ranks of the job; torch's default group stays the program's."""
+        if cls._has_nccl:
+            _check_nccl()
+        return cls._join(job, Config.from_environment() if config is None else config)
 
-    def _test(self, call: EngineCall) -> bool:
-        if call.work is not None:
-            if call.stream is None and not call.work.is_completed():
-                return False
-            try:
-                call.work.wait()  # on a device the stream waits, not the program
-            except RuntimeError as error:
-                self._has_failed = True
-                self._engine.explain(error)
-                return False
-        if call.finish is not None:
-            call.finish()
-        self._is_over, self._kept = True, None
-        return True
-
-    def wait(self, seconds: float) -> None:
-        """Wait until it is done, or for a while; first awake, if it may be done soon."""
-        work = self._call.work
-        if self._is_over or work is None:
-            return
-        end = time.perf_counter() + min(seconds, _SPIN_SECONDS)
-        while self._spins and not work.is_completed():
-            os.sched_yield()
-            self._spins = time.perf_counter() < end
-        if work.is_completed():
-            if self._has_failed:
-                time.sleep(min(seconds, _NAP))
-            return
-        try:
-            work.wait(max(_SHORTEST_WAIT, timedelta(seconds=seconds)))
-        except RuntimeError:
-            return  # time is up, or it has failed: test tells
-
-    def cancel(self) -> bool:
-        """Give it up; torch may still use its memory, which is kept."""
-        if not self._is_over:
-            self._engine.give_up(self)
-        return not self._is_over
-
-
-class TorchEngine:
-    """One rank of a group; ``members`` are the ranks of its members in the world.
-
-    ``host`` does the collectives of memory of the host, ``device`` those of a device, if any.
-    """
-
-    blocks = False  # a collective that waits for a rank that has died would wait for ever
-
-    def __init__(
-        self,
-        world: World,
-        members: Sequence[int],
-        group: bytes,
-        control: Any,
-        host: Any,
-        device: Any,
-    ) -> None:
-        self.rank, self.world_size = members.index(world.rank), len(members)
-        hosts = [world.hosts[member] for member in members]
-        self.local_rank = hosts[: self.rank].count(hosts[self.rank])
-        self.local_world_size = hosts.count(hosts[self.rank])
-        self.given_up: list[Started] = []
-        self._world, self._members, self._group = world, tuple(members), group
-        self._control: Any = control
-        self._host: Any = Caller(host, self.rank, self.world_size, "cpu")
-        self._device: Any = None
-        if device is not None:
-            self._device = Caller(device, self.rank, self.world_size, world.device)
-        self._exchange: Exchange | None = None
-        self._splits: dict[tuple[int, ...], int] = defaultdict(int)
-
-    def give_up(self, started: Started) -> None:
-        """Keep what torch may still use."""
-        self.given_up.append(started)
-        self._exchange = None
-
-    # -- collectives ----------------------------------------------------------------------------
-
-    def start_minimum(self, words: memoryview) -> Started:
-        """Start the exchange of an entry."""
-        if self._exchange is None:
-            self._exchange = Exchange(self._control, self.world_size, len(words))
-        exchange = self._exchange
-        return Started(self, exchange.start(words), (exchange, words), is_small=True)
-
-    def collective(self, *args: Any) -> Any:
-        """Do nothing: ``start`` does all of them."""
-        raise NotImplementedError
-
-    def start(
-        self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
-    ) -> Any:
-        """Start a collective that torch does as we promise."""
-        sample = input if input is not None else output
-        caller, stream = self._host, None
-        if isinstance(sample, DeviceBuffer):
-            caller, stream = self._device, sample.stream
-        with using(stream):
-            call = caller.start(kind, input, output, args)
-        if call is None:
-            return NotImplemented
-        is_small = sample is None or sample.nbytes <= EAGER_NBYTES
-        return Started(self, call._replace(stream=stream), (input, output, call), is_small=is_small)
-
-    def explain(self, error: RuntimeError) -> None:
-        """Raise what an error of torch means, unless a rank was lost and it is not known which."""
-        if "gloo/transport" not in str(error):
-            raise error
-        for rank, member in enumerate(self._members):
-            if member in self._world.messages.lost:
-                raise ConnectionError(rank) from error
-
-    @property
-    def device(self) -> str:
-        """The type of devices on which collectives are done; '' if there is none."""
-        return self._world.device if self._device is not None else ""
-
-    def runs_on_device(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
-        """Tell whether a collective is done there."""
-        return bool(self._device.does(kind, dtype, args))
-
-    def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
-        """Tell whether Gloo does a collective of arrays of the host."""
-        return bool(self._host.does(kind, dtype, args))
-
-    def bind(self, *args: Any) -> None:
-        """Leave it to ``start``: torch takes ten times as long as the way there."""
-
-    # -- messages -------------------------------------------------------------------------------
-
-    def isend(self, data: memoryview, peer: int, tag: int) -> Send:
-        """Send bytes."""
-        return self._world.messages.isend(self._key(peer, tag), data, peer)
-
-    def irecv(self, memory: memoryview, peer: int, tag: int) -> Receive:
-        """Receive the next message of a rank with this tag."""
-        return self._world.messages.irecv(self._key(peer, tag), memory, peer)
-
-    def iprobe(self, peer: int, tag: int) -> int | None:
-        """Return the length of the next message; None if none came."""
-        return self._world.messages.iprobe(self._key(peer, tag))
-
-    def has_message(self, tag: int) -> bool:
-        """Tell whether anybody has sent something with this tag that nobody receives."""
-        return self._world.messages.has_message(self._group, tag)
-
-    def _key(self, peer: int, tag: int) -> Key:
-        return self._group, self._members[peer], tag
-
-    # -- groups and ends ------------------------------------------------------------------------
-
-    def split(self, ranks: Sequence[int]) -> TorchEngine:
-        """Make a group of some ranks of this one, which meet at a store of the first of them."""
-        ranks, world = tuple(ranks), self._world
-        self._splits[ranks] += 1
-        name = repr((self._group, ranks, self._splits[ranks])).encode()
-        group = hashlib.blake2b(name, digest_size=16).digest()
-        members = [self._members[rank] for rank in ranks]
-        deadline = Deadline(world.join_timeout)
-        try:
-            store = self._meet(group, members, deadline)
-            place = (store, members.index(world.rank), len(members))
-            control = world.new_gloo_group(*place, deadline)
-            device = None if self._device is None else world.new_device_group(*place)
-        except (ConnectionError, TimeoutError, RuntimeError) as error:
-            raise RendezvousError(
-                f"split({list(ranks)}): a member did not get through: {_first_line(error)}",
-                this_rank=self.rank,
-            ) from error
-        return TorchEngine(world, members, group, control, control, device)
-
-    def _meet(self, group: bytes, members: Sequence[int], deadline: Deadline) -> Any:
-        """Open the store of a new group; its first rank tells the others where it is."""
-        world, messages = self._world, self._world.messages
-        if len(members) == 1:
-            return torch.distributed.HashStore()
-        if world.rank == members[0]:
-            store = _serve_store(world.address, deadline)
-            told = f"{world.address} {store.port}".encode()
-            for member in members[1:]:
-                messages.isend((group, member, _STORE_TAG), memoryview(told), member)
-            return store
-        memory = bytearray(_ADDRESS_NBYTES)
-        request = messages.irecv((group, members[0], _STORE_TAG), memoryview(memory), members[0])
-        while not request.test():
-            if deadline.remaining() <= 0:
-                raise TimeoutError(f"nothing has come within {deadline}")
-            request.wait(_NAP)
-        return _open_store(bytes(memory).rstrip(b"\0"), deadline)
-
-    def abort(self, reason: str) -> None:
-        """Do nothing: nobody is inside torch, and what was started is given up by who waits."""
-
-    def close(self) -> None:
-        """Leave; the world closes the connections of all messages."""
-        if self._group == _WORLD:
-            self._world.messages.close()
-        else:
-            self._world.messages.forget(self._group)
-            if self.given_up:  # torch waits for it when the group is dropped
-                hang_up(self._control, [one for one in range(self.world_size) if one != self.rank])
-        self._control = self._host = self._device = None
-
-    def status(self, rank: int) -> RankStatus:
-        """Tell whether the connection to a rank stands."""
-        return "lost" if self._members[rank] in self._world.messages.lost else "alive"
-
-
-def using(stream: Any) -> AbstractContextManager[Any]:
-    """Make a stream of a device the current one, if there is one."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-# -- a process of the world ------------------------------------------------------------------------
-
-
-class World:
-    """What a process has once, for all its groups."""
-
-    messages: Messages
-    hosts: Sequence[str]
-
-    def __init__(self, rank: int, world_size: int, address: str, config: Config) -> None:
-        self.rank, self.world_size, self.address = rank, world_size, address
-        self.join_timeout = config.join_timeout
-        self.device = "cuda"
-        self._gloo_device = _c10d.ProcessGroupGloo.create_device(hostname=address)
-
-    def open(self, store: Any, config: Config, deadline: Deadline) -> Any:
-        """Connect all ranks of the world; return the Gloo group of all."""
+    @classmethod
+    def _join(cls, job: Job, config: Config, host: Any = None, gpus: Any = None) -> Self:
         if config.tls:
             raise InvalidArgument(
                 f"{variable('tls')}=1: what Gloo sends is not encrypted by ferrodist; unset it, or "
                 "use another backend"
             )
-        control = self.new_gloo_group(store, self.rank, self.world_size, deadline)
-        told = _gather(control, {"host": config.host_id or host_id(), **config.shared()})
-        self.hosts = [str(one.pop("host")) for one in told]
-        difference = describe_difference(told)
-        if difference:
-            raise InvalidArgument(f"{difference}; set it to the same on all ranks")
-        self.messages = Messages(control, self.rank, self.world_size)
-        return control
-
-    def new_gloo_group(self, store: Any, rank: int, size: int, deadline: Deadline) -> Any:
-        """Make a Gloo group of torch's of those who share a store."""
-        options = _c10d.ProcessGroupGloo._Options()
-        options._devices, options._threads = [self._gloo_device], 2
-        options._timeout = _timeout(deadline)
-        store = torch.distributed.PrefixStore("ferrodist/gloo", store)
-        return _c10d.ProcessGroupGloo(store, rank, size, options)
-
-    def new_device_group(self, store: Any, rank: int, size: int) -> Any:
-        """Make an NCCL group of torch's; it connects in its first collective."""
-        store = torch.distributed.PrefixStore("ferrodist/nccl", store)
-        options = _c10d.ProcessGroupNCCL.Options()
-        options._timeout = FOREVER
-        return _c10d.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _gather(process_group: Any, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gather what each rank has to tell."""
-    own = json.dumps(facts).encode()
-    length = torch.tensor([len(own)])
-    process_group.allreduce([length], torch.distributed.ReduceOp.MAX).wait()
-    padded = torch.frombuffer(bytearray(own.ljust(int(length))), dtype=torch.uint8)
-    told = torch.empty(process_group.size() * len(padded), dtype=torch.uint8)
-    process_group._allgather_base(told, padded).wait()
-    return [json.loads(bytes(one.numpy())) for one in told.chunk(process_group.size())]
-
-
-def _serve_store(address: str, deadline: Deadline) -> Any:
-    """Serve a store at this address only: by itself torch listens at all of the host's."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=1024) as listener:
-        return torch.distributed.TCPStore(
-            address,
-            listener.getsockname()[1],
-            is_master=True,
-            timeout=_timeout(deadline),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def _open_store(told: bytes, deadline: Deadline) -> Any:
-    host, port = told.decode().split()
-    return torch.distributed.TCPStore(host, int(port), is_master=False, timeout=_timeout(deadline))
-
-
-def _timeout(deadline: Deadline) -> timedelta:
-    return timedelta(seconds=min(max(deadline.remaining(), _LEAST_TIMEOUT), 1e6))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["?"])[0][:200]
-
-
-# -- joining ---------------------------------------------------------------------------------------
-
-
-class TorchDistributedBackend(ProviderBackend):
-    """Ranks that communicate through torch.distributed: Gloo on the host, NCCL on GPUs."""
-
-    _has_nccl = False
-    _device_engine = "nccl"
-    _provider: TorchEngine
-
-    @property
-    def _device(self) -> str:  # type: ignore[override]  # it has one, or none
-        return self._provider.device
-
-    def _runs_on_device(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
-        return self._provider.runs_on_device(kind, dtype, args)
-
-    @classmethod
-    def join(cls, job: Job, *, config: Config | None = None) -> Self:
-        """Connect to the other ranks of the job; torch's default group stays the program's."""
-        config = Config.from_environment() if config is None else config
-        if cls._has_nccl:
-            _check_nccl()
-        deadline = Deadline(config.join_timeout)
-        if job.world_size == 1:
-            world = World(0, 1, _LOOPBACK, config)
-            return cls._open(world, torch.distributed.HashStore(), config, deadline)
-        with open_exchange(job, config, deadline) as exchange:
-            address = _LOOPBACK
-            if not job.meets_here:
-                _, address = choose_address(config.socket_ifname, exchange.towards)
-            store = _serve_store(address, deadline) if job.rank == 0 else None
-            told = exchange.gather(f"{address} {0 if store is None else store.port}".encode())
-            try:
-                store = _open_store(told[0], deadline) if store is None else store
-                world = World(job.rank, job.world_size, address, config)
-                return cls._open(world, store, config, deadline)
-            except RuntimeError as error:  # whatever torch raises
-                if isinstance(error, DistributedError):
-                    raise
-                raise RendezvousError(
-                    f"job {job.name!r}: rank {job.rank} could not connect by Gloo at {address}: "
-                    f"{_first_line(error)}",
-                    this_rank=job.rank,
-                ) from error
-
-    @classmethod
-    def _open(cls, world: World, store: Any, config: Config, deadline: Deadline) -> Self:
-        control = world.open(store, config, deadline)
-        device = None
-        if cls._has_nccl:
-            device = world.new_device_group(store, world.rank, world.world_size)
-        members = range(world.world_size)
-        return cls(TorchEngine(world, members, _WORLD, control, control, device), config)
+        made = super().join(job, config=config)
+        try:
+            made._open_engines(host, gpus, Deadline(config.join_timeout))
+        except BaseException as error:
+            made._fail(error)
+            raise
+        return made
 
     @staticmethod
     def from_process_group(
@@ -436,7 +95,7 @@ class TorchDistributedBackend(ProviderBackend):
 
         Collectives are those of the group: of Gloo for arrays of the host, of NCCL for tensors of
         GPUs, whatever it has. Its calls and those of the backend must come in one order on all
-        ranks. What travels besides goes over a Gloo group of the backend's own.
+        ranks. All else goes over connections of ferrodist's own.
 
         Example:
             >>> import ferrodist, torch.distributed as dist
@@ -451,24 +110,234 @@ class TorchDistributedBackend(ProviderBackend):
             name = type(process_group).__name__
             text = f"from_process_group: expected a group of torch.distributed, got {name}"
             raise InvalidArgument(text, got=name)
-        host, device = _find_engine(process_group, "cpu"), _find_engine(process_group, "cuda")
-        if host is None and device is None:
+        host, gpus = _find_engine(process_group, "cpu"), _find_engine(process_group, "cuda")
+        if host is None and gpus is None:
             found = process_group.name()
             text = f"from_process_group: expected a group of gloo or nccl, got one of {found}"
             raise InvalidArgument(text, got=found)
         deadline = Deadline(config.join_timeout)
-        rank, world_size = process_group.rank(), process_group.size()
-        store = _store_of(process_group, rank)
-        address = _address_of(store, rank, world_size, config)
-        world = World(rank, world_size, address, config)
-        control = world.open(store, config, deadline)
-        kind = GlooBackend if device is None else NcclBackend
-        engine = TorchEngine(
-            world, range(world_size), _WORLD, control, control if host is None else host, device
-        )
-        made = kind(engine, config)
+        store, place = _store_of(process_group), (process_group.rank(), process_group.size())
+        job, _ = job_at_store(store, *place, _FROM_GROUP, config, deadline)
+        kind = GlooBackend if gpus is None else NcclBackend
+        made = kind._join(job, config, host, gpus)
         program_end.watch(made)
         return made
+
+    def _complete(self, parent: Self, identity: int, deadline: Deadline) -> None:
+        super()._complete(parent, identity, deadline)
+        self._open_engines(None, None, deadline)
+
+    def _open_engines(self, host: Any, gpus: Any, deadline: Deadline) -> None:
+        """Make process groups of torch's of the members, where none are given."""
+        self._is_own = (host is None, gpus is None)
+        self.bound_calls: dict[tuple[Any, ...], BoundCall | None] = {}
+        place = (self.rank, self.world_size)
+        try:
+            store = None
+            if host is None or (gpus is None and self._has_nccl):
+                store = self._open_store(deadline)
+            host = self._new_gloo_group(store, deadline) if host is None else host
+            if gpus is None and self._has_nccl:
+                options = _c10d.ProcessGroupNCCL.Options()
+                options._timeout = FOREVER  # deadlines are ours
+                nccl_store = torch.distributed.PrefixStore("nccl", store)
+                gpus = _c10d.ProcessGroupNCCL(nccl_store, *place, options)
+        except RuntimeError as error:  # whatever torch raises
+            if isinstance(error, DistributedError):
+                raise
+            raise RendezvousError(
+                f"rank {self.rank} could not connect by Gloo at {self.own_address}: "
+                f"{first_line(error)}{self.group_name}",
+                this_rank=self.rank,
+            ) from error
+        self._await_all(deadline)
+        self.engine = Caller(host, *place, on_device=False)
+        self._gpu_engine = None if gpus is None else Caller(gpus, *place, on_device=True)
+
+    def _open_store(self, deadline: Deadline) -> Any:
+        if self.world_size == 1:
+            return torch.distributed.HashStore()
+
+        def share(told: str) -> str:
+            if self.rank:
+                return self._hear(0, deadline)
+            for peer in range(1, self.world_size):
+                self._tell(peer, told, deadline)
+            return told
+
+        return open_store(self.own_address, self.rank == 0, share, deadline)
+
+    def _await_all(self, deadline: Deadline) -> None:
+        """Let rank 0 wait for all ranks: it may not leave while they need its store."""
+        if self.rank:
+            self._tell(0, "", deadline)
+        else:
+            for peer in range(1, self.world_size):
+                self._hear(peer, deadline)
+
+    def _tell(self, peer: int, text: str, deadline: Deadline) -> None:
+        message = as_input(text.encode().ljust(_STORE_NBYTES))
+        self._messenger.send(message, peer, _STORE_TAG, deadline)
+
+    def _hear(self, peer: int, deadline: Deadline) -> str:
+        target = as_output(bytearray(_STORE_NBYTES), DType.UINT8, (_STORE_NBYTES,))
+        found: bytearray = self._messenger.recv(Receive(peer, _STORE_TAG, target), deadline)
+        return found.decode().rstrip()
+
+    def _new_gloo_group(self, store: Any, deadline: Deadline) -> Any:
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=self.own_address)]
+        options._threads = 2
+        options._timeout = timedelta(seconds=max(1.0, deadline.timeout()))
+        gloo_store = torch.distributed.PrefixStore("gloo", store)
+        return _c10d.ProcessGroupGloo(gloo_store, self.rank, self.world_size, options)
+
+    def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
+        has_failed = self.error_of(None) is not None
+        super()._leave(leave_reason, deadline)
+        host, gpus = self.engine, self._gpu_engine
+        self.engine = self._gpu_engine = None
+        if host is not None and self._is_own[0] and has_failed:
+            _hang_up(host.group, self.rank)  # torch waits for its calls when the group is dropped
+        if gpus is not None and self._is_own[1]:
+            gpus.group.abort() if has_failed else gpus.group.shutdown()
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def _take_fast_path(self, group: Any) -> None:
+        if not self.config.check_sites:
+            self._call_path, self._start_path = cast(Any, _call_path), _start_path
+
+    def carries(self, nbytes: int) -> bool:
+        """Tell whether an array is so small that the exchange before a call carries it as well."""
+        return self.config.check and nbytes <= CARRIED_NBYTES
+
+    @property
+    def _device(self) -> str:  # type: ignore[override]  # it has one, or none
+        return "" if self._gpu_engine is None else "cuda"
+
+    def _runs_on_device(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
+        return self._gpu_engine is not None and self._gpu_engine.does(kind, dtype, args)
+
+    def _run_collective(
+        self,
+        running: RunningCall,
+        kind: Kind,
+        input: Buffer | None,
+        output: Buffer | None,
+        args: CollectiveArgs,
+    ) -> None:
+        """Leave a collective to the engine, once all ranks are in it, or do it as hybrid does."""
+        sample = input if input is not None and kind is not Kind.SCATTER else output
+        is_on_device = isinstance(sample, DeviceBuffer)
+        engine = self._gpu_engine if is_on_device else self.engine
+        is_even = args.counts is None and not is_on_device
+        if (
+            engine is None
+            or sample is None
+            or not engine.does(kind, sample.dtype, args)
+            or (is_even and self.carries(sample.nbytes))  # of the same size on all ranks
+        ):
+            self._run_by_messages(running, kind, input, output, args)
+            return
+        if self.config.check or not _is_plain(running.call):
+            self._enter(running)
+        with _using(getattr(sample, "stream", None)):
+            self._await(running, engine.start(kind, input, output, args), is_on_device)
+
+    def _run_by_messages(self, running: RunningCall, kind: Kind, *rest: Any) -> None:
+        super()._run_collective(running, kind, *rest)
+
+    def run_bound(
+        self, running: RunningCall, bound: BoundCall, x: Any, out: Any, in_place: bool
+    ) -> None:
+        """Let the engine do a call of the fast path on arrays of the host, when all have come."""
+        running.num_collectives += 1
+        if self.config.check:
+            self._enter(running)
+        assert bound.run is not None
+        started: Any = bound.run(x, out, in_place)
+        self._await(running, started, is_on_device=False)
+
+    def _enter(self, running: RunningCall) -> None:
+        """Wait until all ranks have come, with the same call."""
+        if self._entry is None:
+            lengths = Lengths(0)
+            self._entry = self._program(Kind.BARRIER, DType.UINT8, lengths, NO_ARGS, None, None)
+        status = self._two_levels.execute(
+            self._entry,
+            None,
+            None,
+            running.call.kind,
+            running.sequence,
+            running.fingerprint,
+            running.num_collectives - 1,
+            running.deadline,
+            running.in_background,
+            running.poll,
+        )
+        self._check(running, status)
+
+    def _await(self, running: RunningCall, call: EngineCall, is_on_device: bool) -> None:
+        """Wait for the engine, and look at the other ranks if that lasts."""
+        if call.work is not None:
+            try:  # on a device the stream waits, not the program
+                call.work.wait() if is_on_device else call.work.wait(_LOOK)
+            except RuntimeError:  # time is up, or it has failed
+                self._await_long(running, call.work)
+        if call.finish is not None:
+            call.finish()
+
+    def _await_long(self, running: RunningCall, work: Any) -> None:
+        # All have come, and whether bytes move is not known: time is counted anew, and a limit that
+        # nobody has chosen ends nothing that may still be moving.
+        deadline = Deadline(running.deadline.late_seconds or running.deadline.seconds)
+        while not work.is_completed():
+            self._look(running, deadline)
+            with contextlib.suppress(RuntimeError):
+                work.wait(_LOOK)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._raise_failure(running, error)
+
+    def _look(self, running: RunningCall, deadline: Deadline) -> None:
+        """Raise if a call that the engine does cannot succeed, or its time is up."""
+        running.poll()
+        if running.in_background and self.group.is_stopping:
+            raise self.cut_short(running.call.kind, running.sequence)
+        if self.error_of(running.sequence) is not None:
+            raise self.failure_of(running, Status(StatusCode.GROUP_ERROR))
+        for peer in self._gone():
+            if not self.leave_reason_of(peer).is_normal:  # else it was through
+                raise self.failure_of(running, Status(self.loss_of(peer), peer))
+        if deadline.remaining() <= 0:
+            raise self.failure_of(running, Status(StatusCode.LATE))
+
+    def _gone(self) -> list[int]:
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return [rank for rank in others if self.group.is_gone(rank)]
+
+    def _raise_failure(self, running: RunningCall, error: RuntimeError) -> NoReturn:
+        """Raise what an error of the engine means: most often that a rank is gone."""
+        end = time.monotonic() + _EXPLAIN_SECONDS
+        while time.monotonic() < end:
+            self._look(running, Deadline(None))
+            for peer in self._gone():
+                raise self.failure_of(running, Status(self.loss_of(peer), peer)) from error
+            time.sleep(_NAP)
+        raise error
+
+    # -- calls of the fast path, which do not know where they were made -------------------------
+
+    def _poll(self, running: RunningCall) -> None:
+        _note_site(running)
+        super()._poll(running)
+
+    def failure_of(self, running: RunningCall, status: Status) -> BaseException:
+        """Make the error that a status means, and see that all ranks get the same."""
+        _note_site(running)
+        return super().failure_of(running, status)
 
 
 class GlooBackend(TorchDistributedBackend):
@@ -479,6 +348,64 @@ class NcclBackend(TorchDistributedBackend):
     """Tensors of GPUs by NCCL, on the device; everything else by Gloo."""
 
     _has_nccl = True
+
+
+def _call_path(
+    backend: TorchDistributedBackend, kind: int, x: Any, out: Any, op: Any, root: Any
+) -> Any:
+    """Do a blocking call on the fast path: in native code, or by the engine."""
+    if kind == Kind.BARRIER or backend.carries(_nbytes_of(kind, x)):
+        return backend._two_levels.call_path(backend, kind, x, out, op, root)
+    run = TorchDistributedBackend.run_bound
+    return call_path(cast(Any, backend), kind, x, out, op, root, run)
+
+
+def _start_path(backend: TorchDistributedBackend, kind: int, x: Any, *rest: Any) -> Any:
+    """Start a call on the fast path, if it is done in native code."""
+    if backend.carries(_nbytes_of(kind, x)):
+        return backend._two_levels.start_path(backend, kind, x, *rest)
+    return NotImplemented
+
+
+def _nbytes_of(kind: int, x: Any) -> int:
+    """Return the size of an array on all ranks, or one that is too large if it is not known here.
+
+    It is not known of trees, nor in scatter, where only the root has the whole.
+    """
+    if kind == Kind.SCATTER:
+        return _MANY
+    if x is None or type(x) in _NUMBERS:
+        return 0
+    nbytes = getattr(x, "nbytes", None)
+    return nbytes if type(nbytes) is int else _MANY
+
+
+def _note_site(running: RunningCall) -> None:
+    if running.call.site is None:
+        running.call = running.call._replace(site=caller_site())
+
+
+def _is_plain(call: Call) -> bool:
+    """Tell whether a call is one collective of arrays, in which no rank finds faults on its own."""
+    is_one = call.kind <= Kind.EXSCAN and call.kind is not Kind.SCATTER
+    return is_one and not isinstance(call.op, CustomOp)
+
+
+def _using(stream: Any) -> AbstractContextManager[Any]:
+    """Make a stream of a device the current one, if there is one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _hang_up(process_group: Any, rank: int) -> None:
+    """Close the connections of a Gloo group, so that whatever waits in it ends.
+
+    It has no call for that, but a receive that runs out of time does it.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in range(process_group.size()):
+        if peer != rank:  # one whose process is gone raises at once, and closes nothing
+            with contextlib.suppress(RuntimeError):
+                process_group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
 
 
 def _check_nccl() -> None:
@@ -503,22 +430,7 @@ def _find_engine(process_group: Any, device: str) -> Any:
     return found if found.name() == {"cpu": "gloo", "cuda": "nccl"}[device] else None
 
 
-def _store_of(process_group: Any, rank: int) -> Any:
-    """Return a part of the group's store in which nobody has written before."""
+def _store_of(process_group: Any) -> Any:
     if hasattr(process_group, "get_group_store"):
-        store = process_group.get_group_store()
-    else:
-        _, store = _c10d._world.pg_map[process_group]
-    nth = store.add(f"ferrodist/{rank}", 1)
-    return torch.distributed.PrefixStore(f"ferrodist/{nth}", store)
-
-
-def _address_of(store: Any, rank: int, world_size: int, config: Config) -> str:
-    """Choose where other ranks find this one: on loopback if all are on one host."""
-    store.set(f"host/{rank}", host_id())
-    hosts = {store.get(f"host/{peer}") for peer in range(world_size)}
-    if len(hosts) == 1:
-        return _LOOPBACK
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return choose_address(config.socket_ifname, str(getattr(store, "host", "")))[1]
+        return process_group.get_group_store()
+    return _c10d._world.pg_map[process_group][1]
