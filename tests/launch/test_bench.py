@@ -20,6 +20,7 @@ from ferrodist.launch import bench as bench_command
 from ferrodist.launch.bench import CALLS, KB, MB, lengths, make_calls, measure_calls
 from ferrodist.launch.machine import Load, measure_load
 from ferrodist.launch.main import commands
+from mpi_jobs import PEERS, environment_of
 
 IDLE = Load(0.0, 2, [])
 
@@ -146,7 +147,7 @@ def test_all_backends_are_measured_once_and_those_that_do_not_run_are_named(tmp_
     measured = [one["backend"] for one in document["results"] if one["call"] == "barrier"]
     assert {"shared_memory", "hybrid", "simulated"} <= set(measured)
     assert len(measured) == len(set(measured))
-    assert "shm" not in measured
+    assert not {"shm", "mpi", "gloo", "nccl"} & set(measured)
     # 1 042 µs: 13 letters, 5 ranks, 1024 bytes
     lines = [line.split() for line in done.output.splitlines()]
     assert ["allreduce", "1", "KB", "1", "042.0", "2", "084.0", "983", "KB/s"] in lines
@@ -160,6 +161,19 @@ def test_nothing_measured_is_a_failure() -> None:
     done = run_cli("--backend", "tcp")
     assert done.exit_code == 1
     assert "no backend could be measured" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+def test_engines_are_measured_if_they_are_named(engine: str, monkeypatch: Any) -> None:
+    if engine == "mpi":  # by mpiexec, which is found on PATH
+        for name, value in environment_of("mpich").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PATH", f"{PEERS / 'mpich' / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    (found,) = bench_command._measure(engine, 2, ["allreduce"], [100_000])
+    assert (found["backend"], found["nbytes"]) == (engine, 100_000)
+    assert found["samples"] >= 5
 
 
 @pytest.mark.slow
@@ -192,7 +206,11 @@ def test_picture_has_a_line_by_backend_or_by_call(
 @pytest.mark.parametrize(
     ("option", "wrong", "said"),
     [
-        ("--backend", "tcp,mpi", "'mpi' is none of hybrid, shared_memory, simulated, tcp"),
+        (
+            "--backend",
+            "tcp,shm",
+            "'shm' is none of gloo, hybrid, mpi, nccl, shared_memory, simulated, tcp",
+        ),
         ("--calls", "allreduce,all", "'all' is none of allreduce, broadcast"),
         ("--sizes", "4", "'4' must be a size of 8 bytes or more, such as 64KB"),
         ("--sizes", "1XB", "'1XB' must be a size"),

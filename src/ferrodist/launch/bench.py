@@ -11,6 +11,7 @@ import datetime
 import gc
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -60,8 +61,7 @@ def _parse_size(word: str) -> int:
     return size
 
 
-# A second name of shared memory, and engines: those have launchers and benchmarks of their own.
-_LEFT_OUT = ("shm", "mpi", "gloo", "nccl")
+_ENGINES = ("mpi", "gloo", "nccl")  # measured if they are named: not every machine has them
 
 
 def size_name(nbytes: int) -> str:
@@ -72,12 +72,14 @@ def size_name(nbytes: int) -> str:
 
 
 def parse_names(
-    known: Callable[[], Iterable[str]],
+    known: Callable[[], Iterable[str]], left_out: Sequence[str] = ()
 ) -> Callable[[click.Context, click.Parameter, str | None], list[str]]:
-    """Return a parser of lists of known names; no list means all of them."""
+    """Return a parser of lists of known names; no list means all of them but those left out."""
 
     def parse(context: click.Context, option: click.Parameter, text: str | None) -> list[str]:
-        names = list(known()) if text is None else [word.strip() for word in text.split(",")]
+        names = [word.strip() for word in text.split(",")] if text is not None else []
+        if text is None:
+            names = [name for name in known() if name not in left_out]
         for name in names:
             if name not in known():
                 raise click.BadParameter(f"{name!r} is none of {', '.join(known())}")
@@ -111,8 +113,8 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 )  # fmt: skip
 @click.option(
     "--backend", "backends", metavar="NAME,...",
-    callback=parse_names(lambda: [name for name in backend_names() if name not in _LEFT_OUT]),
-    help="Which backends.  [default: all that run on this machine]",
+    callback=parse_names(lambda: [name for name in backend_names() if name != "shm"], _ENGINES),
+    help="Which backends, engines (gloo, mpi, nccl) too.  [default: all but engines]",
 )  # fmt: skip
 @click.option(
     "--calls", metavar="NAME,...", callback=parse_names(lambda: CALLS),
@@ -184,7 +186,12 @@ def _measure(backend: str, ranks: int, calls: list[str], sizes: list[int]) -> li
         return run_ranks(ranks, lambda rank: list(measure_calls(rank, backend, calls, sizes)))[0]
     arguments = json.dumps([backend, calls, sizes])
     module = ["-m", "ferrodist.launch.bench", arguments]
-    command = [sys.executable, "-m", "ferrodist", "run", "-n", str(ranks), *module]
+    launcher = [sys.executable, "-m", "ferrodist", "run", "-n", str(ranks)]
+    if backend == "mpi":  # whose ranks find each other by its own launcher
+        launcher = ["mpiexec", "-n", str(ranks), sys.executable]
+    if shutil.which(launcher[0]) is None:
+        raise ferrodist.BackendUnavailable(f"there is no {launcher[0]} on PATH")
+    command = [*launcher, *module]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
