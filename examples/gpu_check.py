@@ -81,9 +81,11 @@ def check_streams(backend, device):
         return "not tried: no GPU"
     x = torch.ones(1 << 20, device=device)
     backend.allreduce(x)  # NCCL connects in its first call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # on which x was made
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
             total = backend.allreduce(backend.allreduce(x), async_op=True).wait() + 0
     finally:
         torch.cuda.set_sync_debug_mode("default")
