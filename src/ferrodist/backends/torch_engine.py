@@ -177,11 +177,11 @@ class TorchDistributedBackend(HybridBackend):
 
     def _tell(self, peer: int, text: str, deadline: Deadline) -> None:
         message = as_input(text.encode().ljust(_STORE_NBYTES))
-        self._messenger.send(message, peer, _STORE_TAG, deadline)
+        self._send(message, peer, _STORE_TAG, deadline)
 
     def _hear(self, peer: int, deadline: Deadline) -> str:
         target = as_output(bytearray(_STORE_NBYTES), DType.UINT8, (_STORE_NBYTES,))
-        found: bytearray = self._messenger.recv(Receive(peer, _STORE_TAG, target), deadline)
+        found: bytearray = self._recv(Receive(peer, _STORE_TAG, target), deadline)
         return found.decode().rstrip()
 
     def _new_gloo_group(self, store: Any, deadline: Deadline) -> Any:
@@ -243,7 +243,7 @@ class TorchDistributedBackend(HybridBackend):
         if self.config.check or not _is_plain(running.call):
             self._enter(running)
         with _using(getattr(sample, "stream", None)):
-            self._await(running, engine.start(kind, input, output, args), is_on_device)
+            self._await_engine(running, engine.start(kind, input, output, args), is_on_device)
 
     def _run_by_messages(self, running: RunningCall, kind: Kind, *rest: Any) -> None:
         super()._run_collective(running, kind, *rest)
@@ -257,7 +257,7 @@ class TorchDistributedBackend(HybridBackend):
             self._enter(running)
         assert bound.run is not None
         started: Any = bound.run(x, out, in_place)
-        self._await(running, started, is_on_device=False)
+        self._await_engine(running, started, is_on_device=False)
 
     def _enter(self, running: RunningCall) -> None:
         """Wait until all ranks have come, with the same call."""
@@ -278,7 +278,7 @@ class TorchDistributedBackend(HybridBackend):
         )
         self._check(running, status)
 
-    def _await(self, running: RunningCall, call: EngineCall, is_on_device: bool) -> None:
+    def _await_engine(self, running: RunningCall, call: EngineCall, is_on_device: bool) -> None:
         """Wait for the engine, and look at the other ranks if that lasts."""
         if call.work is not None:
             try:  # on a device the stream waits, not the program
