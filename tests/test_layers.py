@@ -34,6 +34,7 @@ FRAMEWORKS = {"torch", "jax", "cupy", "ml_dtypes", "mpi4py", "ray"}
 # Engines, launchers and what ranks of others first hear of each other through, each in one file.
 FILES_OF_FRAMEWORKS = {
     "rendezvous/exchange.py": {"torch", "mpi4py"},
+    "rendezvous/torch_store.py": {"torch"},
     "backends/mpi_calls.py": {"mpi4py"},
     "backends/torch_calls.py": {"torch"},
     "launch/ray_actors.py": {"ray"},

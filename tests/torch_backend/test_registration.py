@@ -145,10 +145,10 @@ def test_several_hosts_need_a_secret_that_never_goes_through_the_store(start_job
     secret.chmod(0o600)
 
     def body(backend: ferrodist.Backend, _: Any) -> Any:
-        from ferrodist.rendezvous import foreign
+        from ferrodist.rendezvous import torch_store
 
         rank = backend.rank
-        foreign.host_id = lambda: f"host {rank}"  # type: ignore[assignment] # nothing shared
+        torch_store.host_id = lambda: f"host {rank}"  # type: ignore[assignment] # nothing shared
         place = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=20)}
         with pytest.raises(ferrodist.AuthenticationError, match="FERRODIST_SECRET_FILE"):
             dist.init_process_group("ferrodist", init_method=f"file://{meeting}1", **place)
@@ -202,12 +202,12 @@ def test_beside_a_group_over_a_backend_of_several_hosts_gloo_can_be_used(start_h
 
 def test_if_no_store_can_be_served_every_rank_hears_why(start_job):
     def body(backend: ferrodist.Backend, _: Any) -> str:
-        from ferrodist.rendezvous import foreign
+        from ferrodist.rendezvous import torch_store
 
         def refuse(*args: Any, **options: Any) -> Any:
             raise OSError("no port is left")
 
-        foreign.socket.create_server = refuse
+        torch_store.socket.create_server = refuse
         with pytest.raises(ferrodist.RendezvousError) as caught:
             ferrodist.torch.process_group(backend)
         assert backend.allreduce(1) == 3  # which goes on

@@ -30,8 +30,9 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, InvalidArgument, RendezvousError
 from ferrodist.reduce_op import CustomOp
 from ferrodist.rendezvous import Job
-from ferrodist.rendezvous.foreign import first_line, job_at_store, open_store
+from ferrodist.rendezvous.exchange import first_line
 from ferrodist.rendezvous.job import Launcher
+from ferrodist.rendezvous.torch_store import job_at_store, open_store
 from ferrodist.schedules import Lengths
 
 CARRIED_NBYTES = 64 * 1024

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """How ``init_process_group("ferrodist")`` makes a group: its ranks meet at the store of torch.
 
-Every form of init_process_group ends in a store (``rendezvous/exchange.py``).
+Every form of init_process_group ends in a store (``rendezvous/torch_store.py``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ferrodist.backends.tcp import TcpBackend
 from ferrodist.config import AUTO, Config, DefaultTimeout, environment, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument
-from ferrodist.rendezvous.exchange import job_at_store, open_store
 from ferrodist.rendezvous.interfaces import choose_address
 from ferrodist.rendezvous.job import Launcher
+from ferrodist.rendezvous.torch_store import job_at_store, open_store
 from ferrodist.torch.process_group import ProcessGroup
 
 _INIT = "torch.distributed.init_process_group"
