@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/warm_memory.hpp"
+#include "core/memory.hpp"
 
 namespace nb = nanobind;
 

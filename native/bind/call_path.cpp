@@ -9,12 +9,12 @@
 #include <chrono>
 #include <memory>
 
+#include "bind/flying_call.hpp"
 #include "bind/gil.hpp"
 #include "bind/site.hpp"
 #include "bind/tree.hpp"
 #include "bind/work.hpp"
-#include "bind/flying_call.hpp"
-#include "core/out_of_memory.hpp"
+#include "core/memory.hpp"
 #include "net/executor.hpp"
 
 namespace nb = nanobind;

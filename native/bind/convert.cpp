@@ -8,8 +8,7 @@
 #include <unordered_map>
 
 #include "bind/gil.hpp"
-#include "core/out_of_memory.hpp"
-#include "core/warm_memory.hpp"
+#include "core/memory.hpp"
 
 namespace nb = nanobind;
 

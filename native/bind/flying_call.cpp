@@ -5,8 +5,8 @@
 
 #include "bind/gil_hook.hpp"
 #include "bind/hooks.hpp"
-#include "core/completions.hpp"
 #include "core/futex.hpp"
+#include "core/process.hpp"
 
 namespace nb = nanobind;
 

@@ -6,7 +6,7 @@
 
 #include "bind/gil.hpp"
 #include "bind/progress.hpp"
-#include "core/held_thread.hpp"
+#include "core/process.hpp"
 #include "core/wait.hpp"
 
 namespace ferrodist::bind {

@@ -8,7 +8,7 @@
 
 #include "bind/gil.hpp"
 #include "bind/hooks.hpp"
-#include "core/warm_memory.hpp"
+#include "core/memory.hpp"
 
 namespace nb = nanobind;
 

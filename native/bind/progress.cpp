@@ -1,34 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "bind/progress.hpp"
 
-#include <signal.h>
-
 #include <chrono>
 
 #include "core/futex.hpp"
-#include "core/held_thread.hpp"
+#include "core/process.hpp"
 
 namespace ferrodist::bind {
 namespace {
 
 constexpr std::int64_t head_start_ns = 50'000, nap_ns = 100'000;
 constexpr int most_naps = 10;
-
-// Signals are for the program's own threads.
-class SignalsBlocked {
-public:
-    SignalsBlocked() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-    SignalsBlocked(const SignalsBlocked&) = delete;
-    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
-private:
-    sigset_t before_;
-};
 
 thread_local const Progress* runs_here = nullptr;
 
@@ -47,8 +29,7 @@ void Progress::post(CallInFlight& call) {
     call.posted_ns = core::now_ns();
     call.place = state_->queue.insert(state_->queue.end(), &call);
     if (!state_->thread.joinable()) {
-        const SignalsBlocked blocked;
-        state_->thread = std::thread([this, state = state_.get()] {
+        state_->thread = core::start_thread([this, state = state_.get()] {
             runs_here = this;
             core::HeldThread::exempt_this_thread();
             run(*state);

@@ -16,7 +16,7 @@
 #include <mutex>
 #include <thread>
 
-#include "core/forks.hpp"
+#include "core/process.hpp"
 
 namespace ferrodist::bind {
 

@@ -11,7 +11,7 @@
 #include <set>
 
 #include "bind/gil.hpp"
-#include "core/held_thread.hpp"
+#include "core/process.hpp"
 
 namespace ferrodist::bind {
 

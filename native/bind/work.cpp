@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "bind/status.hpp"
 #include "bind/gil_hook.hpp"
 #include "bind/hooks.hpp"
-#include "core/completions.hpp"
+#include "bind/status.hpp"
 #include "core/list.hpp"
+#include "core/process.hpp"
 
 namespace nb = nanobind;
 

@@ -2,7 +2,9 @@
 // 64-bit hashes ranks compare with each other: the same on every machine, not cryptographic.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
@@ -41,7 +43,19 @@ private:
     std::uint64_t length_ = 0;
 };
 
-// Hashes text by its UTF-8 bytes.
-std::uint64_t hash_text(std::string_view text);
+// Hashes text by its UTF-8 bytes, in words of eight, little-endian whatever the machine's own order is.
+inline std::uint64_t hash_text(std::string_view text) {
+    Fingerprint fingerprint;
+    // The length comes first: "a" and "a\0" fill the same word.
+    fingerprint.add(std::uint64_t{text.size()});
+    for (std::size_t start = 0; start < text.size(); start += 8) {
+        std::uint64_t word = 0;
+        for (std::size_t i = start; i < std::min(start + 8, text.size()); ++i) {
+            word |= std::uint64_t{static_cast<unsigned char>(text[i])} << (8 * (i - start));
+        }
+        fingerprint.add(word);
+    }
+    return fingerprint.value();
+}
 
 }  // namespace ferrodist

@@ -5,9 +5,8 @@
 #include <cstring>
 #include <new>
 
-#include "core/copy.hpp"
-#include "core/completions.hpp"
-#include "core/require_memory.hpp"
+#include "core/memory.hpp"
+#include "core/process.hpp"
 
 namespace ferrodist::core {
 namespace {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/list.hpp"
-#include "core/status.hpp"
+#include "core/wait.hpp"
 
 namespace ferrodist::core {
 

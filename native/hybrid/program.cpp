@@ -3,9 +3,8 @@
 
 #include <algorithm>
 
-#include "core/copy.hpp"
+#include "core/memory.hpp"
 #include "net/executor.hpp"
-#include "core/warm_memory.hpp"
 
 namespace ferrodist::hybrid {
 namespace {

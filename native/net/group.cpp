@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "net/questions.hpp"
-
 namespace ferrodist::net {
 namespace {
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "net/group.hpp"
-#include "net/questions.hpp"
 #include "net/waiter.hpp"
 
 namespace ferrodist::net {

@@ -5,7 +5,6 @@
 #include <set>
 
 #include "net/group.hpp"
-#include "net/questions.hpp"
 #include "net/waiter.hpp"
 
 namespace ferrodist::net {

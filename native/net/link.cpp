@@ -17,7 +17,7 @@
 #include <utility>
 #include <variant>
 
-#include "core/require_memory.hpp"
+#include "core/memory.hpp"
 
 namespace ferrodist::net {
 namespace {

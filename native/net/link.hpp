@@ -11,10 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "core/memory.hpp"
 #include "net/frame.hpp"
-#include "net/memory.hpp"
 
 namespace ferrodist::net {
+
+using core::Memory;
+using core::new_memory;
 
 constexpr std::size_t large_payload = 32 * 1024;  // not worth to be copied once more
 

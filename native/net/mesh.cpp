@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -16,7 +15,7 @@
 #include <set>
 #include <system_error>
 
-#include "core/held_thread.hpp"
+#include "core/process.hpp"
 #include "net/group.hpp"
 
 namespace ferrodist::net {
@@ -110,14 +109,9 @@ Mesh::Mesh(int rank, const std::vector<LinkSpec>& specs, const MeshOptions& opti
 }
 
 void Mesh::start() {
-    if (size() == 1 || background_.joinable()) {
-        return;
+    if (size() > 1 && !background_.joinable()) {
+        background_ = core::start_thread([this] { run_in_background(); });
     }
-    sigset_t all, before;  // signals are for the program's own threads
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    background_ = std::thread([this] { run_in_background(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Mesh::~Mesh() {

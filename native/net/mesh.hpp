@@ -20,9 +20,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "net/link.hpp"
-#include "core/forks.hpp"
+#include "core/process.hpp"
 #include "core/wait.hpp"
+#include "net/link.hpp"
 
 namespace ferrodist::net {
 

@@ -174,7 +174,7 @@ void Messages::on_whole(int peer, const Header& header, Payload payload) {
     std::memcpy(&length, all.data(), sizeof length);
     const std::size_t begins = sizeof length + std::size_t{length};
     if (begins <= all.size()) {
-        core::OwnBytes memory(payload.memory.release(), [](std::byte* bytes) { Recycle{}(bytes); });
+        core::OwnBytes memory(payload.memory.release(), [](std::byte* bytes) { core::Recycle{}(bytes); });
         on_eager(peer, header.tag, all.subspan(sizeof length, length), all.subspan(begins), std::move(memory));
     }
 }

@@ -8,6 +8,12 @@
 
 namespace ferrodist::net {
 
+// How long a question to other ranks may take: a wait that looks at nothing.
+inline WaitOptions brief(std::int64_t ns) {
+    static core::ProgressHook nobody;
+    return {&nobody, core::now_ns() + ns, core::no_spins};
+}
+
 // The waits of one call: how long it has spun, when to look round, and when it is late.
 class Waiter {
 public:

@@ -14,8 +14,8 @@
 #include <optional>
 #include <string>
 
-#include "core/forks.hpp"
-#include "core/out_of_memory.hpp"
+#include "core/memory.hpp"
+#include "core/process.hpp"
 
 namespace ferrodist::shm {
 

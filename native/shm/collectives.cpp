@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/copy.hpp"
+#include "core/memory.hpp"
 
 namespace ferrodist::shm {
 namespace {

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <thread>
 
-#include "shm/heartbeat_timer.hpp"
-
 namespace ferrodist::shm {
 namespace {
 

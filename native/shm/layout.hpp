@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// How a group's block lies in memory. Everything the members share is in it, except what each keeps
-// in its own arena: staging for large data, queues of messages, arrays of users.
+// What lies in shared memory: the header of every arena, and the block of a group. Everything the members of a group
+// share is in its block, except what each keeps in its own arena: staging for large data, queues of messages, arrays
+// of users.
 //
 //     GroupHeader | RankWords x W | queues W x W | waited W x W | Slot x 2 x W
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
 
 #include "core/futex.hpp"
 
@@ -16,6 +22,109 @@ namespace ferrodist::shm {
 using namespace core;
 
 constexpr std::size_t line = 64;
+
+// -- arenas ----------------------------------------------------------------------------------------
+
+// A word to sleep on, for whoever waits for something that is said elsewhere.
+//
+// The sleeper counts itself, reads `rings`, looks once more at what it waits for, and sleeps while
+// `rings` stays the same: that is wait_until(rings, sleepers, ...). The ringer changes what is waited
+// for, then rings. The change and the look at it have to be seq_cst, as is all of this: so either the
+// sleeper sees the change or the ringer sees the sleeper. While nobody sleeps a ring is but a read.
+struct Doorbell {
+    Word rings;
+    Word sleepers;
+
+    void ring() {
+        // Pairs with the sleeper's fetch_add in wait_until.
+        if (sleepers.load(std::memory_order_seq_cst) != 0) {
+            rings.fetch_add(1, std::memory_order_seq_cst);  // pairs with the sleeper's load there
+            wake_all(rings);
+        }
+    }
+};
+static_assert(sizeof(Doorbell) == 8);
+
+// Text that one process rewrites while others read it.
+//
+// A seqlock: the version is odd while the text changes, and a reader tries again if it moved.
+template <std::size_t capacity>
+class SharedText {
+public:
+    // Only one thread may write at a time. Longer text is cut.
+    void write(std::string_view text) {
+        const std::uint32_t version = version_.load(std::memory_order_relaxed);
+        version_.store(version + 1, std::memory_order_relaxed);
+        // Pairs with the acquire fence in read: no word is seen before the odd version.
+        std::atomic_thread_fence(std::memory_order_release);
+        const std::size_t nbytes = std::min(text.size(), capacity);
+        nbytes_.store(static_cast<std::uint32_t>(nbytes), std::memory_order_relaxed);
+        for (std::size_t at = 0; at < nbytes; at += 8) {
+            std::uint64_t word = 0;
+            std::memcpy(&word, text.data() + at, std::min<std::size_t>(8, nbytes - at));
+            words_[at / 8].store(word, std::memory_order_relaxed);
+        }
+        // Pairs with the first load in read.
+        version_.store(version + 2, std::memory_order_release);
+    }
+
+    // Empty if the writer is in the middle, or died there.
+    std::string read() const {
+        for (int attempt = 0; attempt < 100; ++attempt) {
+            // Pairs with the release in write.
+            const std::uint32_t before = version_.load(std::memory_order_acquire);
+            std::string text(std::min<std::size_t>(nbytes_.load(std::memory_order_relaxed), capacity), ' ');
+            for (std::size_t at = 0; at < text.size(); at += 8) {
+                const std::uint64_t word = words_[at / 8].load(std::memory_order_relaxed);
+                std::memcpy(text.data() + at, &word, std::min<std::size_t>(8, text.size() - at));
+            }
+            // Pairs with the release fence in write.
+            std::atomic_thread_fence(std::memory_order_acquire);
+            if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) {
+                return text;
+            }
+        }
+        return {};
+    }
+
+private:
+    std::atomic<std::uint32_t> version_{0};
+    std::atomic<std::uint32_t> nbytes_{0};
+    std::array<std::atomic<std::uint64_t>, capacity / 8> words_{};
+};
+
+// What a process shows of itself. Written by its heartbeat only.
+struct Beat {
+    std::atomic<std::uint64_t> count{0};
+    std::atomic<std::int64_t> held_ns{0};  // how long a thread has been held in one call: see HeldThread
+};
+
+// Where a member of a group stands. Only `swept` members never look at the group's block again.
+enum Presence : std::uint32_t { inside = 0, closing = 1, left = 2, swept = 3 };
+
+// A group that a process is about to join, shown to the other members. `id` 0 is a free entry.
+struct Invitation {
+    std::atomic<std::uint64_t> id;       // written last, released; pairs with find_invitation
+    std::atomic<std::uint64_t> block;    // where the group's block is in this arena; 0: not here
+    std::atomic<std::uint64_t> members;  // where the list of world ranks is in this arena
+    std::atomic<std::uint64_t> num_members;
+    Word is_joining;  // whether this process is about to enter the block
+};
+
+// What every arena begins with. Written by its owner only, except `sleepers` and the doorbell.
+struct ArenaHeader {
+    static constexpr std::size_t num_invitations = 256;
+
+    Beat beat;
+    SharedText<1024> report;  // what the process is waiting in, while it is
+    Word invitations_changed;
+    Word sleepers;
+    alignas(2 * 64) Word cpu;  // where the process was last seen: see Spins; seldom written, often read
+    alignas(2 * 64) Doorbell doorbell;  // of the process: rung for all that concerns its messages
+    Invitation invitations[num_invitations];
+};
+
+// -- the block of a group ----------------------------------------------------------------------------
 
 // What is said once, to all: why the group, or a call of it, is at its end.
 struct alignas(2 * line) GroupErrorBlock {  // as RankWords, which follow it

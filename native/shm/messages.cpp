@@ -5,7 +5,7 @@
 #include <cstring>
 #include <new>
 
-#include "core/copy.hpp"
+#include "core/memory.hpp"
 
 namespace ferrodist::shm {
 namespace {

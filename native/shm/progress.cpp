@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "shm/progress.hpp"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <chrono>
 
@@ -165,14 +162,9 @@ void Progress::note_unattended() {
         is_parked_ = false;
         changed_.notify_all();
     }
-    if (thread_.joinable()) {
-        return;
+    if (!thread_.joinable()) {
+        thread_ = core::start_thread([this] { run(); });
     }
-    sigset_t all, before;  // signals are for the program's own threads
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { run(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Progress::run() {

@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "core/request.hpp"
-#include "shm/doorbell.hpp"
 #include "core/wait.hpp"
+#include "shm/layout.hpp"
 
 namespace ferrodist::shm {
 

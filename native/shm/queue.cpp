@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/copy.hpp"
+#include "core/memory.hpp"
 
 namespace ferrodist::shm {
 namespace {

@@ -4,11 +4,84 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <stdexcept>
+#include <thread>
 
 #include "shm/progress.hpp"
 
 namespace ferrodist::shm {
+
+// -- the heartbeat ---------------------------------------------------------------------------------
+
+namespace {
+
+class Heart {
+public:
+    const core::Birth birth;
+
+    void add(Beat& beat, std::int64_t interval_ns) {
+        const std::lock_guard lock(mutex_);
+        beats_.push_back({&beat, std::chrono::nanoseconds(interval_ns)});
+        if (!thread_.joinable()) {
+            is_ending_ = std::make_shared<bool>(false);
+            thread_ = core::start_thread([this, is_ending = is_ending_] { run(*is_ending); });
+        }
+        changed_.notify_all();
+    }
+
+    void remove(Beat& beat) {
+        std::thread ended;
+        {
+            const std::lock_guard lock(mutex_);
+            std::erase_if(beats_, [&](const Entry& entry) { return entry.beat == &beat; });
+            if (beats_.empty()) {
+                *is_ending_ = true;  // this thread; there may be another one before it notices
+                ended.swap(thread_);
+            }
+            changed_.notify_all();
+        }
+        if (ended.joinable()) {
+            ended.join();
+        }
+    }
+
+private:
+    struct Entry {
+        Beat* beat;
+        std::chrono::nanoseconds interval;
+    };
+
+    void run(const bool& is_ending) {
+        std::unique_lock lock(mutex_);
+        while (!is_ending) {
+            auto interval = std::chrono::nanoseconds(std::chrono::hours(1));
+            const std::int64_t held_ns = core::longest_hold_ns();
+            for (const Entry& entry : beats_) {
+                // Relaxed, both: a heartbeat orders nothing. Pairs with the loads in HeartbeatTimer and Peer::held_ns.
+                entry.beat->held_ns.store(held_ns, std::memory_order_relaxed);
+                entry.beat->count.fetch_add(1, std::memory_order_relaxed);
+                interval = std::min(interval, entry.interval);
+            }
+            changed_.wait_for(lock, interval);
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<Entry> beats_;
+    std::thread thread_;
+    std::shared_ptr<bool> is_ending_;  // of the present thread; guarded by the mutex
+};
+
+}  // namespace
+
+void start_beating(Beat& beat, std::int64_t interval_ns) { core::of_process<Heart>().add(beat, interval_ns); }
+
+void stop_beating(Beat& beat) { core::of_process<Heart>().remove(beat); }
+
+// -- the world -------------------------------------------------------------------------------------
 
 std::shared_ptr<Arena> make_arena(std::size_t first_block_nbytes, std::size_t nbytes) {
     auto arena = std::make_shared<Arena>(sizeof(ArenaHeader), nbytes);

@@ -12,38 +12,10 @@
 #include <vector>
 
 #include "shm/arena.hpp"
-#include "shm/doorbell.hpp"
-#include "core/futex.hpp"
-#include "shm/heartbeat.hpp"
-#include "shm/shared_text.hpp"
-#include "core/spins.hpp"
+#include "shm/layout.hpp"
+#include "core/wait.hpp"
 
 namespace ferrodist::shm {
-
-// Where a member of a group stands. Only `swept` members never look at the group's block again.
-enum Presence : std::uint32_t { inside = 0, closing = 1, left = 2, swept = 3 };
-
-// A group that a process is about to join, shown to the other members. `id` 0 is a free entry.
-struct Invitation {
-    std::atomic<std::uint64_t> id;       // written last, released; pairs with find_invitation
-    std::atomic<std::uint64_t> block;    // where the group's block is in this arena; 0: not here
-    std::atomic<std::uint64_t> members;  // where the list of world ranks is in this arena
-    std::atomic<std::uint64_t> num_members;
-    Word is_joining;  // whether this process is about to enter the block
-};
-
-// What every arena begins with. Written by its owner only, except `sleepers` and the doorbell.
-struct ArenaHeader {
-    static constexpr std::size_t num_invitations = 256;
-
-    Beat beat;
-    SharedText<1024> report;  // what the process is waiting in, while it is
-    Word invitations_changed;
-    Word sleepers;
-    alignas(2 * 64) Word cpu;  // where the process was last seen: see Spins; seldom written, often read
-    alignas(2 * 64) Doorbell doorbell;  // of the process: rung for all that concerns its messages
-    Invitation invitations[num_invitations];
-};
 
 // Another process, or this one: its arena as mapped here, and an fd that shows when it is gone.
 struct Peer {
@@ -62,6 +34,30 @@ struct Peer {
         return offset <= nbytes && size <= nbytes - offset ? base + offset : nullptr;
     }
 };
+
+// How long another process has shown no heartbeat.
+class HeartbeatTimer {
+public:
+    // Tells whether a process has been silent for longer than `limit_ns`; `passed_ns` is the time
+    // since the last look. Counts only time in which this process was awake itself: a whole job
+    // may be stopped.
+    bool is_too_long(const Peer& peer, std::int64_t limit_ns, std::int64_t passed_ns) {
+        // Pairs with the heartbeat's fetch_add; orders nothing.
+        const std::uint64_t beat = peer.header().beat.count.load(std::memory_order_relaxed);
+        quiet_ns_ = beat == beat_ ? quiet_ns_ + std::min(passed_ns, 2 * longest_sleep_ns) : 0;
+        beat_ = beat;
+        return quiet_ns_ > limit_ns && peer.hook >= 0;
+    }
+
+private:
+    std::uint64_t beat_ = 0;
+    std::int64_t quiet_ns_ = 0;
+};
+
+// The heartbeat: one native thread per process shows the others that it is alive. It beats every so often, starts
+// with the first beat and ends with the last.
+void start_beating(Beat& beat, std::int64_t interval_ns);
+void stop_beating(Beat& beat);
 
 // A fresh arena, to be shown to the others: its header is in place and, right behind it, zeroed room
 // for the block of the first group if that is this process's to give.

@@ -4,8 +4,8 @@
 
 #include <memory>
 
+#include "core/memory.hpp"
 #include "core/messages.hpp"
-#include "core/require_memory.hpp"
 #include "ranks.hpp"
 #include "wires.hpp"
 

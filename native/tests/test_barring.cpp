@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "core/held_thread.hpp"
+#include "core/process.hpp"
 #include "ranks.hpp"
 #include "shm/collectives.hpp"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "net/digest.hpp"
+#include "net/frame.hpp"
 
 namespace ferrodist::tests {
 namespace {

@@ -7,7 +7,7 @@
 #include "check.hpp"
 #include "collective_cases.hpp"
 #include "ranks.hpp"
-#include "shm/heartbeat.hpp"
+#include "shm/world.hpp"
 
 namespace ferrodist::tests {
 namespace {

@@ -7,9 +7,9 @@
 #include <thread>
 
 #include "check.hpp"
-#include "core/held_thread.hpp"
+#include "core/process.hpp"
 #include "ranks.hpp"
-#include "shm/heartbeat.hpp"
+#include "shm/world.hpp"
 
 namespace ferrodist::tests {
 

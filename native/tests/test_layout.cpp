@@ -8,7 +8,6 @@
 #include "check.hpp"
 #include "ranks.hpp"
 #include "shm/layout.hpp"
-#include "shm/shared_text.hpp"
 
 namespace ferrodist::tests {
 namespace {

@@ -5,8 +5,7 @@
 #include <deque>
 
 #include "check.hpp"
-#include "core/completions.hpp"
-#include "core/held_thread.hpp"
+#include "core/process.hpp"
 #include "requests.hpp"
 #include "shm/messages.hpp"
 

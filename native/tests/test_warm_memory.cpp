@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "check.hpp"
+#include "core/memory.hpp"
 #include "ranks.hpp"
-#include "core/warm_memory.hpp"
 
 namespace ferrodist::tests {
 namespace {

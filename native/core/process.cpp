@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "core/held_thread.hpp"
+#include "core/process.hpp"
 
 #include <algorithm>
 #include <array>
-#include <memory>
+#include <chrono>
 
-#include "core/forks.hpp"
 #include "core/futex.hpp"
 
 namespace ferrodist::core {
 namespace {
+
+// Written only in a new child, where there is no other thread. Relaxed: pairs with nobody.
+std::atomic<std::uint32_t> generation{0};
+
+const int is_noted = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1, std::memory_order_relaxed); });
 
 // Since when each thread is held; 0 is a free place. Those beyond so many do not count.
 struct Board {
@@ -17,23 +21,25 @@ struct Board {
     std::array<std::atomic<std::int64_t>, 256> since{};
 };
 
-// Never destroyed. A forked child has the parent's, but not its threads, and gets one of its own.
-Board& board() {
-    // Acquire and release: who finds a board finds all of it. Pairs with the exchange below.
-    static std::atomic<Board*> current{nullptr};
-    Board* found = current.load(std::memory_order_acquire);
-    while (found == nullptr || found->birth.is_of_ancestor()) {
-        auto fresh = std::make_unique<Board>();
-        if (current.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) {
-            return *fresh.release();
-        }
-    }
-    return *found;
-}
-
 thread_local bool is_exempt = false;
 
 }  // namespace
+
+std::uint32_t fork_generation() { return generation.load(std::memory_order_relaxed); }
+
+void Completions::add(std::uint64_t token) {
+    {
+        const std::lock_guard lock(mutex_);
+        tokens_.push_back(token);
+    }
+    changed_.notify_one();
+}
+
+std::vector<std::uint64_t> Completions::take(std::int64_t timeout_ns) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return !tokens_.empty(); });
+    return std::exchange(tokens_, {});
+}
 
 void HeldThread::exempt_this_thread() { is_exempt = true; }
 
@@ -42,7 +48,7 @@ void HeldThread::begin() {
         return;
     }
     const std::int64_t now = now_ns();
-    for (std::atomic<std::int64_t>& place : board().since) {
+    for (std::atomic<std::int64_t>& place : of_process<Board>().since) {
         std::int64_t free = 0;
         // Relaxed: a place holds nothing but itself. Pairs with longest_hold_ns.
         if (place.compare_exchange_strong(free, now, std::memory_order_relaxed)) {
@@ -54,7 +60,7 @@ void HeldThread::begin() {
 
 std::int64_t longest_hold_ns() {
     std::int64_t first = 0;
-    for (const std::atomic<std::int64_t>& place : board().since) {
+    for (const std::atomic<std::int64_t>& place : of_process<Board>().since) {
         const std::int64_t since = place.load(std::memory_order_relaxed);  // pairs with begin and let_go
         first = since != 0 && (first == 0 || since < first) ? since : first;
     }
