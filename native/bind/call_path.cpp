@@ -1,138 +1,52 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "bind/call_path.hpp"
-
-#include <nanobind/stl/shared_ptr.h>
+// The fast path of a collective: one native function from the caller's array to the result, for every kind of
+// array and of group.
+#include <nanobind/nanobind.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <memory>
 
-#include "bind/flying_call.hpp"
-#include "bind/gil.hpp"
-#include "bind/site.hpp"
+#include "bind/groups.hpp"
+#include "bind/hooks.hpp"
 #include "bind/tree.hpp"
-#include "bind/work.hpp"
-#include "core/memory.hpp"
-#include "net/executor.hpp"
 
 namespace nb = nanobind;
 
 namespace ferrodist::bind {
-
-void set_memory_error(const std::bad_alloc& error, std::size_t nbytes) {
-    const bool says_size = dynamic_cast<const core::OutOfMemory*>(&error) != nullptr;
-    if (says_size) {
-        PyErr_SetString(PyExc_MemoryError, error.what());
-    } else {
-        PyErr_Format(PyExc_MemoryError, "no memory for what a call on %zu bytes needs besides its arrays", nbytes);
-    }
-}
-
 namespace {
 
 using shm::Kind;
-
-PyObject* decline() { Py_RETURN_NOTIMPLEMENTED; }
-
-// -- what differs between groups -----------------------------------------------------------------
-
-core::Spins* spins_of(const SharedGroup& group) { return group.group->spins(); }
-core::Spins* spins_of(const TcpGroup& group) { return group.group->mesh().spins(); }
-core::Spins* spins_of(const HybridGroup& group) { return spins_of(group.tcp); }
-
-// Below this a call in shared memory takes a microsecond or two: to let go of the GIL would cost more than it
-// gives.
-constexpr std::size_t smallest_without_gil = 32 * 1024;
-bool lets_go_of_gil(const SharedGroup&, const Collective& one) { return one.nbytes >= smallest_without_gil; }
-bool lets_go_of_gil(const TcpGroup&, const Collective&) { return true; }
-bool lets_go_of_gil(const HybridGroup&, const Collective&) { return true; }
-
-// What a collective needs besides its buffers: over TCP a plan, in two levels a program.
-struct NoPlan {};
-NoPlan plan_for(SharedGroup&, const Collective&, Arguments) { return {}; }
-
-TcpGroup::KeptPlan plan_for(TcpGroup& group, const Collective& one, Arguments args) {
-    return group.plans.find(one, group.reproducible, args[arg_backend], [](const nb::object& made) {
-        return TcpGroup::KeptPlan{nb::cast<std::shared_ptr<net::Plan>>(made[0]), nb::cast<bool>(made[1])};
-    });
-}
-
-HybridGroup::KeptPlan plan_for(HybridGroup& group, const Collective& one, Arguments args) {
-    return group.plans.find(one, group.reproducible, args[arg_backend], [](const nb::object& made) {
-        return HybridGroup::KeptPlan(nb::cast<std::shared_ptr<hybrid::Program>>(made));
-    });
-}
-
-bool can_alias(const NoPlan&) { return true; }
-bool can_alias(const TcpGroup::KeptPlan& plan) { return plan.is_alias_safe; }
-bool can_alias(const HybridGroup::KeptPlan&) { return true; }  // it was made for that
-
-core::Status run(SharedGroup& group, const Collective& one, const NoPlan&, const core::WaitOptions& options) {
-    const bool is_cut = one.kind == Kind::reduce_scatter || one.kind == Kind::all_to_all;
-    const shm::Task task{one.kind,
-                         one.dtype,
-                         one.op,
-                         one.root,
-                         one.source,
-                         one.target,
-                         is_cut ? one.nbytes / static_cast<std::size_t>(group.group->size()) : one.nbytes,
-                         nullptr,
-                         one.in_place,
-                         one.fingerprint + static_cast<std::uint64_t>(one.index)};
-    return shm::run(*group.group, task, options);
-}
-
-core::Status run(TcpGroup& group, const Collective& one, const TcpGroup::KeptPlan& plan, const core::WaitOptions& options) {
-    options.begin();
-    return net::execute(*group.group, *plan.plan,
-                     {one.source, one.target, one.in_place, options.sequence, one.fingerprint}, options);
-}
-
-core::Status run(HybridGroup& group, const Collective& one, const HybridGroup::KeptPlan& plan,
-                const core::WaitOptions& options) {
-    const hybrid::Task task{one.source,        one.target,      static_cast<std::uint32_t>(one.kind),
-                            options.sequence, one.fingerprint, one.index};
-    return hybrid::execute(group.levels, *plan, task, options);
-}
 
 // -- one call ------------------------------------------------------------------------------------
 
 // Lets Python tell all ranks what became of a call, raise, and end its ticket.
 PyObject* raise_failure(Arguments args, const CollectiveCall& call, const core::Status& status, nb::object error,
                         std::uint64_t ticket, int num_begun, nb::handle part, nb::handle site) {
-    nb::object shape = nb::none();
-    if (call.has_input) {
-        shape = nb::steal(PyTuple_New(call.x.num_axes));
-        for (int axis = 0; axis < call.x.num_axes; ++axis) {
-            PyTuple_SET_ITEM(shape.ptr(), axis, PyLong_FromSsize_t(call.x.shape[axis]));
-        }
-    }
-    return call_python_with(hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend],
-                                 static_cast<int>(status.code), status.failed_rank,
-                                 error.is_valid() ? error.ptr() : Py_None, static_cast<unsigned long long>(ticket),
-                                 static_cast<int>(call.kind), static_cast<int>(call.x.dtype), shape.ptr(), call.op,
-                                 call.root, num_begun, part.ptr(), args[arg_x], args[arg_out], site.ptr());
+    const nb::object shape = call.has_input ? tuple_of(call.x.num_axes, call.x.shape) : nb::none();
+    return try_python_with(hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend], static_cast<int>(status.code),
+                           status.failed_rank, error.is_valid() ? error.ptr() : Py_None,
+                           static_cast<unsigned long long>(ticket), static_cast<int>(call.kind),
+                           static_cast<int>(call.x.dtype), shape.ptr(), call.op, call.root, num_begun, part.ptr(),
+                           args[arg_x], args[arg_out], site.ptr());
 }
 
 // A call that has its ticket, from its first collective to its result.
-template <class Group>
 class FastCall {
 public:
-    FastCall(Group& group, Arguments args, const CollectiveCall& call, std::uint64_t ticket)
+    FastCall(NativeGroup& group, Arguments args, const CollectiveCall& call, std::uint64_t ticket)
         : group_(group), args_(args), call_(call), ticket_(ticket), hook_(hooks().on_wait, args[arg_backend], Py_None),
-          options_{&hook_, 0, spins_of(group), ticket, group.timeout_ns, group.patience} {}
+          options_{&hook_, 0, group.spins, ticket, group.calls->timeout_ns, group.calls->patience} {}
 
     // Does one collective; false if it failed.
-    template <class Plan>
-    bool run_collective(const Collective& one, const Plan& plan) {
-        if (lets_go_of_gil(group_, one)) {
+    bool run_collective(const Collective& one, const KeptPlan& plan) {
+        if (group_.lets_go_of_gil(one.nbytes)) {
             hook_.let_go();
         }
         ++num_begun_;
         try {
-            status_ = run(group_, one, plan, options_);
+            status_ = group_.run(one, plan, options_);
             hook_.take_back();
         } catch (const std::bad_alloc& error) {  // no room for what it needs besides the arrays
             hook_.take_back();
@@ -149,9 +63,9 @@ public:
     }
 
     void end() {
-        group_.tickets.end(ticket_);
-        if (hook_.has_polled() && !nb::steal(call_python(hooks().on_wait_end, args_[arg_backend])).is_valid()) {
-            throw nb::python_error();
+        group_.calls->tickets.end(ticket_);
+        if (hook_.has_polled()) {
+            checked(call_python(hooks().on_wait_end, args_[arg_backend]));
         }
     }
 
@@ -161,7 +75,7 @@ public:
     }
 
 private:
-    Group& group_;
+    NativeGroup& group_;
     Arguments args_;
     const CollectiveCall& call_;
     std::uint64_t ticket_;
@@ -170,6 +84,23 @@ private:
     core::Status status_;
     int num_begun_ = 0;
 };
+
+// A call of one collective, if it is its turn at once; `finish` makes its result.
+template <class Finish>
+PyObject* do_one(NativeGroup& group, Arguments args, const CollectiveCall& call, const Collective& one,
+                 const Finish& finish) {
+    const KeptPlan plan = group.plan_for(one, args[arg_backend]);
+    const std::uint64_t ticket = one.in_place && !plan.is_alias_safe ? 0 : group.calls->tickets.try_take();
+    if (ticket == 0) {
+        return decline();
+    }
+    FastCall running(group, args, call, ticket);
+    if (!running.run_collective(one, plan)) {
+        return running.fail();
+    }
+    running.end();
+    return finish().release().ptr();
+}
 
 // -- scatter: the root tells dtype and shape of the parts, then the parts go out -----------------
 
@@ -235,8 +166,7 @@ bool place_part(CollectiveCall& call, const Part& part, bool is_root) {
                           : call.out.make_numpy(part.dtype(), part.num_axes(), part.shape());
 }
 
-template <class Group>
-PyObject* scatter(Group& group, CollectiveCall& call, Arguments args, const Place& place) {
+PyObject* scatter(NativeGroup& group, CollectiveCall& call, Arguments args, const Place& place) {
     if (!read_scatter(call, args, place)) {
         return decline();
     }
@@ -245,12 +175,12 @@ PyObject* scatter(Group& group, CollectiveCall& call, Arguments args, const Plac
     auto* const numbers = reinterpret_cast<std::byte*>(part.numbers.data());
     const Collective tell{Kind::broadcast, DType::int64, Op::sum, call.root, numbers, numbers, sizeof(part.numbers),
                           true, call.fingerprint, 0};
-    const auto first_plan = plan_for(group, tell, args);
-    const std::uint64_t ticket = group.tickets.try_take();
+    const KeptPlan first_plan = group.plan_for(tell, args[arg_backend]);
+    const std::uint64_t ticket = group.calls->tickets.try_take();
     if (ticket == 0) {
         return decline();
     }
-    FastCall<Group> running(group, args, call, ticket);
+    FastCall running(group, args, call, ticket);
     if (!running.run_collective(tell, first_plan)) {
         return running.fail();
     }
@@ -260,7 +190,7 @@ PyObject* scatter(Group& group, CollectiveCall& call, Arguments args, const Plac
         }
         const Collective move{Kind::scatter, part.dtype(), Op::sum, call.root, is_root ? call.x.data : nullptr,
                               call.out.data, call.out.nbytes, false, call.fingerprint, 1};
-        if (!running.run_collective(move, plan_for(group, move, args))) {
+        if (!running.run_collective(move, group.plan_for(move, args[arg_backend]))) {
             return running.fail();
         }
     } catch (nb::python_error& error) {
@@ -278,41 +208,29 @@ PyObject* scatter(Group& group, CollectiveCall& call, Arguments args, const Plac
 
 // -- trees: small arrays travel as one -----------------------------------------------------------
 
-template <class Group>
-PyObject* call_tree(Group& group, Arguments args, const Place& place) {
+PyObject* call_tree(NativeGroup& group, Arguments args, const Place& place) {
     CollectiveCall call;
     Tree tree;
     if (args[arg_out] != Py_None || !call.read_options(args, place) ||
-        (call.kind != Kind::allreduce && call.kind != Kind::broadcast) || !tree.read(args[arg_x], group.fuse_nbytes) ||
+        (call.kind != Kind::allreduce && call.kind != Kind::broadcast) || !tree.read(args[arg_x], group.calls->fuse_nbytes) ||
         (call.op >= 0 && (!can_reduce(tree.dtype(), static_cast<Op>(call.op)) || tree.has_integers())) ||
         !tree.make_results()) {
         return decline();
     }
-    Fingerprint hash = begin_fingerprint(call.kind, call.op, call.root, group.reproducible);
+    Fingerprint hash = begin_fingerprint(call.kind, call.op, call.root, place.reproducible);
     tree.add_to(hash);
     const std::byte* const packed = tree.pack();
     const Collective one{call.kind,     tree.dtype(), call.op < 0 ? Op::sum : static_cast<Op>(call.op),
                          std::max(call.root, 0), packed, tree.output(), tree.nbytes(), false, hash.value()};
-    const auto plan = plan_for(group, one, args);
-    const std::uint64_t ticket = group.tickets.try_take();
-    if (ticket == 0) {
-        return decline();
-    }
-    FastCall<Group> running(group, args, call, ticket);
-    if (!running.run_collective(one, plan)) {
-        return running.fail();
-    }
-    running.end();
-    return tree.finish().release().ptr();
+    return do_one(group, args, call, one, [&] { return tree.finish(); });
 }
 
-template <class Group>
-PyObject* call_collective(PyObject* self, Arguments args, Py_ssize_t) {
-    Group& group = *nb::inst_ptr<Group>(self);
-    if (!can_call(group)) {
+PyObject* call_collective(PyObject* self, Arguments args) {
+    NativeGroup& group = *nb::inst_ptr<NativeGroup>(self);
+    if (!group.can_call()) {
         return decline();
     }
-    const Place place{group.group->size(), group.group->rank(), group.reproducible};
+    const Place place = group.place();
     if (Tree::is_one(args[arg_x])) {
         return call_tree(group, args, place);
     }
@@ -323,21 +241,8 @@ PyObject* call_collective(PyObject* self, Arguments args, Py_ssize_t) {
     if (call.kind == Kind::scatter) {
         return scatter(group, call, args, place);
     }
-    const Collective one = call.collective();
-    const auto plan = plan_for(group, one, args);
-    if (one.in_place && !can_alias(plan)) {
-        return decline();
-    }
-    const std::uint64_t ticket = group.tickets.try_take();
-    if (ticket == 0) {
-        return decline();
-    }
-    FastCall<Group> running(group, args, call, ticket);
-    if (!running.run_collective(one, plan)) {
-        return running.fail();
-    }
-    running.end();
-    return call.has_output ? call.out.finish(args[arg_x]).release().ptr() : nb::none().release().ptr();
+    return do_one(group, args, call, call.collective(),
+                  [&] { return call.has_output ? call.out.finish(args[arg_x]) : nb::none(); });
 }
 
 // -- in flight -----------------------------------------------------------------------------------
@@ -378,19 +283,11 @@ private:
     int num_polls_ = 0;
 };
 
-// The object that Works of a group are listed under.
-template <class Group>
-nb::handle listed_under(Group&, PyObject* self) {
-    return self;
-}
-nb::handle listed_under(HybridGroup& group, PyObject*) { return group.kept[0]; }
-
-template <class Group>
 class FlyingCollective final : public FlyingCall {
 public:
-    FlyingCollective(PyObject* self, Group& group, Arguments args)
-        : FlyingCall(group.tickets, group.progress, listed_under(group, self), args[arg_backend]), group_(group),
-          self_(nb::borrow(self)), site_(caller_site()), background_(group.progress, args[arg_backend], site_.ptr()) {
+    FlyingCollective(PyObject* self, NativeGroup& group, Arguments args)
+        : FlyingCall(*group.calls, group.listed_under(self), args[arg_backend]), group_(group), self_(nb::borrow(self)),
+          site_(caller_site()), background_(calls_.progress, args[arg_backend], site_.ptr()) {
         for (int i = 0; i < num_arguments; ++i) {
             kept_[i] = nb::borrow(args[i]);
             args_[i] = args[i];
@@ -404,30 +301,12 @@ public:
 
     // Reads the arguments; false: the call takes the general path.
     bool read() {
-        const Place place{group_.group->size(), group_.group->rank(), group_.reproducible};
-        if (!call_.read(args_, place) || call_.kind == Kind::scatter) {
+        if (!call_.read(args_, group_.place()) || call_.kind == Kind::scatter) {
             return false;
         }
         one_ = call_.collective();
-        plan_ = plan_for(group_, one_, args_);
-        return !one_.in_place || can_alias(plan_);
-    }
-
-    void run() override {
-        bool is_ours = true;
-        while (is_ours && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(poll_ns))) {
-            is_ours = background_.poll();
-        }
-        is_ours ? execute(background_, core::no_spins) : interrupt();
-        if (background_.is_abandoned || group_.progress.is_stopping()) {
-            group_.tickets.end(ticket_);  // the program ends, and the other ranks hear that of their own
-        } else if (status_.failed() || background_.has_polled) {
-            const WithGil gil;
-            end(nb::steal(background_.error));
-        } else {
-            group_.tickets.end(ticket_);
-        }
-        complete();
+        plan_ = group_.plan_for(one_, args_[arg_backend]);
+        return !one_.in_place || plan_.is_alias_safe;
     }
 
     bool has_failed() override { return is_cut_short_ || status_.failed(); }
@@ -437,8 +316,21 @@ public:
 
 private:
     void on_ticket() override {
-        deadline_ns_ = group_.timeout_ns == 0 ? 0 : core::now_ns() + group_.timeout_ns;
-        patience_ = group_.patience;
+        deadline_ns_ = calls_.timeout_ns == 0 ? 0 : core::now_ns() + calls_.timeout_ns;
+        patience_ = calls_.patience;
+    }
+
+    void run() override {
+        run_in_turn(background_, core::no_spins);
+        if (background_.is_abandoned || calls_.progress.is_stopping()) {
+            calls_.tickets.end(ticket_);  // the program ends, and the other ranks hear that of their own
+        } else if (status_.failed() || background_.has_polled) {
+            const WithGil gil;
+            end(nb::steal(background_.error));
+        } else {
+            calls_.tickets.end(ticket_);
+        }
+        complete();
     }
 
     void run_here() override {
@@ -446,11 +338,7 @@ private:
         {
             GilHook hook(hooks().on_wait, args_[arg_backend], site_.ptr());
             hook.let_go();
-            bool goes_on = true;
-            while (goes_on && !group_.tickets.wait(ticket_, std::chrono::nanoseconds(poll_ns))) {
-                goes_on = hook.poll();
-            }
-            goes_on ? execute(hook, spins_of(group_)) : interrupt();
+            run_in_turn(hook, group_.spins);
             hook.take_back();
             background_.has_polled = hook.has_polled();
             error = hook.error();
@@ -459,10 +347,16 @@ private:
         complete();
     }
 
-    void execute(core::ProgressHook& hook, core::Spins* spins) {
+    // Waits for its turn, and does it.
+    void run_in_turn(core::ProgressHook& hook, core::Spins* spins) {
+        while (!calls_.tickets.wait(ticket_, poll_ns)) {
+            if (!hook.poll()) {
+                return interrupt();
+            }
+        }
         const core::WaitOptions options{&hook, deadline_ns_, spins, ticket_, 0, patience_};
         try {
-            status_ = bind::run(group_, one_, plan_, options);
+            status_ = group_.run(one_, plan_, options);
         } catch (const std::bad_alloc&) {
             is_out_of_memory_ = true;
             interrupt();
@@ -474,7 +368,7 @@ private:
     // With the GIL: ends the ticket of a call that was done, or failed.
     void end(nb::object error) {
         if (!status_.failed()) {
-            group_.tickets.end(ticket_);
+            calls_.tickets.end(ticket_);
             if (background_.has_polled) {
                 nb::steal(call_python(hooks().on_wait_end, args_[arg_backend]));
                 PyErr_Clear();
@@ -489,14 +383,13 @@ private:
         error_ = nb::steal(fetch_exception());
     }
 
-    Group& group_;
-    nb::object self_;
-    nb::object site_;
+    NativeGroup& group_;
+    nb::object self_, site_;
     nb::object kept_[num_arguments];
     PyObject* args_[num_arguments];
     CollectiveCall call_;
     Collective one_{Kind::barrier};
-    decltype(plan_for(std::declval<Group&>(), std::declval<const Collective&>(), Arguments{})) plan_;
+    KeptPlan plan_;
     BackgroundHook background_;
     std::int64_t deadline_ns_ = 0;
     core::Patience patience_;
@@ -505,13 +398,12 @@ private:
     nb::object error_;
 };
 
-template <class Group>
-PyObject* start_collective(PyObject* self, Arguments args, Py_ssize_t) {
-    Group& group = *nb::inst_ptr<Group>(self);
-    if (!can_call(group)) {
+PyObject* start_collective(PyObject* self, Arguments args) {
+    NativeGroup& group = *nb::inst_ptr<NativeGroup>(self);
+    if (!group.can_call()) {
         return decline();
     }
-    auto call = std::make_unique<FlyingCollective<Group>>(self, group, args);
+    auto call = std::make_unique<FlyingCollective>(self, group, args);
     if (!call->read()) {
         return decline();
     }
@@ -519,49 +411,16 @@ PyObject* start_collective(PyObject* self, Arguments args, Py_ssize_t) {
     return FlyingCall::start(kind, std::move(call));
 }
 
-template <class Group>
-PyMethodDef start_definition = {"start_path", as_function<&start_collective<Group>, num_arguments>(), METH_FASTCALL,
+PyMethodDef call_definition = {"call_path", as_function<&call_collective, num_arguments>(), METH_FASTCALL,
+                               "Do a whole call; NotImplemented sends it the general path."};
+PyMethodDef start_definition = {"start_path", as_function<&start_collective, num_arguments>(), METH_FASTCALL,
                                 "Start a whole call; NotImplemented sends it the general path."};
-
-template <class Group>
-PyMethodDef definition = {"call_path", as_function<&call_collective<Group>, num_arguments>(), METH_FASTCALL,
-                          "Do a whole call; NotImplemented sends it the general path."};
-
-}  // namespace
-
-template <class Group>
-nb::object bind_call_path(nb::handle group) {
-    return nb::steal(PyCFunction_New(&definition<Group>, group.ptr()));
-}
-template nb::object bind_call_path<SharedGroup>(nb::handle group);
-template nb::object bind_call_path<TcpGroup>(nb::handle group);
-template nb::object bind_call_path<HybridGroup>(nb::handle group);
-
-template <class Group>
-nb::object bind_start_path(nb::handle group) {
-    return nb::steal(PyCFunction_New(&start_definition<Group>, group.ptr()));
-}
-template nb::object bind_start_path<SharedGroup>(nb::handle group);
-template nb::object bind_start_path<TcpGroup>(nb::handle group);
-template nb::object bind_start_path<HybridGroup>(nb::handle group);
-
-bool can_call(const SharedGroup& group) {
-    return group.is_open && !is_progress_thread() && !group.group->has_left() && !group.group->world().is_of_ancestor();
-}
-
-bool can_call(const TcpGroup& group) {
-    return group.is_open && !is_progress_thread() && !group.group->mesh().is_of_ancestor() && !group.group->has_left();
-}
-
-bool can_call(const HybridGroup& group) { return can_call(group.tcp) && can_call(group.shared); }
 
 // -- the way from the public functions ---------------------------------------------------------------
 
-namespace {
-
 // args: kind, backend (None: that of the process), x, out, op, root
 template <const char* const& name>
-PyObject* find_and_call(PyObject*, Arguments args, Py_ssize_t) {
+PyObject* find_and_call(PyObject*, Arguments args) {
     static PyObject* const attribute = PyUnicode_InternFromString(name);
     const nb::object backend =
         args[1] == Py_None ? nb::steal(call_python(hooks().current_backend)) : nb::borrow(args[1]);
@@ -595,59 +454,9 @@ PyMethodDef path_functions[] = {
 
 }  // namespace
 
-// -- hooks ---------------------------------------------------------------------------------------
+nb::object bind_call_path(nb::handle group) { return checked(PyCFunction_New(&call_definition, group.ptr())); }
+nb::object bind_start_path(nb::handle group) { return checked(PyCFunction_New(&start_definition, group.ptr())); }
 
-namespace {
-
-thread_local bool is_marked = false;
-
-}  // namespace
-
-Hooks& hooks() {
-    static Hooks set;
-    return set;
-}
-
-bool is_progress_thread() { return is_marked; }
-
-void add_hooks(nb::module_& module) {
-    using namespace nb::literals;
-    PyModule_AddFunctions(module.ptr(), path_functions);
-    module.def("set_hooks", [](nb::handle on_wait, nb::handle on_wait_end, nb::handle on_error, nb::handle make_plan,
-                               nb::handle left_error, nb::handle current_backend) {
-        hooks().on_wait = on_wait.inc_ref().ptr();
-        hooks().on_wait_end = on_wait_end.inc_ref().ptr();
-        hooks().on_error = on_error.inc_ref().ptr();
-        hooks().make_plan = make_plan.inc_ref().ptr();
-        hooks().left_error = left_error.inc_ref().ptr();
-        hooks().current_backend = current_backend.inc_ref().ptr();
-    }, "on_wait"_a, "on_wait_end"_a, "on_error"_a, "make_plan"_a, "left_error"_a, "current_backend"_a,
-               "Set what native code calls while it runs a call.");
-    module.def("set_message_hooks", [](nb::handle message_error, nb::handle make_received,
-                                       nb::handle make_status, nb::handle on_message_interrupt,
-                                       nb::handle on_message_wait, nb::handle on_message_wait_end,
-                                       nb::handle any_source, nb::handle any_tag) {
-        hooks().message_error = message_error.inc_ref().ptr();
-        hooks().make_received = make_received.inc_ref().ptr();
-        hooks().on_message_interrupt = on_message_interrupt.inc_ref().ptr();
-        hooks().on_message_wait = on_message_wait.inc_ref().ptr();
-        hooks().on_message_wait_end = on_message_wait_end.inc_ref().ptr();
-        hooks().make_status = make_status.inc_ref().ptr();
-        hooks().any_source = any_source.inc_ref().ptr();
-        hooks().any_tag = any_tag.inc_ref().ptr();
-    }, "message_error"_a, "make_received"_a, "make_status"_a, "on_message_interrupt"_a, "on_message_wait"_a,
-               "on_message_wait_end"_a, "any_source"_a, "any_tag"_a,
-               "Set what native code calls for point-to-point calls.");
-    module.def("set_work_hooks", [](nb::handle start_callbacks, nb::handle check_wait, nb::handle on_unasked_error) {
-        hooks().start_callbacks = start_callbacks.inc_ref().ptr();
-        hooks().check_wait = check_wait.inc_ref().ptr();
-        hooks().on_unasked_error = on_unasked_error.inc_ref().ptr();
-    }, "start_callbacks"_a, "check_wait"_a, "on_unasked_error"_a, "Set what native code calls for calls in flight.");
-    module.def("mark_progress_thread", [] {
-        is_marked = true;
-        core::HeldThread::exempt_this_thread();
-    },
-               "Say that the calling thread runs callbacks, which must not communicate.");
-}
+void add_fast_path(nb::module_& module) { PyModule_AddFunctions(module.ptr(), path_functions); }
 
 }  // namespace ferrodist::bind

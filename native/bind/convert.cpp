@@ -2,12 +2,11 @@
 #include "bind/convert.hpp"
 
 #include <algorithm>
-#include <complex>
 #include <cstring>
 #include <optional>
 #include <unordered_map>
 
-#include "bind/gil.hpp"
+#include "bind/hooks.hpp"
 #include "core/memory.hpp"
 
 namespace nb = nanobind;
@@ -48,28 +47,20 @@ const RegisteredType* find_type(PyTypeObject* type) {
     return of_last;
 }
 
+// Codes of DLPack, in the order of DType; the size of an element says the rest.
+constexpr std::uint8_t codes[num_array_dtypes] = {
+    dlpack::code_bool,  dlpack::code_int,    dlpack::code_int,   dlpack::code_int,   dlpack::code_int,
+    dlpack::code_uint,  dlpack::code_uint,   dlpack::code_uint,  dlpack::code_uint,  dlpack::code_float,
+    dlpack::code_bfloat, dlpack::code_float, dlpack::code_float, dlpack::code_complex, dlpack::code_complex};
+
 std::optional<DType> dtype_of(const dlpack::Tensor& tensor) {
-    if (tensor.lanes != 1) {
-        return std::nullopt;
-    }
-    const auto pick = [&](std::initializer_list<std::pair<int, DType>> sizes) -> std::optional<DType> {
-        for (const auto& [bits, dtype] : sizes) {
-            if (bits == tensor.bits) {
-                return dtype;
-            }
+    for (std::size_t number = 0; number < num_array_dtypes && tensor.lanes == 1; ++number) {
+        const auto dtype = static_cast<DType>(number);
+        if (codes[number] == tensor.code && 8 * item_size(dtype) == tensor.bits) {
+            return dtype;
         }
-        return std::nullopt;
-    };
-    switch (tensor.code) {
-        case dlpack::code_bool: return pick({{8, DType::boolean}});
-        case dlpack::code_int: return pick({{8, DType::int8}, {16, DType::int16}, {32, DType::int32}, {64, DType::int64}});
-        case dlpack::code_uint:
-            return pick({{8, DType::uint8}, {16, DType::uint16}, {32, DType::uint32}, {64, DType::uint64}});
-        case dlpack::code_float: return pick({{16, DType::float16}, {32, DType::float32}, {64, DType::float64}});
-        case dlpack::code_bfloat: return pick({{16, DType::bfloat16}});
-        case dlpack::code_complex: return pick({{64, DType::complex64}, {128, DType::complex128}});
-        default: return std::nullopt;
     }
+    return std::nullopt;
 }
 
 bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DType::complex128; }
@@ -165,21 +156,13 @@ void pack_axis(std::byte*& into, const std::byte* from, const ArrayView& view, c
     }
 }
 
-nb::object tuple_of(int num_axes, const std::ptrdiff_t* shape) {
-    nb::object tuple = nb::steal(PyTuple_New(num_axes));
-    for (int axis = 0; axis < num_axes; ++axis) {
-        PyTuple_SET_ITEM(tuple.ptr(), axis, PyLong_FromSsize_t(shape[axis]));
-    }
-    return tuple;
-}
-
 // Lends warm memory to another library, with the shape it asks for beside it.
 struct WarmTensor {
     dlpack::ManagedVersioned managed;
     std::int64_t shape[max_axes], strides[max_axes];
 };
 
-dlpack::ManagedVersioned* new_warm_tensor(const ArrayView& view, std::uint8_t code) {
+dlpack::ManagedVersioned* new_warm_tensor(const ArrayView& view) {
     auto* warm = new WarmTensor{};
     std::int64_t stride = 1;
     for (int axis = view.num_axes; axis-- > 0;) {
@@ -188,7 +171,7 @@ dlpack::ManagedVersioned* new_warm_tensor(const ArrayView& view, std::uint8_t co
         stride *= view.shape[axis];
     }
     dlpack::Tensor& tensor = warm->managed.tensor;
-    tensor = {take_warm(view.nbytes), dlpack::device_cpu, 0, view.num_axes, code,
+    tensor = {take_warm(view.nbytes), dlpack::device_cpu, 0, view.num_axes, codes[static_cast<std::size_t>(view.dtype)],
               static_cast<std::uint8_t>(8 * item_size(view.dtype)), 1, warm->shape, warm->strides, 0};
     warm->managed.version = {dlpack::major_version, 0};
     warm->managed.context = warm;
@@ -197,19 +180,6 @@ dlpack::ManagedVersioned* new_warm_tensor(const ArrayView& view, std::uint8_t co
         delete static_cast<WarmTensor*>(managed->context);
     };
     return &warm->managed;
-}
-
-std::uint8_t code_of(DType dtype) {
-    switch (dtype) {
-        case DType::boolean: return dlpack::code_bool;
-        case DType::bfloat16: return dlpack::code_bfloat;
-        case DType::complex64:
-        case DType::complex128: return dlpack::code_complex;
-        case DType::float16:
-        case DType::float32:
-        case DType::float64: return dlpack::code_float;
-        default: return dtype >= DType::uint8 ? dlpack::code_uint : dlpack::code_int;
-    }
 }
 
 // The kind of what exports a buffer and is no array of a library; none if it is something else.
@@ -233,20 +203,23 @@ ArrayKind kind_of_exporter(PyObject* object) {
 
 }  // namespace
 
+namespace {
+
+template <class T>
+T load(const std::byte* data) {
+    T value;
+    std::memcpy(&value, data, sizeof value);
+    return value;
+}
+
+}  // namespace
+
 nb::object number_of(const std::byte* data, DType dtype) {
-    std::int64_t integer;
-    std::complex<double> complex;
     switch (dtype) {
         case DType::boolean: return nb::steal(PyBool_FromLong(*data != std::byte{0}));
-        case DType::int64: std::memcpy(&integer, data, sizeof(integer)); return nb::steal(PyLong_FromLongLong(integer));
-        case DType::float64: {
-            double number;
-            std::memcpy(&number, data, sizeof(number));
-            return nb::steal(PyFloat_FromDouble(number));
-        }
-        default:
-            std::memcpy(&complex, data, sizeof(complex));
-            return nb::steal(PyComplex_FromDoubles(complex.real(), complex.imag()));
+        case DType::int64: return nb::steal(PyLong_FromLongLong(load<std::int64_t>(data)));
+        case DType::float64: return nb::steal(PyFloat_FromDouble(load<double>(data)));
+        default: return nb::steal(PyComplex_FromCComplex(load<Py_complex>(data)));
     }
 }
 
@@ -322,29 +295,24 @@ bool InputArray::read_numpy(PyObject* array) {
 }
 
 bool InputArray::read_number() {
+    const auto set = [this](DType its_dtype, const auto& value) {
+        dtype = its_dtype;
+        nbytes = sizeof value;
+        std::memcpy(number_, &value, sizeof value);
+    };
     data = number_;
     num_axes = 0;
     if (PyBool_Check(object)) {
-        dtype = DType::boolean;
-        number_[0] = std::byte{object == Py_True};
+        set(DType::boolean, object == Py_True);
     } else if (PyLong_CheckExact(object)) {
-        dtype = DType::int64;
         int overflow = 0;
-        const long long integer = PyLong_AsLongLongAndOverflow(object, &overflow);
-        if (overflow != 0) {
-            return false;
-        }
-        std::memcpy(number_, &integer, sizeof(integer));
+        set(DType::int64, PyLong_AsLongLongAndOverflow(object, &overflow));
+        return overflow == 0;
     } else if (PyFloat_CheckExact(object)) {
-        dtype = DType::float64;
-        const double number = PyFloat_AS_DOUBLE(object);
-        std::memcpy(number_, &number, sizeof(number));
+        set(DType::float64, PyFloat_AS_DOUBLE(object));
     } else {
-        dtype = DType::complex128;
-        const Py_complex complex = PyComplex_AsCComplex(object);
-        std::memcpy(number_, &complex, sizeof(complex));
+        set(DType::complex128, PyComplex_AsCComplex(object));
     }
-    nbytes = item_size(dtype);
     return true;
 }
 
@@ -479,11 +447,8 @@ bool OutputArray::make(const InputArray& like, int axes, const std::ptrdiff_t* l
         case ArrayKind::bytearray: {
             const auto length = static_cast<Py_ssize_t>(lengths[0]);
             const bool is_bytes = like.kind == ArrayKind::bytes;
-            owner_ = nb::steal(is_bytes ? PyBytes_FromStringAndSize(nullptr, length)
-                                        : PyByteArray_FromStringAndSize(nullptr, length));
-            if (!owner_.is_valid()) {
-                throw nb::python_error();
-            }
+            owner_ = checked(is_bytes ? PyBytes_FromStringAndSize(nullptr, length)
+                                      : PyByteArray_FromStringAndSize(nullptr, length));
             data = reinterpret_cast<std::byte*>(is_bytes ? PyBytes_AS_STRING(owner_.ptr())
                                                          : PyByteArray_AS_STRING(owner_.ptr()));
             dtype = DType::uint8;
@@ -503,7 +468,7 @@ bool OutputArray::make_torch(const InputArray& like, int axes, const std::ptrdif
     set_size(*this);
     if (nbytes >= smallest_warm && type_->table != nullptr) {
         void* tensor = nullptr;
-        if (type_->table->object_from_managed(new_warm_tensor(*this, code_of(dtype)), &tensor) != 0) {
+        if (type_->table->object_from_managed(new_warm_tensor(*this), &tensor) != 0) {
             throw nb::python_error();
         }
         owner_ = nb::steal(static_cast<PyObject*>(tensor));
@@ -511,28 +476,23 @@ bool OutputArray::make_torch(const InputArray& like, int axes, const std::ptrdif
     }
     // A tensor of torch's own can be resized, as users of small ones may want.
     if (like.begin == like.data && like.has_shape(axes, lengths)) {
-        owner_ = nb::steal(PyObject_CallOneArg(type_->empty_like.ptr(), like.object));
+        owner_ = checked(PyObject_CallOneArg(type_->empty_like.ptr(), like.object));
     } else {
         static PyObject* const names = Py_BuildValue("(ss)", "dtype", "device");
         const nb::object size = tuple_of(axes, lengths);
         static PyObject* const name = PyUnicode_InternFromString("dtype");
         const nb::object its_dtype = nb::steal(PyObject_GetAttr(like.object, name));
         PyObject* const arguments[] = {size.ptr(), its_dtype.ptr(), type_->device.ptr()};
-        owner_ = nb::steal(PyObject_Vectorcall(type_->empty.ptr(), arguments, 1, names));
+        owner_ = checked(PyObject_Vectorcall(type_->empty.ptr(), arguments, 1, names));
     }
-    if (!owner_.is_valid()) {
-        throw nb::python_error();
-    }
-    return Py_TYPE(owner_.ptr()) == Py_TYPE(like.object) || find_type(Py_TYPE(owner_.ptr())) != nullptr ? read_torch() : false;
+    return find_type(Py_TYPE(owner_.ptr())) != nullptr && read_torch();
 }
 
 nb::object OutputArray::finish(PyObject* input) {
     if (is_out_) {
         if (kind_ == ArrayKind::torch) {  // else a backward pass that saved the old values would use the new ones
-            const nb::object changed = nb::steal(PyTuple_Pack(1, owner_.ptr()));
-            if (!nb::steal(PyObject_CallOneArg(type_->increment_version.ptr(), changed.ptr())).is_valid()) {
-                throw nb::python_error();
-            }
+            const nb::object changed = checked(PyTuple_Pack(1, owner_.ptr()));
+            checked(PyObject_CallOneArg(type_->increment_version.ptr(), changed.ptr()));
         }
         return owner_;
     }

@@ -15,10 +15,59 @@
 #include <memory>
 
 #include "bind/arrays.hpp"
-#include "bind/dlpack.hpp"
+#include "bind/python.hpp"
 #include "reduce/reduce.hpp"
 
 namespace ferrodist::bind {
+
+// The binary interface of DLPack 1: the records other libraries describe their arrays with.
+namespace dlpack {
+
+constexpr std::uint32_t major_version = 1;
+constexpr std::int32_t device_cpu = 1;
+
+enum Code : std::uint8_t { code_int = 0, code_uint = 1, code_float = 2, code_bfloat = 4, code_complex = 5, code_bool = 6 };
+
+struct Version {
+    std::uint32_t major, minor;
+};
+
+struct Tensor {
+    void* data;
+    std::int32_t device_type, device_id;
+    std::int32_t num_axes;
+    std::uint8_t code, bits;
+    std::uint16_t lanes;
+    std::int64_t *shape, *strides;  // in elements; null strides: contiguous
+    std::uint64_t byte_offset;
+};
+
+struct Managed {
+    Tensor tensor;
+    void* context;
+    void (*deleter)(Managed*);
+};
+
+struct ManagedVersioned {
+    Version version;
+    void* context;
+    void (*deleter)(ManagedVersioned*);
+    std::uint64_t flags;
+    Tensor tensor;
+};
+
+// What the capsule `__dlpack_c_exchange_api__` of a type points to.
+struct ExchangeTable {
+    Version version;
+    ExchangeTable* previous;
+    int (*allocate)(Tensor*, ManagedVersioned**, void*, void (*)(void*, const char*, const char*));
+    int (*managed_from_object)(void* object, ManagedVersioned** out);
+    int (*object_from_managed)(ManagedVersioned* managed, void** out);
+    int (*tensor_from_object)(void* object, Tensor* out);
+    int (*current_stream)(std::int32_t device_type, std::int32_t device_id, void** out);
+};
+
+}  // namespace dlpack
 
 // What an object is. Messages carry it, so that what was sent comes back: ArrayKind of ferrodist.arrays.
 enum class ArrayKind : std::uint8_t { none, numpy, numpy_scalar, number, torch, adapted, bytes, bytearray, python_array, memory, jax };
@@ -39,12 +88,9 @@ struct ArrayView {
 struct RegisteredType;
 
 // Memory that another library lends through a capsule; given back at the end.
-class Borrowed {
+class Borrowed : core::NonCopyable {
 public:
-    Borrowed() = default;
     ~Borrowed();
-    Borrowed(const Borrowed&) = delete;
-    Borrowed& operator=(const Borrowed&) = delete;
 
     // Takes the tensor of a DLPack capsule over; null if it is none.
     const dlpack::Tensor* take(PyObject* capsule);
@@ -55,12 +101,8 @@ private:
 };
 
 // An array the caller passes in.
-class InputArray : public ArrayView {
+class InputArray : public ArrayView, core::NonCopyable {
 public:
-    InputArray() = default;
-    InputArray(const InputArray&) = delete;
-    InputArray& operator=(const InputArray&) = delete;
-
     // False: the object takes the general path. Keeps what it needs alive, but not the object itself.
     bool read(PyObject* object);
 
@@ -91,12 +133,8 @@ private:
 };
 
 // The place of a result: a new array of the kind of an input, or the caller's `out`.
-class OutputArray : public ArrayView {
+class OutputArray : public ArrayView, core::NonCopyable {
 public:
-    OutputArray() = default;
-    OutputArray(const OutputArray&) = delete;
-    OutputArray& operator=(const OutputArray&) = delete;
-
     // False: the general path. Keeps the object alive.
     bool read(PyObject* out);
     bool make(const InputArray& like, int num_axes, const std::ptrdiff_t* shape);
@@ -120,8 +158,5 @@ private:
 
 // The Python number of one element, whose dtype is that of one.
 nanobind::object number_of(const std::byte* data, DType dtype);
-
-// Adds what the files of ferrodist.arrays register their types with.
-void add_convert(nanobind::module_& module);
 
 }  // namespace ferrodist::bind

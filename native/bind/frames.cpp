@@ -8,8 +8,8 @@
 #include <tuple>
 #include <variant>
 
-#include "bind/buffers.hpp"
-#include "bind/module.hpp"
+#include "bind/hooks.hpp"
+#include "bind/python.hpp"
 #include "net/frame.hpp"
 
 namespace nb = nanobind;
@@ -18,17 +18,12 @@ using namespace nb::literals;
 namespace ferrodist::bind {
 namespace {
 
-using net::Bytes;
 using net::FrameKey;
 using net::Header;
 
-Bytes bytes_of(const View& view) { return {static_cast<const std::byte*>(view.data()), view.nbytes()}; }
-
 FrameKey key_of(const nb::bytes& session, std::uint32_t source) {
-    if (session.size() != FrameKey::session_nbytes) {
-        throw nb::value_error("a key has 32 bytes");
-    }
-    return {{reinterpret_cast<const std::byte*>(session.c_str()), session.size()}, source};
+    require(session.size() == FrameKey::session_nbytes, "a key has 32 bytes");
+    return {bytes_of(session), source};
 }
 
 std::uint64_t digest_of(Bytes payload, const FrameKey& key) { return payload.empty() ? 0 : key.digest(payload); }
@@ -39,7 +34,7 @@ nb::bytearray encode_frame(std::uint8_t kind, std::uint64_t group, std::uint64_t
                            std::uint64_t fingerprint, std::uint32_t tag, nb::handle payload,
                            const nb::bytes& key, std::uint32_t source, std::uint64_t number) {
     const View view = readable(payload);
-    const Bytes content = bytes_of(view);
+    const Bytes content = view.bytes();
     const FrameKey keyed = key_of(key, source);
     Header header{.kind = static_cast<net::FrameKind>(kind), .source = source, .tag = tag, .group = group,
                   .sequence = sequence, .fingerprint = fingerprint, .number = number};
@@ -58,11 +53,7 @@ nb::bytearray encode_frame(std::uint8_t kind, std::uint64_t group, std::uint64_t
 
 // What of an object lies behind its first bytes, in place.
 nb::object rest_of(nb::handle data, std::size_t begin) {
-    const auto view = nb::steal(PyMemoryView_FromObject(data.ptr()));
-    if (!view.is_valid()) {
-        throw nb::python_error();
-    }
-    return view[nb::slice(nb::int_(begin), nb::none(), nb::none())];
+    return checked(PyMemoryView_FromObject(data.ptr()))[nb::slice(nb::int_(begin), nb::none(), nb::none())];
 }
 
 // kind, group, sequence, fingerprint, tag, payload
@@ -71,7 +62,7 @@ using Found = std::tuple<int, std::uint64_t, std::uint64_t, std::uint64_t, std::
 Found decode_frame(nb::handle data, const nb::bytes& key, std::uint32_t source, std::uint64_t number,
                    std::uint64_t piece_nbytes) {
     const View view = readable(data);
-    const Bytes frame = bytes_of(view);
+    const Bytes frame = view.bytes();
     if (frame.size() < net::header_nbytes) {
         refuse(std::to_string(frame.size()) + " bytes are too few for a frame");
     }

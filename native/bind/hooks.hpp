@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Hooks: what native code calls of Python while it runs a call. The backend is always the first argument.
+// And the parts of the module, which see each other nowhere else.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -45,9 +46,23 @@ struct Hooks {
 // Those of this process; set once, kept for good.
 Hooks& hooks();
 
-void add_hooks(nanobind::module_& module);
-
 // Callbacks of a Work run on a progress thread, and must not communicate.
 bool is_progress_thread();
+
+// The innermost place in the user's program that led here: a Site of ferrodist.call.
+nanobind::object caller_site();
+
+// Each adds its names to the module.
+void add_calls(nanobind::module_& module);
+void add_convert(nanobind::module_& module);
+void add_fast_path(nanobind::module_& module);
+void add_frames(nanobind::module_& module);
+void add_groups(nanobind::module_& module);
+void add_hybrid(nanobind::module_& module);
+void add_net(nanobind::module_& module);
+void add_reduce(nanobind::module_& module);
+void add_requests(nanobind::module_& module);
+void add_shm(nanobind::module_& module);
+void add_work(nanobind::module_& module);
 
 }  // namespace ferrodist::bind

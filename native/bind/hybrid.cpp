@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Groups in two levels, and the programs of their collectives, for Python.
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
-#include <optional>
 #include <tuple>
 
-#include "bind/call_path.hpp"
-#include "bind/hybrid_group.hpp"
-#include "bind/net_arguments.hpp"
-#include "bind/module.hpp"
+#include "bind/groups.hpp"
+#include "bind/hooks.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -48,37 +43,23 @@ void add_inter_node(Program& self, const std::shared_ptr<net::Plan>& plan, const
 }
 
 CallStatus execute(HybridGroup& self, const Program& program, nb::handle source, nb::handle target,
-               std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint, int index, nb::handle deadline,
-               bool in_background, nb::handle poll) {
-    std::optional<View> input, output;
-    hybrid::Task task{nullptr, nullptr, call_kind, sequence, fingerprint, index};
-    if (!source.is_none()) {
-        task.input = static_cast<const std::byte*>(input.emplace(readable(source)).data());
-    }
-    if (!target.is_none()) {
-        task.output = static_cast<std::byte*>(output.emplace(writable(target)).data());
-    }
-    require((input ? input->nbytes() : 0) >= program.nbytes_of(hybrid::Space::input), "the source is too short");
-    require((output ? output->nbytes() : 0) >= program.nbytes_of(hybrid::Space::output), "the target is too short");
-    GilHook hook(poll.ptr(), in_background);
-    core::WaitOptions options = options_of(self.tcp, hook, Deadline(deadline), in_background);
-    options.sequence = sequence;
-    hook.let_go();
-    const core::Status status = hybrid::execute(self.levels, program, task, options);
-    hook.take_back();
-    return CallStatus(status, hook);
+                   std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint, int index,
+                   nb::handle deadline, bool in_background, nb::handle poll) {
+    const View input = readable_if(source), output = writable_if(target);
+    require(input.nbytes() >= program.nbytes_of(hybrid::Space::input), "the source is too short");
+    require(output.nbytes() >= program.nbytes_of(hybrid::Space::output), "the target is too short");
+    const hybrid::Task task{input.data(), output.data(), call_kind, sequence, fingerprint, index};
+    return wait_without_gil({deadline, in_background, poll}, self.spins, sequence, [&](const core::WaitOptions& options) {
+        return hybrid::execute(self.levels, program, task, options);
+    });
 }
 
 CallStatus tell_mismatch(HybridGroup& self, std::uint32_t call_kind, std::uint64_t sequence, std::uint64_t fingerprint,
-                     nb::handle deadline, bool in_background, nb::handle poll) {
-    GilHook hook(poll.ptr(), in_background);
-    core::WaitOptions options = options_of(self.tcp, hook, Deadline(deadline), in_background);
-    options.sequence = sequence;
-    hook.let_go();
-    const core::Status status =
-        hybrid::tell_mismatch(self.levels, {nullptr, nullptr, call_kind, sequence, fingerprint, 0}, options);
-    hook.take_back();
-    return CallStatus(status, hook);
+                         nb::handle deadline, bool in_background, nb::handle poll) {
+    const hybrid::Task task{nullptr, nullptr, call_kind, sequence, fingerprint, 0};
+    return wait_without_gil({deadline, in_background, poll}, self.spins, sequence, [&](const core::WaitOptions& options) {
+        return hybrid::tell_mismatch(self.levels, task, options);
+    });
 }
 
 void add_program(nb::module_& module) {
@@ -106,13 +87,9 @@ void add_program(nb::module_& module) {
 
 void add_hybrid(nb::module_& module) {
     add_program(module);
-    nb::class_<HybridGroup>(module, "HybridGroup", "Ranks that share memory inside hosts and use TCP between them.")
+    nb::class_<HybridGroup, NativeGroup>(module, "HybridGroup", "Ranks that share memory inside hosts and use TCP between them.")
         .def(nb::init<nb::handle, nb::handle, std::vector<int>, std::uint64_t>(), "inter_node"_a, "intra_node"_a,
              "local"_a, "mismatch_fingerprint"_a)
-        .def_prop_ro("call_path", [](nb::handle self) { return bind_call_path<HybridGroup>(self); },
-                     "The fast path of a call: (backend, kind, x, out, op, root).")
-        .def_prop_ro("start_path", [](nb::handle self) { return bind_start_path<HybridGroup>(self); },
-                     "The same in flight: (backend, kind, x, out, op, root, site, token).")
         .def("execute", &execute, "program"_a, "source"_a.none(), "target"_a.none(), "call_kind"_a, "sequence"_a,
              "fingerprint"_a, "index"_a, "deadline"_a, "in_background"_a, "poll"_a,
              "Execute a program; return its status.")

@@ -6,8 +6,8 @@
 #include <optional>
 #include <utility>
 
-#include "bind/gil.hpp"
 #include "bind/hooks.hpp"
+#include "bind/python.hpp"
 #include "core/memory.hpp"
 
 namespace nb = nanobind;
@@ -52,14 +52,6 @@ bool read_header(core::Bytes header, ArrayView& form, ArrayKind& kind) {
 
 bool is_number(DType dtype) {
     return dtype == DType::boolean || dtype == DType::int64 || dtype == DType::float64 || dtype == DType::complex128;
-}
-
-nb::object shape_of(const ArrayView& form) {
-    nb::object shape = nb::steal(PyTuple_New(form.num_axes));
-    for (int axis = 0; axis < form.num_axes; ++axis) {
-        PyTuple_SET_ITEM(shape.ptr(), axis, PyLong_FromSsize_t(form.shape[axis]));
-    }
-    return shape;
 }
 
 void delete_bytes(void* memory) noexcept { delete[] static_cast<std::byte*>(memory); }
@@ -127,11 +119,10 @@ nb::object ReceivedArray::over(DType dtype, int num_axes, const std::ptrdiff_t* 
 }
 
 nb::object ReceivedArray::made_by_python() {
-    flat_length_ = static_cast<std::ptrdiff_t>(form_.nbytes);
-    const nb::object shape = shape_of(form_);
-    nb::object made = nb::steal(call_python_with(hooks().make_received, "OiOi", flat().ptr(), static_cast<int>(form_.dtype),
-                                                 shape.ptr(), static_cast<int>(kind_)));
-    return made.is_valid() ? made : throw nb::python_error();
+    const auto length = static_cast<std::ptrdiff_t>(form_.nbytes);
+    return call_python_with(hooks().make_received, "OiOi", over(DType::uint8, 1, &length).ptr(),
+                            static_cast<int>(form_.dtype), tuple_of(form_.num_axes, form_.shape).ptr(),
+                            static_cast<int>(kind_));
 }
 
 // -- targets -----------------------------------------------------------------------------------------
@@ -177,12 +168,9 @@ nb::object ReceiveTarget::finish(const core::Request& receive) {
     ArrayView form;
     ArrayKind kind;
     read_header(receive.found, form, kind);  // the array was made by it, or compared with it
-    const nb::object status = nb::steal(call_python_with(hooks().make_status, "iIiO", receive.found_source,
-                                                         static_cast<unsigned int>(receive.found_tag),
-                                                         static_cast<int>(form.dtype), shape_of(form).ptr()));
-    if (!status.is_valid()) {
-        throw nb::python_error();
-    }
+    const nb::object status = call_python_with(
+        hooks().make_status, "iIiO", receive.found_source, static_cast<unsigned int>(receive.found_tag),
+        static_cast<int>(form.dtype), tuple_of(form.num_axes, form.shape).ptr());
     return nb::make_tuple(is_known_ ? filled(form) : received_.finish(), status);
 }
 
@@ -192,8 +180,7 @@ nb::object ReceiveTarget::filled(const ArrayView& form) {
     if (form.num_axes == 0 || form.shape[0] == array_.shape[0]) {
         return array;
     }
-    nb::object rows = nb::steal(PySequence_GetSlice(array.ptr(), 0, form.shape[0]));
-    return rows.is_valid() ? rows : throw nb::python_error();
+    return checked(PySequence_GetSlice(array.ptr(), 0, form.shape[0]));
 }
 
 }  // namespace ferrodist::bind

@@ -43,13 +43,11 @@ public:
     nanobind::object finish();
 
 private:
-    nanobind::object flat() { return over(DType::uint8, 1, &flat_length_); }
     nanobind::object over(DType dtype, int num_axes, const std::ptrdiff_t* shape);
     nanobind::object made_by_python();
 
     ArrayView form_;
     ArrayKind kind_ = ArrayKind::none;
-    std::ptrdiff_t flat_length_ = 0;
     std::unique_ptr<std::byte[], ReleaseMemory> memory_;
     alignas(16) std::byte small_[256];  // for what is copied sooner than memory is had
 };

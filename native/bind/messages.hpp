@@ -1,63 +1,134 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Point-to-point calls for Python: requests, and the fast path of calls on plain arrays. The same for all
-// groups: a transport is known here only by what GroupAccess says of it.
+// Point-to-point calls for Python, the same for all groups: requests of calls that wait, calls in flight, and what
+// becomes of those that fail. The fast path of calls on plain arrays is in fast_messages.cpp.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-#include <limits>
+#include <memory>
 #include <vector>
 
+#include "bind/groups.hpp"
 #include "bind/hooks.hpp"
-#include "bind/shared_group.hpp"
-#include "bind/tcp_group.hpp"
+#include "bind/message_array.hpp"
+#include "bind/wait.hpp"
+#include "bind/work.hpp"
 #include "core/messages.hpp"
 
 namespace ferrodist::bind {
 
-// What messages need of a group as Python sees it.
-template <class G>
-struct GroupAccess;
+// Does what takes the lock of a group's messages: without the GIL, where it may be held for long.
+template <class Call>
+auto with_messages(const MessageGroup& group, const Call& call) {
+    return group.keeps_gil ? call() : without_gil(call);
+}
 
-template <>
-struct GroupAccess<SharedGroup> {
-    static constexpr bool keeps_gil = true;  // its lock is held for moments only
-    static core::Messages& messages(SharedGroup& self) { return self.messages; }
-    static core::Spins* spins(const SharedGroup& self) { return self.group->spins(); }
-    static std::vector<int> find_send_cycle(SharedGroup& self, int peer) { return self.messages.find_send_cycle(peer); }
-    // Whether a call with a rank (-1: any) may be made from this thread, and nothing is known to be wrong.
-    static bool can_call(SharedGroup& self, int peer) {
-        const shm::Group& group = *self.group;
-        return self.is_open && !is_progress_thread() && !group.world().is_of_ancestor() && !group.has_left() &&
-               !group.has_error(std::numeric_limits<std::uint64_t>::max()) && (peer < 0 || !group.has_left(peer));
-    }
+// How a call ended, and what it found.
+struct Failure {
+    core::Status status;
+    std::vector<std::byte> found;  // the header of a message that did not fit
+    std::vector<int> cycle;        // of sends that wait for each other
+    nanobind::object error;        // that ended a wait
 };
 
-template <>
-struct GroupAccess<TcpGroup> {
-    static constexpr bool keeps_gil = false;
-    static core::Messages& messages(TcpGroup& self) { return self.group->messages(); }
-    static core::Spins* spins(const TcpGroup& self) { return self.group->mesh().spins(); }
-    static std::vector<int> find_send_cycle(TcpGroup& self, int peer) { return self.group->find_send_cycle(peer); }
-    static bool can_call(TcpGroup& self, int peer) {
-        net::Group& group = *self.group;
-        if (!self.is_open || is_progress_thread() || group.mesh().is_of_ancestor()) {
-            return false;
-        }
-        const net::Lock guard = group.mesh().lock();
-        const bool is_other = peer >= 0 && peer != group.rank();
-        return !group.has_left(group.rank()) && !(is_other && group.is_gone(peer)) &&
-               group.find_error(std::numeric_limits<std::uint64_t>::max()) == nullptr;
+// Whom a call is with, as Python is told.
+struct Peers {
+    static constexpr int none = -1, any_source = -2, any_tag = -1;
+
+    Peers() = default;
+    template <class... Requests>
+    explicit Peers(const Requests&... requests) {
+        (add(requests), ...);
     }
+
+    int dst = none, src = none;  // none: it does not send, or not receive
+    long tag = 0, recv_tag = 0;
+
+private:
+    void add(const core::Request& request);
 };
 
-// Adds the methods for messages to the class of a group.
-template <class G>
-void add_messages(nanobind::class_<G>& group);
-extern template void add_messages<SharedGroup>(nanobind::class_<SharedGroup>& group);
-extern template void add_messages<TcpGroup>(nanobind::class_<TcpGroup>& group);
+// What errors say of a call.
+struct MessageFacts {
+    Peers peers;
+    std::int64_t timeout_ns = 0;  // 0: none
+    Bytes expected = {};          // the header of what is to be received
+    nanobind::object site = nanobind::none();  // None: where this thread is
+    const char* waits_in = nullptr;            // the name of a call whose caller waits in it
+};
 
-// Adds what is the same for all groups.
-void add_requests(nanobind::module_& module);
+// Has Python make the error of a call.
+nanobind::object make_error(nanobind::handle backend, const Failure& failure, const MessageFacts& facts);
+
+// The waits of a call: Python logs those that last, and shows the other ranks what this one is in.
+class MessageHook final : public GilHook {
+public:
+    MessageHook(nanobind::handle backend, const Peers& peers, nanobind::handle site)
+        : backend_(backend), site_(site), peers_(peers) {}
+
+    // Whom a call of several messages waits for now.
+    void turn_to(const Peers& peers) {
+        peers_ = peers;
+        has_turned_ = true;
+    }
+    // The call is over: takes the GIL back, and the log is told.
+    void end() {
+        take_back();
+        end_log();
+    }
+
+protected:
+    bool ask() override;
+
+private:
+    void end_log();
+
+    nanobind::handle backend_, site_;
+    Peers peers_;
+    bool has_turned_ = false;
+    int num_asked_ = 0;
+    std::int64_t next_ns_ = 0;
+    nanobind::object wait_;
+};
+
+// A call in flight. What derives from it holds on to its memory, and makes its result.
+class MessageInFlight : public WorkRequest {
+public:
+    MessageInFlight(nanobind::handle group, nanobind::handle backend);
+
+    // Sets when it fails by itself.
+    void set_deadline(std::int64_t deadline_ns, std::int64_t timeout_ns, const core::Patience& patience);
+
+    bool is_complete() override { return request.is_complete(); }
+    bool test() override;
+    nanobind::object wait(std::int64_t end_ns) override;
+    bool hear(std::uint64_t token) override;
+    bool has_failed() override { return request.status().failed(); }
+    nanobind::object error() override;
+    void on_interrupt(nanobind::handle error) override;
+    bool cancel() override;
+    nanobind::object backend() override { return backend_; }
+    PyObject* group() const override { return group_.ptr(); }
+
+    MessageGroup& self;
+    core::Request request;
+
+protected:
+    // At the end of what derives from it: nothing of its memory is touched any more.
+    void abandon() { self.messages().abandon(request, {core::StatusCode::given_up}); }
+
+private:
+    nanobind::object group_, backend_, site_;
+    std::int64_t timeout_ns_ = 0, longest_ns_ = 0;  // 0: none
+};
+
+// Each posts what it is given, and gives its Work.
+PyObject* start_send(std::unique_ptr<MessageInFlight> call, Bytes header);
+PyObject* start_receive(std::unique_ptr<MessageInFlight> call);
+PyObject* start_sendrecv(std::unique_ptr<MessageInFlight> send, Bytes header, std::unique_ptr<MessageInFlight> receive);
+
+// Add what the general path calls, and the fast path of calls on plain arrays.
+void add_messages(nanobind::class_<MessageGroup, NativeGroup>& group);
+void add_fast_messages(nanobind::class_<MessageGroup, NativeGroup>& group);
 
 }  // namespace ferrodist::bind

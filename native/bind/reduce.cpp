@@ -8,10 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "bind/buffers.hpp"
-#include "bind/gil.hpp"
-#include "bind/items.hpp"
-#include "bind/module.hpp"
+#include "bind/hooks.hpp"
+#include "bind/python.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -95,12 +93,7 @@ private:
 
 template <class Work>
 void run(std::size_t nbytes, const Work& work) {
-    if (nbytes < smallest_without_gil) {
-        work();
-        return;
-    }
-    const WithoutGil unlocked;
-    work();
+    nbytes < smallest_without_gil ? work() : without_gil(work);
 }
 
 void reduce_buffers(std::size_t dtype_code, std::size_t op_code, nb::handle into,
@@ -118,27 +111,17 @@ void reduce_buffers(std::size_t dtype_code, std::size_t op_code, nb::handle into
     });
 }
 
-void require_same_count(std::size_t num_halves, std::size_t num_floats) {
-    if (num_halves != num_floats) {
-        refuse(std::to_string(num_halves) + " 16-bit floats do not go with " +
-               std::to_string(num_floats) + " float32");
+// Converts between 16-bit floats and float32, in one of the two directions.
+template <auto convert, bool to_halves>
+void convert_buffer(std::size_t dtype_code, nb::handle into, nb::handle source) {
+    const DType dtype = parse_half(dtype_code);
+    const View result = writable(into), input = readable(source);
+    const View &halves = to_halves ? result : input, &floats = to_halves ? input : result;
+    const std::size_t count = count_items(halves.nbytes(), 2), num_floats = count_items(floats.nbytes(), 4);
+    if (count != num_floats) {
+        refuse(std::to_string(count) + " 16-bit floats do not go with " + std::to_string(num_floats) + " float32");
     }
-}
-
-void widen_buffer(std::size_t dtype_code, nb::handle into, nb::handle source) {
-    const DType dtype = parse_half(dtype_code);
-    const View floats = writable(into), halves = readable(source);
-    const std::size_t count = count_items(halves.nbytes(), 2);
-    require_same_count(count, count_items(floats.nbytes(), 4));
-    run(floats.nbytes(), [&] { widen(dtype, floats.data(), halves.data(), count); });
-}
-
-void narrow_buffer(std::size_t dtype_code, nb::handle into, nb::handle source) {
-    const DType dtype = parse_half(dtype_code);
-    const View halves = writable(into), floats = readable(source);
-    const std::size_t count = count_items(halves.nbytes(), 2);
-    require_same_count(count, count_items(floats.nbytes(), 4));
-    run(floats.nbytes(), [&] { narrow(dtype, halves.data(), floats.data(), count); });
+    run(floats.nbytes(), [&] { convert(dtype, result.data(), input.data(), count); });
 }
 
 DType parse_ordered(std::size_t code) {
@@ -166,7 +149,7 @@ void pack_pairs(std::size_t dtype, std::size_t index_dtype, bool is_reversed, nb
                 nb::handle second) {
     const View pairs = writable(into), values = readable(first), indices = readable(second);
     with_pairs(dtype, index_dtype, pairs, values, indices, [&](const DType* kinds, std::size_t count) {
-        auto* const keys = static_cast<std::uint64_t*>(pairs.data());
+        auto* const keys = reinterpret_cast<std::uint64_t*>(pairs.data());
         pack_keys(kinds[0], is_reversed, keys, values.data(), count);
         pack_keys(kinds[1], false, keys + 1, indices.data(), count);
     });
@@ -176,7 +159,7 @@ void unpack_pairs(std::size_t dtype, std::size_t index_dtype, bool is_reversed, 
                   nb::handle second) {
     const View pairs = readable(source), values = writable(first), indices = writable(second);
     with_pairs(dtype, index_dtype, pairs, values, indices, [&](const DType* kinds, std::size_t count) {
-        const auto* const keys = static_cast<const std::uint64_t*>(pairs.data());
+        const auto* const keys = reinterpret_cast<const std::uint64_t*>(pairs.data());
         unpack_keys(kinds[0], is_reversed, values.data(), keys, count);
         unpack_keys(kinds[1], false, indices.data(), keys + 1, count);
     });
@@ -199,9 +182,9 @@ void use_cpu_level(std::string_view name) {
 void add_reduce(nb::module_& module) {
     module.def("local_reduce", &reduce_buffers, "dtype"_a, "op"_a, "into"_a, "operands"_a, "divisor"_a = 1,
                "Reduce the operands from left to right into one buffer; MEAN divides by divisor.");
-    module.def("widen", &widen_buffer, "dtype"_a, "into"_a, "source"_a,
+    module.def("widen", &convert_buffer<&widen, false>, "dtype"_a, "into"_a, "source"_a,
                "Convert 16-bit floats to float32.");
-    module.def("narrow", &narrow_buffer, "dtype"_a, "into"_a, "source"_a,
+    module.def("narrow", &convert_buffer<&narrow, true>, "dtype"_a, "into"_a, "source"_a,
                "Round float32 to 16-bit floats, to nearest even.");
     module.def("pack_pairs", &pack_pairs, "dtype"_a, "index_dtype"_a, "is_reversed"_a, "into"_a, "values"_a,
                "indices"_a, "Write values and indices as pairs, of which minloc finds the least, or the largest.");

@@ -11,9 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "bind/gil_hook.hpp"
 #include "bind/hooks.hpp"
-#include "bind/status.hpp"
+#include "bind/wait.hpp"
 #include "core/list.hpp"
 #include "core/process.hpp"
 
@@ -184,15 +183,13 @@ void release_request(WorkObject& work) {
 }
 
 // While it lives, the request of a Work does.
-class InUse {
+class InUse : core::NonCopyable {
 public:
     explicit InUse(WorkObject& work) : work_(work) { ++work_.num_users; }
     ~InUse() {
         --work_.num_users;
         release_request(work_);
     }
-    InUse(const InUse&) = delete;
-    InUse& operator=(const InUse&) = delete;
     WorkRequest* operator->() const { return work_.request; }
 
 private:
@@ -249,15 +246,11 @@ bool wait_until(WorkObject& work, std::int64_t end_ns) {
     if (!is_over(work)) {
         request->on_interrupt(error);
     }
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-    return false;
+    return raise(error.ptr()) != nullptr;
 }
 
 void raise_still_in_flight(WorkObject& work, double seconds) {
-    const nb::object name = nb::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(&work), "describe"));
-    if (!name.is_valid()) {
-        return;
-    }
+    const nb::object name = checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(&work), "describe"));
     const std::unique_ptr<char, void (*)(void*)> text(PyOS_double_to_string(seconds, 'g', 6, 0, nullptr), PyMem_Free);
     PyErr_Format(PyExc_TimeoutError, "%U is still in flight after %s s", name.ptr(), text.get());
 }
@@ -306,25 +299,14 @@ PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t num_args
         PyErr_SetString(PyExc_TypeError, "expected at most one argument, timeout");
         return nullptr;
     }
-    try {
-        return method(as_work(self), num_args + num_names == 1 ? args[0] : Py_None);
-    } catch (nb::python_error& error) {
-        error.restore();
-    } catch (const std::exception& error) {
-        PyErr_SetString(PyExc_RuntimeError, error.what());
-    }
-    return nullptr;
+    return safely([&] { return method(as_work(self), num_args + num_names == 1 ? args[0] : Py_None); });
 }
 
 PyObject* result_of(WorkObject& work, PyObject* timeout) {
     if (!ask(work, timeout)) {
         return nullptr;
     }
-    if (!work.is_error) {
-        return Py_NewRef(work.outcome);
-    }
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(work.outcome)), work.outcome);
-    return nullptr;
+    return work.is_error ? raise(work.outcome) : Py_NewRef(work.outcome);
 }
 
 PyObject* exception_of(WorkObject& work, PyObject* timeout) {
@@ -332,8 +314,7 @@ PyObject* exception_of(WorkObject& work, PyObject* timeout) {
         return nullptr;
     }
     if (work.is_cancelled) {  // as a Future does
-        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(work.outcome)), work.outcome);
-        return nullptr;
+        return raise(work.outcome);
     }
     return Py_NewRef(work.is_error ? work.outcome : Py_None);
 }
@@ -343,20 +324,12 @@ PyObject* wait_for(WorkObject& work, PyObject* timeout) {
     if (timeout == Py_None) {
         return result_of(work, timeout);
     }
-    const nb::object seconds = nb::steal(call_python(hooks().check_wait, timeout));
-    return seconds.is_valid() ? result_of(work, seconds.ptr()) : nullptr;
+    return result_of(work, checked(call_python(hooks().check_wait, timeout)).ptr());
 }
 
 template <PyObject* (*method)(WorkObject& work)>
 PyObject* call_plain(PyObject* self, PyObject*) {
-    try {
-        return method(as_work(self));
-    } catch (nb::python_error& error) {
-        error.restore();
-    } catch (const std::exception& error) {
-        PyErr_SetString(PyExc_RuntimeError, error.what());
-    }
-    return nullptr;
+    return safely([&] { return method(as_work(self)); });
 }
 
 PyObject* is_done(WorkObject& work) { return PyBool_FromLong(is_over(work) || InUse(work)->test()); }
@@ -480,10 +453,7 @@ nb::list works_of(nb::handle group) {
 
 // The Works behind the tokens that have come; None for the one of wake_completions().
 nb::list next_completions(double timeout) {
-    GilHook hook;
-    hook.let_go();
-    const std::vector<std::uint64_t> tokens = core::Completions::of_process().take(to_ns(timeout));
-    hook.take_back();
+    const auto tokens = without_gil([&] { return core::Completions::of_process().take(to_ns(timeout)); });
     nb::list found;
     for (const std::uint64_t token : tokens) {
         if (token == 0) {
@@ -505,10 +475,7 @@ NewWork::NewWork(const CallFacts& facts, std::unique_ptr<WorkRequest> request) {
             throw nb::python_error();
         }
     }
-    work_ = reinterpret_cast<WorkObject*>(work_type->tp_alloc(work_type, 0));
-    if (work_ == nullptr) {
-        throw nb::python_error();
-    }
+    work_ = reinterpret_cast<WorkObject*>(checked(work_type->tp_alloc(work_type, 0)).release().ptr());
     work_->facts = facts;
     work_->request = request.release();
     work_->num_users = 1;  // who posts it

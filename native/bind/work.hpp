@@ -15,6 +15,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/noncopyable.hpp"
+
 namespace ferrodist::bind {
 
 // A call in flight as its Work sees it.
@@ -53,12 +55,10 @@ struct CallFacts {
 struct WorkObject;
 
 // A Work whose request is about to be posted. Unless it is released it takes all back.
-class NewWork {
+class NewWork : core::NonCopyable {
 public:
     NewWork(const CallFacts& facts, std::unique_ptr<WorkRequest> request);
     ~NewWork();
-    NewWork(const NewWork&) = delete;
-    NewWork& operator=(const NewWork&) = delete;
 
     // What Completions is told.
     std::uint64_t token() const;
@@ -71,7 +71,5 @@ public:
 private:
     WorkObject* work_;
 };
-
-void add_work(nanobind::module_& module);
 
 }  // namespace ferrodist::bind

@@ -41,12 +41,9 @@ struct Unexpected {
     Link<Unexpected> match_link = {}, arrival_link = {};
 };
 
-class MatchQueue {
+class MatchQueue : core::NonCopyable {
 public:
-    MatchQueue() = default;
     ~MatchQueue();
-    MatchQueue(const MatchQueue&) = delete;
-    MatchQueue& operator=(const MatchQueue&) = delete;
 
     // Appends a receive, or a probe, that nothing has come for.
     void post(Request& receive);

@@ -47,14 +47,12 @@ constexpr std::uint64_t default_unexpected_limit = 16 << 20;
 // What a message of no bytes costs its receiver: without it small ones would not be bounded.
 constexpr std::uint64_t message_overhead = 128;
 
-class Messages {
+class Messages : core::NonCopyable {
 public:
     using Lock = std::unique_lock<std::mutex>;
 
     Messages(int rank, int world) : rank_(rank), in_flight_(static_cast<std::size_t>(world)) {}
     virtual ~Messages() = default;
-    Messages(const Messages&) = delete;
-    Messages& operator=(const Messages&) = delete;
 
     // -- calls: any thread, without the lock ----------------------------------------------------------
 

@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "core/noncopyable.hpp"
 #include "core/list.hpp"
 #include "core/wait.hpp"
 
@@ -31,7 +32,7 @@ struct Place {
     virtual std::byte* make(std::span<const std::byte> header, std::uint64_t nbytes) = 0;
 };
 
-class Request {
+class Request : core::NonCopyable {
 public:
     enum class State : std::uint32_t {
         pending,  // nobody has taken part in it
@@ -39,10 +40,6 @@ public:
         done,
         failed,
     };
-
-    Request() = default;
-    Request(const Request&) = delete;
-    Request& operator=(const Request&) = delete;
 
     // Pairs with the release in finish: what the call has found or written is seen.
     State state() const { return state_.load(std::memory_order_acquire); }

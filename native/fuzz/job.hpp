@@ -26,12 +26,10 @@ struct Sent {
     core::Request request = {};
 };
 
-class Job {
+class Job : core::NonCopyable {
 public:
     explicit Job(Script& script);
     ~Job();
-    Job(const Job&) = delete;
-    Job& operator=(const Job&) = delete;
 
     void step();
 

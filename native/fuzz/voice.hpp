@@ -5,18 +5,17 @@
 #include <cstdint>
 #include <functional>
 
+#include "core/noncopyable.hpp"
 #include "fuzz/script.hpp"
 #include "net/frame.hpp"
 
 namespace ferrodist::fuzz {
 
-class Voice {
+class Voice : core::NonCopyable {
 public:
     // `make_room` is called when the kernel holds all it can.
     Voice(int socket, net::Bytes session, std::uint32_t rank, std::function<void()> make_room);
     ~Voice() { hang_up(); }
-    Voice(const Voice&) = delete;
-    Voice& operator=(const Voice&) = delete;
 
     // Says a frame; now and then not all of it, or one that is not right.
     void say(Script& script, net::Header header, const Buffer& payload);

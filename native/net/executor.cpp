@@ -186,7 +186,7 @@ private:
 constexpr std::size_t pieces_ahead = 8;  // queued and not yet with the kernel
 
 // One step: a message out, a message in, and what is done with each piece that comes.
-class Step {
+class Step : core::NonCopyable {
 public:
     Step(Group& group, Lock& lock, Waiter& waiter, int to, int from, Message out, Message in)
         : group_(group), lock_(lock), waiter_(waiter), to_(to), from_(from), out_(std::move(out)),
@@ -201,8 +201,6 @@ public:
             group_.take_back_pieces(to_, ticket_);
         }
     }
-    Step(const Step&) = delete;
-    Step& operator=(const Step&) = delete;
 
     // `on_piece(index)` is called, without the lock, for each piece in turn.
     template <class OnPiece>
@@ -369,13 +367,11 @@ Status execute_instruction(Group& group, Lock& lock, Waiter& waiter, Segment& se
 }
 
 // In a call while it lives.
-class Presence {
+class Presence : core::NonCopyable {
 public:
     Presence(Group& group, const Task& task, std::uint32_t kind)
         : group_(group), status(group.enter(task.sequence, kind, task.fingerprint)) {}
     ~Presence() { group_.exit(); }
-    Presence(const Presence&) = delete;
-    Presence& operator=(const Presence&) = delete;
 
 private:
     Group& group_;

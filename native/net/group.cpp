@@ -300,9 +300,9 @@ std::string Group::flaw_of(int rank) {
     return mesh_->link(world_rank(rank)).flaw();
 }
 
-std::int64_t Group::waited_ns(int rank) {
+std::int64_t Group::waited_ns(int rank, int for_rank) {
     const Lock guard = mesh_->lock();
-    return peer_of(rank).waited_ns;
+    return rank == rank_ ? peer_of(for_rank).waited_ns : 0;
 }
 
 void Group::on_unjoin(int world_rank) {

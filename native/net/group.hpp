@@ -52,7 +52,7 @@ struct RankStatus {
 
 constexpr int waits_elsewhere = -2;  // for none of the ranks, and yet is not stuck
 
-class Group {
+class Group : core::NonCopyable {
 public:
     struct GroupError {
         std::uint64_t sequence;
@@ -62,8 +62,6 @@ public:
     // `members` are world ranks. With the lock of the mesh held.
     Group(std::shared_ptr<Mesh> mesh, std::uint64_t id, std::vector<int> members, std::shared_ptr<Group> parent);
     ~Group();
-    Group(const Group&) = delete;
-    Group& operator=(const Group&) = delete;
 
     Mesh& mesh() const { return *mesh_; }
     const std::shared_ptr<Mesh>& shared_mesh() const { return mesh_; }
@@ -132,7 +130,7 @@ public:
     // What stands in the way of a call that waits for something else than pieces.
     Status poll_all();
     // Proposes a group error and waits, for a second at most, for the one that stands.
-    void set_error(std::uint64_t sequence, std::string_view text);
+    bool set_error(std::uint64_t sequence, std::string_view text);
     // Tells what this rank has called and hears what all have.
     Status exchange_descriptors(std::uint64_t sequence, Bytes descriptor, const WaitOptions& options,
                     std::vector<std::string>& descriptors);
@@ -145,7 +143,8 @@ public:
     bool has_left();
     std::optional<std::string> leave_reason_of(int rank);
     std::string flaw_of(int rank);
-    std::int64_t waited_ns(int rank);
+    // How long this rank has waited for another; of other ranks nothing is known.
+    std::int64_t waited_ns(int rank, int for_rank);
     std::vector<int> find_send_cycle(int peer);
 
     // Whether ranks take part in calls without sending pieces, so that it shows elsewhere if one that died

@@ -29,7 +29,7 @@ std::optional<std::string> Group::group_error(std::uint64_t sequence) {
     return found == nullptr ? std::nullopt : std::optional(found->text);
 }
 
-void Group::set_error(std::uint64_t sequence, std::string_view text) {
+bool Group::set_error(std::uint64_t sequence, std::string_view text) {
     Lock guard = mesh_->lock();
     const WaitOptions options = brief(group_error_wait_ns);
     Waiter waiter(*mesh_, guard, options);
@@ -37,7 +37,7 @@ void Group::set_error(std::uint64_t sequence, std::string_view text) {
         const int judge = coordinator();
         if (judge == rank_) {
             on_propose(sequence, bytes_of(text));
-            return;
+            return true;
         }
         if (judge != asked) {
             asked = judge;
@@ -47,6 +47,7 @@ void Group::set_error(std::uint64_t sequence, std::string_view text) {
             errors_.push_back({sequence, std::string(text)});
         }
     }
+    return true;
 }
 
 int Group::coordinator() const {

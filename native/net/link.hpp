@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "core/noncopyable.hpp"
 #include "core/memory.hpp"
 #include "net/frame.hpp"
 
@@ -48,7 +49,7 @@ public:
 // Whether both ends of a TCP connection are on this host, by their addresses.
 bool is_of_one_host(int socket);
 
-class Link {
+class Link : core::NonCopyable {
 public:
     enum class State {
         up,
@@ -60,8 +61,6 @@ public:
     // Takes the socket over. `source` is this rank, `peer` the other.
     Link(int socket, Bytes session, std::uint32_t source, std::uint32_t peer, std::uint64_t piece);
     ~Link();
-    Link(const Link&) = delete;
-    Link& operator=(const Link&) = delete;
 
     int socket() const { return socket_; }
     bool is_on_this_host() const { return is_on_this_host_; }

@@ -58,12 +58,10 @@ struct Trace {
     std::uint64_t sequence, nbytes;
 };
 
-class Mesh final : public FrameHandler, public std::enable_shared_from_this<Mesh> {
+class Mesh final : public FrameHandler, public std::enable_shared_from_this<Mesh>, core::NonCopyable {
 public:
     Mesh(int rank, const std::vector<LinkSpec>& specs, const MeshOptions& options);
     ~Mesh() override;
-    Mesh(const Mesh&) = delete;
-    Mesh& operator=(const Mesh&) = delete;
 
     // Begins to read, when there is a group to read for.
     void start();

@@ -10,14 +10,12 @@
 
 namespace ferrodist::net {
 
-class Split {
+class Split : core::NonCopyable {
 public:
     // `members` are ranks of the parent, this one among them; `identity` is the same on all of them.
     Split(std::shared_ptr<Group> parent, std::vector<int> members, std::uint64_t identity);
     // Who has not come by now is told that nobody waits any more.
     ~Split();
-    Split(const Split&) = delete;
-    Split& operator=(const Split&) = delete;
 
     // Waits for all members; the failed rank of an ending is a rank of the parent.
     Status wait(const WaitOptions& options);

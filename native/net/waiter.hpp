@@ -15,12 +15,10 @@ inline WaitOptions brief(std::int64_t ns) {
 }
 
 // The waits of one call: how long it has spun, when to look round, and when it is late.
-class Waiter {
+class Waiter : core::NonCopyable {
 public:
     Waiter(Mesh& mesh, Lock& lock, const WaitOptions& options);
     ~Waiter();
-    Waiter(const Waiter&) = delete;
-    Waiter& operator=(const Waiter&) = delete;
 
     // Waits until the epoch is another one, and looks round now and then. An ending is the caller's:
     // late or interrupted.

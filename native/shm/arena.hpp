@@ -39,13 +39,11 @@ private:
     std::size_t nbytes_ = 0;
 };
 
-class Arena {
+class Arena : core::NonCopyable {
 public:
     // The first `reserved` bytes are the owner's own. 0 bytes in all means the machine's memory.
     explicit Arena(std::size_t reserved, std::size_t nbytes = 0);
     ~Arena();
-    Arena(const Arena&) = delete;
-    Arena& operator=(const Arena&) = delete;
 
     int fd() const { return fd_; }
     std::byte* base() const { return mapping_->base(); }

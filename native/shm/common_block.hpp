@@ -14,7 +14,7 @@
 
 namespace ferrodist::shm {
 
-class CommonBlock {
+class CommonBlock : core::NonCopyable {
 public:
     // Takes zeroed memory in the arena of this process; returns its offset, which the other members open it by.
     static std::uint64_t allocate(const Group& group, std::size_t nbytes);
@@ -23,8 +23,6 @@ public:
     CommonBlock(const Group& group, int owner, std::uint64_t offset, std::size_t nbytes);
     // Drops it: of what the others do with it nothing changes. A forked child's copy does nothing.
     ~CommonBlock();
-    CommonBlock(const CommonBlock&) = delete;
-    CommonBlock& operator=(const CommonBlock&) = delete;
 
     std::byte* data() const { return data_; }
 

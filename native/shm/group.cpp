@@ -281,6 +281,27 @@ Status Group::await_others(const WaitOptions& options) {
     return {};
 }
 
+std::vector<int> Group::missing() const {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < size(); ++rank) {
+        if (is_missing(rank)) {
+            ranks.push_back(rank);
+        }
+    }
+    return ranks;
+}
+
+std::pair<std::uint64_t, std::uint32_t> Group::last_call(int rank) const {
+    const Slot &even = slot(rank, 0), &odd = slot(rank, 1), &later = even.sequence > odd.sequence ? even : odd;
+    return {later.sequence, later.kind};
+}
+
+std::uint64_t Group::waited_ns(int rank, int for_rank) const {
+    // Relaxed: a count that its rank adds to.
+    return layout_.waited(static_cast<std::size_t>(rank), static_cast<std::size_t>(for_rank))
+        .load(std::memory_order_relaxed);
+}
+
 std::byte* Group::make_stage(std::size_t nbytes) {
     if (ring_ == 0) {
         ring_ = world_->arena().allocate(2 * half_nbytes);

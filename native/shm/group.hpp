@@ -31,6 +31,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "shm/layout.hpp"
@@ -45,15 +46,13 @@ struct Called {
     std::uint64_t sequence, fingerprint, source, target;
 };
 
-class Group {
+class Group : core::NonCopyable {
 public:
     // `block` is the group's block, in the arena of its first member; `own_block` is its offset
     // there if that is this process.
     Group(std::shared_ptr<World> world, std::vector<int> members, int rank, std::byte* block,
           std::optional<std::size_t> own_block, std::shared_ptr<Group> parent);
     ~Group();
-    Group(const Group&) = delete;
-    Group& operator=(const Group&) = delete;
 
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(members_.size()); }
@@ -105,6 +104,11 @@ public:
     void next_round() { ++round_; }
     // Whether a rank has not come to the current round, or not staged all it said it would.
     bool is_missing(int rank) const { return !has_come(rank) || !has_staged(rank, everything); }
+    std::vector<int> missing() const;
+    // Sequence and kind of the last call a rank has entered; zero if none.
+    std::pair<std::uint64_t, std::uint32_t> last_call(int rank) const;
+    // How long a rank has slept for another.
+    std::uint64_t waited_ns(int rank, int for_rank) const;
 
     // Room for all that this rank stages in the current round, at most `stage_nbytes`.
     std::byte* make_stage(std::size_t nbytes);

@@ -60,7 +60,7 @@ bool Progress::has_unattended() const {
 // -- waiting -----------------------------------------------------------------------------------------
 
 // What a wait looks at, now and then.
-class Progress::WaitPoll {
+class Progress::WaitPoll : core::NonCopyable {
 public:
     WaitPoll(Progress& progress, const Messages& messages, const core::Request& request, const WaitOptions& options)
         : progress_(progress), messages_(messages), request_(request), options_(options) {}
@@ -70,8 +70,6 @@ public:
             --progress_.num_waiters_;
         }
     }
-    WaitPoll(const WaitPoll&) = delete;
-    WaitPoll& operator=(const WaitPoll&) = delete;
 
     void begin() {
         options_.begin();

@@ -29,12 +29,10 @@ namespace ferrodist::shm {
 class Messages;
 class World;
 
-class Progress {
+class Progress : core::NonCopyable {
 public:
     explicit Progress(World& world);
     ~Progress();
-    Progress(const Progress&) = delete;
-    Progress& operator=(const Progress&) = delete;
 
     std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
     Status wait(const Messages& messages, core::Request& request, const WaitOptions& options);

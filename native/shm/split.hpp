@@ -12,13 +12,11 @@ namespace ferrodist::shm {
 
 // Every member shows an invitation in its own arena; the first one's says where the group's block
 // is. A member that sees all invitations maps the block and meets the others in it.
-class Split {
+class Split : core::NonCopyable {
 public:
     // `members` are ranks of `parent`; `id` is the same on all of them and nowhere else in use.
     Split(std::shared_ptr<Group> parent, std::vector<int> members, std::uint64_t id);
     ~Split();
-    Split(const Split&) = delete;
-    Split& operator=(const Split&) = delete;
 
     // Waits for all members. A failed rank is a rank of the parent.
     Status wait(const WaitOptions& options);

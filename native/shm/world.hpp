@@ -66,14 +66,12 @@ constexpr std::size_t first_block = (sizeof(ArenaHeader) + 4095) / 4096 * 4096;
 
 class Progress;
 
-class World {
+class World : core::NonCopyable {
 public:
     // `peers` in the order of world ranks, this process included. Takes the hook fds over.
     World(int rank, std::shared_ptr<Arena> arena, std::vector<Peer> peers, std::int64_t heartbeat_ns,
           std::int64_t heartbeat_timeout_ns);
     ~World();
-    World(const World&) = delete;
-    World& operator=(const World&) = delete;
 
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(peers_.size()); }

@@ -92,40 +92,14 @@ def register_adapted(
 ) -> None:
     """Let native code read arrays of exactly this type; from_numpy(x, array) makes its results."""
 
-def set_hooks(
-    on_wait: Callable[[Any, Any], None],
-    on_wait_end: Callable[[Any], None],
-    on_error: Callable[..., Any],
-    make_plan: Callable[..., Any],
-    left_error: Callable[[Any, int, int], BaseException],
-    current_backend: Callable[[], Any],
-) -> None:
-    """Set what native code calls while it runs a call."""
+def set_hooks(**hooks: object) -> None:
+    """Set what native code calls; every part sets those it has."""
 
 def fast_path(kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, /) -> Any:
     """Do a call in native code: return its result, or NotImplemented for the general path."""
 
 def fast_start(kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, /) -> Any:
     """Start a call in native code: return its Work, or NotImplemented for the general path."""
-
-def set_message_hooks(
-    message_error: Callable[..., BaseException],
-    make_received: Callable[..., Any],
-    make_status: Callable[..., Any],
-    on_message_interrupt: Callable[[Any, str, BaseException], None],
-    on_message_wait: Callable[..., Any],
-    on_message_wait_end: Callable[[Any], None],
-    any_source: object,
-    any_tag: object,
-) -> None:
-    """Set what native code calls for point-to-point calls."""
-
-def set_work_hooks(
-    start_callbacks: Callable[[], None],
-    check_wait: Callable[[Any], float | None],
-    on_unasked_error: Callable[[Any, Any, BaseException], None],
-) -> None:
-    """Set what native code calls for calls in flight."""
 
 def set_site(site_type: type, folders: list[str]) -> None:
     """Set what caller_site() makes, and how the names of files begin that it leaves out."""
@@ -295,8 +269,46 @@ class Request:
     def found(self) -> bytes:
         """The header of the message that came, or did not fit."""
 
-class SharedGroup:
-    """Ranks that do collectives in shared memory."""
+class NativeGroup:
+    """What all groups have: the calls of a group and how they wait."""
+
+    @property
+    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
+        """The fast path of a call: (backend, kind, x, out, op, root)."""
+
+    @property
+    def start_path(self) -> Callable[..., Any]:
+        """The same in flight: (backend, kind, x, out, op, root) -> its Work."""
+
+    @property
+    def tickets(self) -> Tickets:
+        """The order of its calls."""
+
+    def stop_progress(self) -> None:
+        """End the thread that runs calls in flight; it begins none any more."""
+
+    def start_prepared(
+        self, backend: Any, kind: int, run: Callable[..., None], finish: Callable[[], Any]
+    ) -> Any:
+        """Put a call in flight whose collectives run(ticket, in_background) does."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether calls in flight are to end."""
+
+    def set_calls(
+        self,
+        is_open: bool,
+        reproducible: bool,
+        fuse_nbytes: int,
+        timeout_ns: int,
+        timeout: float,
+        late_timeout: float,
+    ) -> None:
+        """Set whether calls may be made, what they are fingerprinted with, and how long they wait."""
+
+class MessageGroup(NativeGroup):
+    """A group whose ranks send each other messages, and how it ends."""
 
     def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Request:
         """Post a send to be waited for."""
@@ -403,6 +415,43 @@ class SharedGroup:
     def num_requests(self) -> int:
         """How many requests are in flight."""
 
+    def missing(self) -> list[int]:
+        """List the ranks that hold up the current call; over TCP all are asked."""
+
+    def expire(self, deadline: Deadline) -> Status:
+        """Bar ranks from the current call, which is late; done if it goes on all the same."""
+
+    def last_call(self, rank: int) -> tuple[int, int]:
+        """Return sequence and kind of a rank's last call, as far as is known."""
+
+    def waited(self, rank: int, for_rank: int) -> float:
+        """Return how long a rank has waited for another, in seconds, as far as is known."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Tell whether a rank has left or died."""
+
+    def leave_reason_of(self, rank: int) -> bytes | None:
+        """Return how a rank left, None if it did not say."""
+
+    def group_error(self, sequence: int | None) -> bytes | None:
+        """Return the group error that concerns a call, or any."""
+
+    def set_error(self, sequence: int, text: bytes) -> bool:
+        """Set the group error, False if there is one; over TCP the first proposed stands."""
+
+    def announce_closing(self) -> None:
+        """Say that no new calls come from this rank."""
+
+    def leave(self, leave_reason: bytes) -> None:
+        """Say that nothing more comes from this rank, and how it left."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has left."""
+
+class SharedGroup(MessageGroup):
+    """Ranks that do collectives in shared memory."""
+
     def run(
         self,
         kind: int,
@@ -422,83 +471,8 @@ class SharedGroup:
     ) -> Status:
         """Do one whole collective; return its status."""
 
-    @property
-    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
-        """The fast path of a call: (backend, kind, x, out, op, root)."""
-
-    @property
-    def start_path(self) -> Callable[..., Any]:
-        """The same in flight: (backend, kind, x, out, op, root) -> its Work."""
-
-    def stop_progress(self) -> None:
-        """End the thread that runs calls in flight; it begins none any more."""
-
-    def start_prepared(
-        self, backend: Any, kind: int, run: Callable[..., None], finish: Callable[[], Any]
-    ) -> Any:
-        """Put a call in flight whose collectives run(ticket, in_background) does."""
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether calls in flight are to end."""
-
-    @property
-    def tickets(self) -> Tickets:
-        """The order of its calls."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls may be made without asking Python."""
-
-    @is_open.setter
-    def is_open(self, value: bool) -> None: ...
-    @property
-    def reproducible(self) -> bool:
-        """What calls are fingerprinted with."""
-
-    @reproducible.setter
-    def reproducible(self, value: bool) -> None: ...
-    @property
-    def fuse_nbytes(self) -> int:
-        """Up to which size arrays of a tree travel together."""
-
-    @fuse_nbytes.setter
-    def fuse_nbytes(self, value: int) -> None: ...
-    @property
-    def timeout_ns(self) -> int:
-        """How long a call may wait; 0 is for ever."""
-
-    @timeout_ns.setter
-    def timeout_ns(self, value: int) -> None: ...
-    def set_patience(self, timeout: float, late_timeout: float) -> None:
-        """Set how long a call waits for ranks that are alive and not stuck."""
-
-    def missing(self) -> list[int]:
-        """List the ranks that have not come to the current round."""
-
     def note_move(self) -> None:
         """Let the others see that the current call gets on."""
-
-    def expire(self, deadline: Deadline) -> Status:
-        """Bar ranks from the current call, which is late; done if it goes on all the same."""
-
-    def last_call(self, rank: int) -> tuple[int, int]:
-        """Return sequence and kind of a rank's last call."""
-
-    def waited(self, rank: int, for_rank: int) -> float:
-        """Return how long a rank has slept for another, in seconds."""
-
-    def is_gone(self, rank: int) -> bool:
-        """Tell whether a rank has left or died."""
-
-    def leave_reason_of(self, rank: int) -> bytes | None:
-        """Return how a rank left, None if it did not say."""
-
-    def group_error(self, sequence: int | None) -> bytes | None:
-        """Return the group error that concerns a call, or any."""
-
-    def set_error(self, sequence: int, text: bytes) -> bool:
-        """Set the group error; False if there is one."""
 
     def allocate_block(self, nbytes: int) -> int:
         """Take zeroed memory that all ranks are to index; return its offset."""
@@ -508,16 +482,6 @@ class SharedGroup:
 
     def open_block(self, owner: int, offset: int, nbytes: int) -> np.ndarray[Any, Any]:
         """Return memory that a rank has taken, as a flat array of bytes."""
-
-    def announce_closing(self) -> None:
-        """Say that no new calls come from this rank."""
-
-    def leave(self, leave_reason: bytes) -> None:
-        """Say that nothing more comes from this rank, and how it left."""
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this rank has left."""
 
     @property
     def num_rounds(self) -> int:
@@ -595,133 +559,8 @@ class Plan:
         peers: Sequence[int],
     ) -> None: ...
 
-class TcpGroup:
+class TcpGroup(MessageGroup):
     """Ranks that do collectives over TCP."""
-
-    def isend(self, peer: int, tag: int, header: bytes, payload: ReadableBuffer) -> Request:
-        """Post a send to be waited for."""
-
-    def irecv(
-        self,
-        peer: int,
-        tag: int,
-        header: bytes,
-        target: WriteableBuffer | None,
-        takes_object: bool,
-        takes_shorter: bool,
-    ) -> Request:
-        """Post a receive; without a target it takes whatever comes, -1 is any source or any tag."""
-
-    def iprobe(self, peer: int, tag: int) -> Request:
-        """Post a probe to be waited for."""
-
-    def peek(self, peer: int, tag: int) -> tuple[int, int, bytes] | None:
-        """Return source, tag and header of the message that a receive would get, or None."""
-
-    def start_send(
-        self,
-        backend: Any,
-        peer: int,
-        tag: int,
-        header: bytes,
-        payload: ReadableBuffer,
-        deadline: Deadline,
-    ) -> Any:
-        """Post a send and return its Work; it fails by itself at the deadline."""
-
-    def start_recv(
-        self,
-        backend: Any,
-        peer: int,
-        tag: int,
-        header: bytes,
-        target: WriteableBuffer | None,
-        takes_object: bool,
-        takes_shorter: bool,
-        deadline: Deadline,
-        finish: Callable[[Any, int, int, bytes], Any],
-    ) -> Any:
-        """Post a receive, as start_send does.
-
-        finish(array or None, source, tag, header) makes the result.
-        """
-
-    def start_sendrecv(
-        self,
-        backend: Any,
-        dst: int,
-        tag: int,
-        sent_header: bytes,
-        payload: ReadableBuffer,
-        peer: int,
-        recv_tag: int,
-        header: bytes,
-        target: WriteableBuffer | None,
-        deadline: Deadline,
-        finish: Callable[[Any, int, int, bytes], Any],
-    ) -> Any:
-        """Post a send and a receive and return the Work of both."""
-
-    def unexpected_tags(self, peer: int) -> list[int]:
-        """List the tags of messages that have come and nobody received."""
-
-    def find_send_cycle(self, peer: int) -> list[int]:
-        """Return the cycle of sends that a send is part of, or nothing."""
-
-    def set_unexpected_limit(self, nbytes: int) -> None:
-        """Bound the bytes of eager messages that a rank may leave unreceived."""
-
-    @property
-    def fast_send(self) -> Callable[..., Any]:
-        """The fast path of send: (backend, x, dst, tag)."""
-
-    @property
-    def fast_recv(self) -> Callable[..., Any]:
-        """The fast path of recv: (backend, src, out, like, tag, with_status)."""
-
-    @property
-    def fast_sendrecv(self) -> Callable[..., Any]:
-        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag or None)."""
-
-    @property
-    def fast_exchange(self) -> Callable[..., Any]:
-        """An exchange with neighbors: (backend, peers, first tag, parts, list of out or None)."""
-
-    @property
-    def fast_isend(self) -> Callable[..., Any]:
-        """The fast path of an async send: (backend, x, dst, tag) -> its Work."""
-
-    @property
-    def fast_irecv(self) -> Callable[..., Any]:
-        """The fast path of an async recv: as of recv -> its Work."""
-
-    @property
-    def fast_isendrecv(self) -> Callable[..., Any]:
-        """The fast path of an async sendrecv, as of sendrecv -> its Work."""
-
-    @property
-    def num_requests(self) -> int:
-        """How many requests are in flight."""
-
-    @property
-    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
-        """The fast path of a call: (backend, kind, x, out, op, root)."""
-
-    @property
-    def start_path(self) -> Callable[..., Any]:
-        """The same in flight: (backend, kind, x, out, op, root) -> its Work."""
-
-    def stop_progress(self) -> None:
-        """End the thread that runs calls in flight; it begins none any more."""
-
-    def start_prepared(
-        self, backend: Any, kind: int, run: Callable[..., None], finish: Callable[[], Any]
-    ) -> Any:
-        """Put a call in flight whose collectives run(ticket, in_background) does."""
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether calls in flight are to end."""
 
     def enter(self, kind: int, sequence: int, fingerprint: int) -> int:
         """Enter a call whose first part is done elsewhere; return a status code."""
@@ -732,7 +571,6 @@ class TcpGroup:
     @property
     def leaves_deaths(self) -> bool:
         """Whether it shows elsewhere if a rank that died is still needed."""
-
     @leaves_deaths.setter
     def leaves_deaths(self, value: bool) -> None: ...
     def execute(
@@ -775,79 +613,14 @@ class TcpGroup:
         """Tell all ranks what this one has called; return a status, and what all have."""
 
     @property
-    def tickets(self) -> Tickets:
-        """The order of its calls."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls may be made."""
-
-    @is_open.setter
-    def is_open(self, value: bool) -> None: ...
-    @property
-    def reproducible(self) -> bool:
-        """What calls are fingerprinted with."""
-
-    @reproducible.setter
-    def reproducible(self, value: bool) -> None: ...
-    @property
-    def fuse_nbytes(self) -> int:
-        """Up to which size arrays of a tree travel together."""
-
-    @fuse_nbytes.setter
-    def fuse_nbytes(self, value: int) -> None: ...
-    @property
-    def timeout_ns(self) -> int:
-        """How long a call may wait; 0 is for ever."""
-
-    @timeout_ns.setter
-    def timeout_ns(self, value: int) -> None: ...
-    def set_patience(self, timeout: float, late_timeout: float) -> None:
-        """Set how long a call waits for ranks that are alive and not stuck."""
-
-    def missing(self) -> list[int]:
-        """Ask all ranks, and list those that hold up the current call."""
-
-    def expire(self, deadline: Deadline) -> Status:
-        """Bar ranks from the current call, which is late; done if it goes on all the same."""
-
-    @property
     def has_barred(self) -> bool:
         """Whether the last call that was given up was for ranks that are barred from it."""
-
-    def last_call(self, rank: int) -> tuple[int, int]:
-        """Return sequence and kind of a rank's last call, as last heard."""
-
-    def waited(self, rank: int, for_rank: int) -> float:
-        """Return how long this rank has waited for another, in seconds."""
-
-    def is_gone(self, rank: int) -> bool:
-        """Tell whether a rank has left or died."""
-
-    def leave_reason_of(self, rank: int) -> bytes | None:
-        """Return how a rank left, None if it did not say."""
 
     def loss_of(self, rank: int) -> int:
         """Return the status code of a wait for a rank that is gone."""
 
     def flaw_of(self, rank: int) -> str:
         """Say what is wrong with the connection to a rank; empty if nothing is."""
-
-    def group_error(self, sequence: int | None) -> bytes | None:
-        """Return the group error that concerns a call, or any."""
-
-    def set_error(self, sequence: int, text: bytes) -> bool:
-        """Propose a group error; the first one on a call stands."""
-
-    def announce_closing(self) -> None:
-        """Say that no new calls come from this rank."""
-
-    def leave(self, leave_reason: bytes) -> None:
-        """Say that nothing more comes from this rank, and how it left."""
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this rank has left."""
 
 class Program:
     """One rank's part of a collective in two levels; a span is (space, begin, nbytes)."""
@@ -891,7 +664,7 @@ class Program:
     def add_divide(self, dtype: int, target: tuple[int, int, int], divisor: int) -> None:
         """Add the division of a mean."""
 
-class HybridGroup:
+class HybridGroup(NativeGroup):
     """Ranks that share memory inside hosts and use TCP between them."""
 
     def __init__(
@@ -901,14 +674,6 @@ class HybridGroup:
         local: Sequence[int],
         mismatch_fingerprint: int,
     ) -> None: ...
-    @property
-    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
-        """The fast path of a call: (backend, kind, x, out, op, root)."""
-
-    @property
-    def start_path(self) -> Callable[..., Any]:
-        """The same in flight: (backend, kind, x, out, op, root, site, token)."""
-
     def execute(
         self,
         program: Program,

@@ -51,7 +51,6 @@ _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 _GROUP_ERROR_WAIT = 5.0  # seconds that a rank which has barred this one has to say so to all
 _GROUP_ERROR_POLL = 0.001
 
-
 class ProcessBackend(MessagingBackend):
     """One rank of a group of processes; ``members`` are the ranks of the group in the world."""
 
@@ -85,18 +84,19 @@ class ProcessBackend(MessagingBackend):
         weakref.finalize(self, group.leave, b"").atexit = False
 
     def _note_change(self) -> None:
-        timeout, group, late_timeout = self._timeout, self.group, self._late_timeout or 0.0
+        timeout = self._timeout
         is_limited = timeout is not None and timeout < _FOR_EVER
-        group.timeout_ns = max(1, int(timeout * 1e9)) if timeout and is_limited else 0
         is_default = isinstance(timeout, DefaultTimeout)
-        group.set_patience(timeout or 0.0, late_timeout if is_default else 0.0)
-        group.reproducible = self._reproducible
-        group.fuse_nbytes = self.config.fuse_nbytes
-        group.is_open = not self._is_closed
+        self.group.set_calls(
+            is_open=not self._is_closed,
+            reproducible=self._reproducible,
+            fuse_nbytes=self.config.fuse_nbytes,
+            timeout_ns=max(1, int(timeout * 1e9)) if timeout and is_limited else 0,
+            timeout=timeout or 0.0,
+            late_timeout=(self._late_timeout or 0.0) if is_default else 0.0,
+        )
 
-    def _take_fast_path(
-        self, group: _native.SharedGroup | _native.TcpGroup | _native.HybridGroup
-    ) -> None:
+    def _take_fast_path(self, group: _native.NativeGroup) -> None:
         """Let calls go through native code, which knows nothing of where they are made."""
         if not self.config.check_sites:
             self._call_path, self._start_path = group.call_path, group.start_path

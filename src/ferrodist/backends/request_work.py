@@ -26,7 +26,7 @@ T = TypeVar("T")
 _LONGEST_SLEEP = 3600.0  # seconds
 
 
-NO_PEER, ANY_PEER = -1, -2  # as of Peers in native/bind/messages.cpp
+NO_PEER, ANY_PEER = -1, -2  # as of Peers in native/bind/messages.hpp
 
 
 def source_of(peer: int) -> int:
@@ -164,7 +164,7 @@ def _begin_anew() -> None:
 
 
 _native.set_work_type(RequestWork)
-_native.set_work_hooks(
+_native.set_hooks(
     start_callbacks=_callbacks.start,
     check_wait=lambda timeout: 0 if timeout == 0 else check_timeout(timeout),
     on_unasked_error=lambda backend, work, error: backend._note_unasked(work, error),

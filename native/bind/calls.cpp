@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+#include "bind/calls.hpp"
+
+#include <algorithm>
+
+#include "bind/hooks.hpp"
+#include "bind/wait.hpp"
+#include "core/futex.hpp"
+
+namespace nb = nanobind;
+
+namespace ferrodist::bind {
+
+// -- waits of Python -------------------------------------------------------------------------------
+
+bool GilHook::poll() {
+    constexpr int polls_in_background = 10;
+    held_.note();
+    if (Progress::is_stopping_here()) {
+        return false;
+    }
+    if (in_background_ && ++num_polls_ % polls_in_background != 0) {
+        return true;
+    }
+    has_polled_ = true;
+    take_back();
+    const bool goes_on = in_python(PyErr_CheckSignals) == 0 && ask();
+    if (!goes_on) {
+        keep_error();
+    }
+    let_go();
+    return goes_on;
+}
+
+// -- tickets ---------------------------------------------------------------------------------------
+
+std::uint64_t Tickets::take() {
+    const std::lock_guard guard(mutex_);
+    return ++last_;
+}
+
+void Tickets::end(std::uint64_t number) {
+    const std::lock_guard guard(mutex_);
+    if (number == ended_ + 1 && ended_early_.empty()) {
+        ended_ = number;
+    } else {
+        ended_early_.insert(number);
+        while (ended_early_.erase(ended_ + 1) == 1) {
+            ++ended_;
+        }
+    }
+    if (num_waiters_ > 0) {
+        changed_.notify_all();
+    }
+}
+
+bool Tickets::wait(std::uint64_t number, std::int64_t longest_ns) {
+    std::unique_lock lock(mutex_);
+    if (ended_ + 1 >= number) {
+        return true;
+    }
+    ++num_waiters_;
+    const bool is_next =
+        changed_.wait_for(lock, std::chrono::nanoseconds(longest_ns), [&] { return ended_ + 1 >= number; });
+    --num_waiters_;
+    return is_next;
+}
+
+bool Tickets::is_idle() const {
+    const std::lock_guard guard(mutex_);
+    return ended_ == last_;
+}
+
+std::uint64_t Tickets::ended() const {
+    const std::lock_guard guard(mutex_);
+    return ended_;
+}
+
+// -- the queue -------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr std::int64_t head_start_ns = 50'000, nap_ns = 100'000;
+constexpr int most_naps = 10;
+constexpr std::int64_t longest_moment_ns = 1'000'000'000;
+
+thread_local const Progress* runs_here = nullptr;
+
+}  // namespace
+
+bool Progress::is_stopping_here() { return runs_here != nullptr && runs_here->is_stopping(); }
+
+void Progress::post(FlyingCall& call) {
+    std::unique_lock lock(state_->mutex);
+    if (state_->is_stopping) {
+        call.state_ = FlyingCall::State::running;
+        lock.unlock();
+        return call.cut_short();
+    }
+    call.state_ = FlyingCall::State::queued;
+    call.posted_ns_ = core::now_ns();
+    call.place_ = state_->queue.insert(state_->queue.end(), &call);
+    if (!state_->thread.joinable()) {
+        state_->thread = core::start_thread([this, state = state_.get()] {
+            runs_here = this;
+            core::HeldThread::exempt_this_thread();
+            run(*state);
+        });
+    }
+    if (!state_->is_napping) {
+        state_->posted.notify_one();
+    }
+}
+
+bool Progress::claim(FlyingCall& call) {
+    const std::lock_guard guard(state_->mutex);
+    if (call.state_ != FlyingCall::State::queued) {
+        return false;
+    }
+    state_->queue.erase(call.place_);
+    call.state_ = FlyingCall::State::running;
+    return true;
+}
+
+std::uint64_t Progress::finish(FlyingCall& call, bool has_failed) {
+    const std::lock_guard guard(state_->mutex);
+    call.state_ = FlyingCall::State::complete;
+    state_->finished.notify_all();
+    return has_failed || call.is_heard_if_done_ ? call.token_ : 0;
+}
+
+bool Progress::hear(FlyingCall& call, std::uint64_t token) {
+    const std::lock_guard guard(state_->mutex);
+    if (call.state_ == FlyingCall::State::complete) {
+        return false;
+    }
+    call.token_ = token;
+    call.is_heard_if_done_ = true;
+    return true;
+}
+
+bool Progress::wait(FlyingCall& call, std::int64_t longest_ns) {
+    std::unique_lock lock(state_->mutex);
+    return state_->finished.wait_for(lock, std::chrono::nanoseconds(longest_ns),
+                                     [&] { return call.state_ == FlyingCall::State::complete; });
+}
+
+bool Progress::is_complete(const FlyingCall& call) const {
+    const std::lock_guard guard(state_->mutex);
+    return call.state_ == FlyingCall::State::complete;
+}
+
+bool Progress::is_stopping() const {
+    const std::lock_guard guard(state_->mutex);
+    return state_->is_stopping;
+}
+
+void Progress::stop() {
+    if (state_->birth.is_of_ancestor()) {  // a forked child: the thread is its parent's, and the lock may be held
+        (void)state_.release();
+        state_ = std::make_unique<State>();
+        return;
+    }
+    {
+        const std::lock_guard guard(state_->mutex);
+        state_->is_stopping = true;
+        state_->posted.notify_all();
+    }
+    if (state_->thread.joinable() && state_->thread.get_id() != std::this_thread::get_id()) {
+        state_->thread.join();
+    }
+    std::list<FlyingCall*> left;
+    {
+        const std::lock_guard guard(state_->mutex);
+        left.swap(state_->queue);
+        for (FlyingCall* call : left) {
+            call->state_ = FlyingCall::State::running;
+        }
+    }
+    for (FlyingCall* call : left) {
+        call->cut_short();
+    }
+}
+
+// Takes naps for a while before it sleeps: in a loop of calls that are waited for at once it is not woken by each.
+void Progress::run(State& state) {
+    pthread_setname_np(pthread_self(), "ferrodist-calls");
+    const auto nap = [&](std::unique_lock<std::mutex>& lock, std::int64_t nanoseconds) {
+        state.is_napping = true;
+        state.posted.wait_for(lock, std::chrono::nanoseconds(nanoseconds), [&] { return state.is_stopping; });
+        state.is_napping = false;
+    };
+    std::unique_lock lock(state.mutex);
+    int num_naps = 0;
+    while (!state.is_stopping) {
+        if (state.queue.empty()) {
+            if (++num_naps < most_naps) {
+                nap(lock, nap_ns);
+            } else {
+                state.posted.wait(lock, [&] { return state.is_stopping || !state.queue.empty(); });
+                num_naps = 0;
+            }
+            continue;
+        }
+        FlyingCall& call = *state.queue.front();
+        // Whoever made the call may be about to wait for it, and is quicker.
+        if (const std::int64_t rest = call.posted_ns_ + head_start_ns - core::now_ns(); rest > 0) {
+            nap(lock, rest);
+            continue;
+        }
+        state.queue.pop_front();
+        call.state_ = FlyingCall::State::running;
+        num_naps = 0;
+        lock.unlock();
+        call.run();  // ends with finish(): the call may be gone after it
+        lock.lock();
+    }
+}
+
+// -- calls in flight -------------------------------------------------------------------------------
+
+PyObject* FlyingCall::start(int kind, std::unique_ptr<FlyingCall> call) {
+    FlyingCall& self = *call;
+    NewWork work({.kind = kind}, std::move(call));
+    self.kind_ = kind;
+    self.token_ = work.token();
+    self.ticket_ = self.calls_.tickets.take();
+    work.set_number(self.ticket_);
+    self.on_ticket();
+    self.calls_.progress.post(self);
+    return work.release();
+}
+
+nb::object FlyingCall::wait(std::int64_t end_ns) {
+    if (end_ns == 0 && calls_.progress.claim(*this)) {
+        run_here();
+        return {};
+    }
+    GilHook hook;
+    hook.let_go();
+    bool is_complete = false, goes_on = true;
+    while (!is_complete && goes_on && (end_ns == 0 || core::now_ns() < end_ns)) {
+        const std::int64_t rest = end_ns == 0 ? poll_ns : std::min(poll_ns, end_ns - core::now_ns());
+        is_complete = calls_.progress.wait(*this, std::max<std::int64_t>(rest, 0));
+        goes_on = is_complete || hook.poll();
+    }
+    hook.take_back();
+    return hook.error();
+}
+
+// A call whose ticket has ended is complete a moment later: whoever saw that, by a later call, finds it so.
+bool FlyingCall::test() {
+    if (is_complete() || calls_.tickets.ended() < ticket_) {
+        return is_complete();
+    }
+    const WithoutGil unlocked;
+    return calls_.progress.wait(*this, longest_moment_ns);
+}
+
+void FlyingCall::cut_short() {
+    is_cut_short_ = true;
+    calls_.tickets.end(ticket_);
+    complete();
+}
+
+nb::object FlyingCall::left_error() const {
+    return call_python_with(hooks().left_error, "OiK", backend_.ptr(), kind_, static_cast<unsigned long long>(ticket_));
+}
+
+void FlyingCall::complete() {
+    if (const std::uint64_t its_token = calls_.progress.finish(*this, has_failed()); its_token != 0) {
+        core::Completions::of_process().add(its_token);
+    }
+}
+
+namespace {
+
+// A tree of arrays, an uneven call, objects: Python prepares each collective, and native code waits without the GIL.
+class PreparedCall final : public FlyingCall {
+public:
+    PreparedCall(Calls& calls, nb::handle group, nb::handle backend, nb::handle run, nb::handle finish)
+        : FlyingCall(calls, group, backend), run_(nb::borrow(run)), finish_(nb::borrow(finish)) {}
+    ~PreparedCall() override {
+        withdraw([] {});
+    }
+
+    bool has_failed() override { return is_cut_short_ || error_.is_valid(); }
+    nb::object error() override { return is_cut_short_ ? left_error() : error_; }
+    nb::object result() override { return checked(call_python(finish_.ptr())); }
+
+private:
+    void run() override {
+        {
+            const WithGil gil;
+            run_python(Py_True);
+        }
+        complete();
+    }
+    void run_here() override {
+        run_python(Py_False);
+        complete();
+    }
+
+    void run_python(PyObject* in_background) {
+        const nb::object done =
+            nb::steal(try_python_with(run_.ptr(), "KO", static_cast<unsigned long long>(ticket_), in_background));
+        if (!done.is_valid()) {
+            error_ = nb::steal(fetch_exception());
+        }
+    }
+
+    const nb::object run_, finish_;
+    nb::object error_;
+};
+
+// Waits for the turn of a call; poll() may raise, or says how long to sleep.
+void wait_for_turn(Tickets& tickets, std::uint64_t number, const nb::callable& poll) {
+    core::HeldThread held;
+    while (tickets.ended() + 1 < number) {
+        held.note();
+        const double longest = nb::cast<double>(checked(call_python(poll.ptr())));
+        const WithoutGil unlocked;
+        tickets.wait(number, to_ns(longest));
+    }
+}
+
+}  // namespace
+
+nb::object start_prepared(Calls& calls, nb::handle group, nb::handle backend, int kind, nb::handle run,
+                          nb::handle finish) {
+    auto call = std::make_unique<PreparedCall>(calls, group, backend, run, finish);
+    return nb::steal(FlyingCall::start(kind, std::move(call)));
+}
+
+void add_calls(nb::module_& module) {
+    using namespace nb::literals;
+    nb::class_<Tickets>(module, "Tickets", "Numbers calls from 1; each runs when all before it have ended.")
+        .def(nb::init<>())
+        .def("take", &Tickets::take, "Draw the next number.")
+        .def("wait", &wait_for_turn, "number"_a, "poll"_a,
+             "Wait until all calls before have ended; poll() may raise, or says how long to sleep.")
+        .def("end", &Tickets::end, "number"_a, "End a call, also one that never ran.")
+        .def_prop_ro("is_idle", &Tickets::is_idle, "Whether no call runs, or waits to.")
+        .def_prop_ro("last_ended", &Tickets::ended, "The number of the last call that ended with all before it.");
+}
+
+}  // namespace ferrodist::bind

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The calls of a group: their order, those that are in flight, and the thread that runs those nobody waits for.
+//
+// A call in flight is a node in a queue; its arrays are pinned by the Python object that owns it. Whoever waits
+// for a call that has not begun takes it out and runs it; the rest is run by one thread of the group, in
+// the order of their tickets, asleep while there is none. It takes the GIL only when a call fails, or has
+// waited for long. Groups have threads of their own, so their calls never wait for each other.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "bind/python.hpp"
+#include "bind/work.hpp"
+#include "core/process.hpp"
+#include "core/wait.hpp"
+
+namespace ferrodist::bind {
+
+// Numbers calls from 1; a call runs when all before it have ended. Any thread, with or without the GIL.
+class Tickets {
+public:
+    std::uint64_t take();
+    // Takes the next number if nobody has one: such a call runs at once. Else 0.
+    std::uint64_t try_take() {
+        const std::lock_guard guard(mutex_);
+        return last_ == ended_ ? ++last_ : 0;
+    }
+    // Ends a call, also one that never ran.
+    void end(std::uint64_t number);
+    // Waits until all calls before `number` have ended, or for a while; tells whether they have.
+    bool wait(std::uint64_t number, std::int64_t longest_ns);
+    bool is_idle() const;
+    // The last call that has ended with all before it.
+    std::uint64_t ended() const;
+
+private:
+    mutable std::mutex mutex_;
+    std::condition_variable& changed_ = *new std::condition_variable;  // a forked child must not destroy it
+    std::uint64_t last_ = 0, ended_ = 0;
+    std::set<std::uint64_t> ended_early_;
+    int num_waiters_ = 0;
+};
+
+class FlyingCall;
+
+// The queue, and its thread.
+class Progress : core::NonCopyable {
+public:
+    Progress() : state_(std::make_unique<State>()) {}
+    ~Progress() { stop(); }
+
+    // All of these without the GIL or with it; stop() and wait() let go of nothing.
+    void post(FlyingCall& call);
+    // Takes a call out that has not begun; false if it has.
+    bool claim(FlyingCall& call);
+    // Marks a call complete; gives the token of who wants to hear of that, or 0.
+    std::uint64_t finish(FlyingCall& call, bool has_failed);
+    // Somebody wants to hear of a call, however it ends; false if it is complete, and nobody is told.
+    bool hear(FlyingCall& call, std::uint64_t token);
+    // Waits until a call is complete, or for a while; tells whether it is.
+    bool wait(FlyingCall& call, std::int64_t longest_ns);
+    bool is_complete(const FlyingCall& call) const;
+    bool is_stopping() const;
+    // Whether this thread is one of progress, and about to end.
+    static bool is_stopping_here();
+    // Ends the thread: a call that it runs is interrupted, those that wait are cut short. None is begun any more.
+    void stop();
+
+private:
+    struct State {
+        std::mutex mutex;
+        std::condition_variable posted, finished;
+        std::list<FlyingCall*> queue;
+        bool is_stopping = false, is_napping = false;
+        std::thread thread;
+        core::Birth birth;
+    };
+
+    static void run(State& state);
+
+    std::unique_ptr<State> state_;
+};
+
+// What Python sets for the calls of a group, and what is known of them.
+struct Calls {
+    Tickets tickets;
+    bool is_open = true;        // takes calls
+    bool reproducible = false;  // part of the fingerprint
+    std::int64_t timeout_ns = 0;
+    core::Patience patience;      // beyond the timeout
+    std::size_t fuse_nbytes = 0;  // up to which arrays of a tree travel together
+    Progress progress;
+};
+
+constexpr std::int64_t poll_ns = 50'000'000;
+
+// A collective call in flight, between its Work and the queue of its group.
+class FlyingCall : public WorkRequest {
+public:
+    FlyingCall(Calls& calls, nanobind::handle group, nanobind::handle backend)
+        : calls_(calls), group_object_(nanobind::borrow(group)), backend_(nanobind::borrow(backend)) {}
+
+    // Draws the ticket, queues the call and makes its Work.
+    static PyObject* start(int kind, std::unique_ptr<FlyingCall> call);
+
+    nanobind::object wait(std::int64_t end_ns) override;
+    bool is_complete() override { return calls_.progress.is_complete(*this); }
+    bool test() override;
+    bool hear(std::uint64_t its_token) override { return calls_.progress.hear(*this, its_token); }
+    void on_interrupt(nanobind::handle) override {}  // only the wait has ended, the call goes on
+    nanobind::object backend() override { return backend_; }
+    PyObject* group() const override { return group_object_.ptr(); }
+
+protected:
+    // Runs it on the progress thread, from its ticket to its end.
+    virtual void run() = 0;
+    // Runs a call that nobody has begun on the thread of who waits for it, which has the GIL.
+    virtual void run_here() = 0;
+    // Hears of its ticket before it is queued.
+    virtual void on_ticket() {}
+    // The error of a call that its rank has cut short by leaving.
+    nanobind::object left_error() const;
+    // The last that is done with the call on a thread that does not own it.
+    void complete();
+    // At the end of its life: takes it out of the queue, or waits for whoever runs it. `abandon` makes that short.
+    template <class Abandon>
+    void withdraw(const Abandon& abandon) {
+        if (ticket_ == 0 || is_complete()) {
+            return;
+        }
+        if (calls_.progress.claim(*this)) {
+            calls_.tickets.end(ticket_);
+            return;
+        }
+        abandon();
+        const WithoutGil unlocked;
+        while (!calls_.progress.wait(*this, poll_ns)) {
+        }
+    }
+
+    Calls& calls_;
+    const nanobind::object group_object_, backend_;
+    int kind_ = -1;
+    std::uint64_t ticket_ = 0;
+    bool is_cut_short_ = false;
+
+private:
+    friend class Progress;
+    enum class State { queued, running, complete };
+
+    // Ends it, as failed, before it has begun.
+    void cut_short();
+
+    // Guarded by the queue's lock.
+    State state_ = State::queued;
+    std::list<FlyingCall*>::iterator place_;
+    std::int64_t posted_ns_ = 0;
+    std::uint64_t token_ = 0;        // of who wants to hear of it, if it fails
+    bool is_heard_if_done_ = false;  // and if it is done, too
+};
+
+// Starts a call whose collectives Python does, one after the other: `run(ticket, in_background)`, then `finish()`
+// makes the result.
+nanobind::object start_prepared(Calls& calls, nanobind::handle group, nanobind::handle backend, int kind,
+                                nanobind::handle run, nanobind::handle finish);
+
+}  // namespace ferrodist::bind
