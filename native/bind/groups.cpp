@@ -9,7 +9,7 @@
 
 #include "bind/hooks.hpp"
 #include "bind/messages.hpp"
-#include "net/executor.hpp"
+#include "net/plan.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -14,7 +14,7 @@
 
 #include "bind/groups.hpp"
 #include "bind/hooks.hpp"
-#include "net/executor.hpp"
+#include "net/plan.hpp"
 #include "net/split.hpp"
 
 namespace nb = nanobind;

@@ -13,8 +13,8 @@
 
 #include "bind/hooks.hpp"
 #include "bind/wait.hpp"
-#include "core/list.hpp"
 #include "core/process.hpp"
+#include "core/request.hpp"
 
 namespace nb = nanobind;
 

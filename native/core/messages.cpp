@@ -232,6 +232,17 @@ void Messages::end(Request& request, const Status& why) {
     complete(request, why);
 }
 
+// Ends the requests with a rank that `trouble` gives a status for.
+template <class Trouble>
+void Messages::end_those(int peer, const Trouble& trouble) {
+    for (Request *one = in_flight(peer).front(), *next = nullptr; one != nullptr; one = next) {
+        next = Flight::after(*one);
+        if (const Status status = trouble(*one); status.failed()) {
+            end(*one, status);
+        }
+    }
+}
+
 bool Messages::hear_of(Request& request, std::uint64_t token) {
     const Lock guard = lock();
     if (request.is_complete()) {
@@ -459,40 +470,40 @@ void Messages::begin_receive(Request& receive, int peer, std::uint64_t number) {
     }
 }
 
-Request* Messages::on_cts(int peer, std::uint64_t number) {
+Request* Messages::find_send(int peer, std::uint64_t number) const {
     const auto found = sends_.find(number);
-    const bool is_awaited = found != sends_.end() && found->second->peer == peer &&
-                            found->second->state() == Request::State::pending;
-    if (!is_awaited) {
+    return found != sends_.end() && found->second->peer == peer ? found->second : nullptr;
+}
+
+Request* Messages::on_cts(int peer, std::uint64_t number) {
+    Request* const send = find_send(peer, number);
+    if (send == nullptr || send->state() != Request::State::pending) {
         return nullptr;
     }
-    Request& send = *found->second;
-    send.set_matched();
+    send->set_matched();
     try {
-        begin_data(send);
+        begin_data(*send);
     } catch (const std::bad_alloc&) {
-        end_data(send);
-        complete(send, {StatusCode::no_memory, peer});
+        end_data(*send);
+        complete(*send, {StatusCode::no_memory, peer});
     }
-    return &send;
+    return send;
 }
 
 void Messages::on_taken(int peer, std::uint64_t number, StatusCode code) {
-    const auto found = sends_.find(number);
-    if (found != sends_.end() && found->second->peer == peer && found->second->state() == Request::State::pending) {
-        complete(*found->second, code == StatusCode::done ? Status{} : Status{StatusCode::no_memory, peer});
+    Request* const send = find_send(peer, number);
+    if (send != nullptr && send->state() == Request::State::pending) {
+        complete(*send, code == StatusCode::done ? Status{} : Status{StatusCode::no_memory, peer});
     }
 }
 
 void Messages::on_refused(int peer, bool is_lost) {
     bool is_told = false;
-    for (Request *one = in_flight(peer).front(), *next = nullptr; one != nullptr; one = next) {
-        next = Flight::after(*one);
-        if (one->is_send && one->state() == Request::State::pending) {
-            end(*one, {StatusCode::no_memory, peer});
-            is_told = true;
-        }
-    }
+    end_those(peer, [&](const Request& one) {
+        const bool is_waiting = one.is_send && one.state() == Request::State::pending;
+        is_told = is_told || is_waiting;
+        return is_waiting ? Status{StatusCode::no_memory, peer} : Status{};
+    });
     is_refused_[static_cast<std::size_t>(peer)] = is_lost && !is_told;
 }
 
@@ -563,8 +574,8 @@ void Messages::check() {
             check_peer(peer);
         }
     }
-    if (takes_from_any()) {
-        check_from_any();
+    if (const Status status = takes_from_any() ? loss_of_any() : Status{}; status.failed()) {
+        fail_from_any(status);
     }
     expire();
 }
@@ -579,20 +590,9 @@ void Messages::check_peer(int peer) {
     const bool gone = is_gone(peer), closing = gone || is_closing(peer);
     if (closing) {
         read(peer);  // what came before it went still counts
-        for (Request *one = in_flight(peer).front(), *next = nullptr; one != nullptr; one = next) {
-            next = Flight::after(*one);
-            if (const Status status = trouble(*one, gone, closing); status.failed()) {
-                end(*one, status);
-            }
-        }
+        end_those(peer, [&](const Request& one) { return trouble(one, gone, closing); });
     } else if (lacks_heartbeat(peer)) {
         fail_all(peer, {StatusCode::no_heartbeat, peer});
-    }
-}
-
-void Messages::check_from_any() {
-    if (const Status status = loss_of_any(); status.failed()) {
-        fail_from_any(status);
     }
 }
 
@@ -648,12 +648,7 @@ void Messages::fail_from_any(const Status& status) {
 }
 
 void Messages::fail_receives(int peer, const Status& status) {
-    for (Request *one = in_flight(peer).front(), *next = nullptr; one != nullptr; one = next) {
-        next = Flight::after(*one);
-        if (!one->is_send) {
-            end(*one, status);
-        }
-    }
+    end_those(peer, [&](const Request& one) { return one.is_send ? Status{} : status; });
     fail_from_any(status);
 }
 

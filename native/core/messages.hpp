@@ -134,11 +134,8 @@ protected:
     // become of it. `memory`, if it is given, holds header and body, and is kept.
     void on_eager(int peer, std::uint32_t tag, Bytes header, Bytes body, OwnBytes memory);
     void on_rts(int peer, std::uint32_t tag, std::uint64_t number, std::uint64_t nbytes, Bytes header);
-    // Whether a send of this number to a rank is in flight.
-    bool is_sent(int peer, std::uint64_t number) const {
-        const auto found = sends_.find(number);
-        return found != sends_.end() && found->second->peer == peer;
-    }
+    // The large send of this number to a rank that is in flight; null if there is none.
+    Request* find_send(int peer, std::uint64_t number) const;
     // Null if no such send waits for it.
     Request* on_cts(int peer, std::uint64_t number);
     void on_taken(int peer, std::uint64_t number, StatusCode code);
@@ -194,6 +191,8 @@ private:
     void fail_at_once(Request& send, const Status& status);
     bool try_cancel(Request& request, const Status& why);
     void end(Request& request, const Status& why);
+    template <class Trouble>
+    void end_those(int peer, const Trouble& trouble);
     void track(Request& request);
     void move_to(int flight, Request& request);
     Flight& flight_at(int flight) {
@@ -206,7 +205,6 @@ private:
     void forget(int peer, std::uint64_t nbytes);
     std::size_t* find_lost(const Request& receive);
     void check_peer(int peer);
-    void check_from_any();
     Status loss_of_any();
     void fail_from_any(const Status& status);
     bool is_anybody_free(const Request& request, std::int64_t stuck_ns) const;

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "core/memory.hpp"
-#include "net/executor.hpp"
+#include "net/plan.hpp"
 
 namespace ferrodist::hybrid {
 namespace {

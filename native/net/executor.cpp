@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-#include "net/executor.hpp"
+#include "net/plan.hpp"
 
 #include <algorithm>
 #include <cstring>

@@ -12,6 +12,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <set>
 #include <system_error>
 
@@ -396,22 +397,10 @@ std::string Mesh::report_of(int peer) {
     return reports[static_cast<std::size_t>(peer)];
 }
 
-std::uint64_t Mesh::sent_nbytes() {
+std::uint64_t Mesh::total(std::uint64_t (Link::*count)() const) {
     const Lock guard = lock();
-    std::uint64_t total = 0;
-    for (const auto& link : links_) {
-        total += link->sent_nbytes();
-    }
-    return total;
-}
-
-std::uint64_t Mesh::received_nbytes() {
-    const Lock guard = lock();
-    std::uint64_t total = 0;
-    for (const auto& link : links_) {
-        total += link->received_nbytes();
-    }
-    return total;
+    return std::accumulate(links_.begin(), links_.end(), std::uint64_t{0},
+                           [&](std::uint64_t sum, const auto& link) { return sum + (*link.*count)(); });
 }
 
 void Mesh::start_trace() {

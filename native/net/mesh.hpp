@@ -131,8 +131,8 @@ public:
 
     void report(std::string text);
     std::string report_of(int peer);
-    std::uint64_t sent_nbytes();
-    std::uint64_t received_nbytes();
+    std::uint64_t sent_nbytes() { return total(&Link::sent_nbytes); }
+    std::uint64_t received_nbytes() { return total(&Link::received_nbytes); }
     void start_trace();
     std::vector<Trace> stop_trace();
     std::vector<std::vector<int>> invitations_of(int peer);
@@ -148,6 +148,7 @@ public:
 private:
     friend class Waiter;
 
+    std::uint64_t total(std::uint64_t (Link::*count)() const);
     bool handle_events(int timeout_ms, Lock& lock);
     void advance_messages();
     std::int64_t next_deadline() const;
@@ -170,7 +171,6 @@ private:
     std::vector<int> unfinished_;  // links of which not all was read at one go
     std::unordered_map<std::uint64_t, Group*> groups_;
     std::map<std::uint64_t, Invitation> invitations_;
-    std::string report_;
     std::optional<std::vector<Trace>> trace_;
     std::uint64_t epoch_ = 0, last_number_ = 0;
     int epoll_ = -1, wake_ = -1;

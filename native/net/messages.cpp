@@ -222,7 +222,7 @@ void Messages::on_frame(int peer, const Header& header, Payload payload, bool is
 void Messages::on_answer(int peer, const Header& header, const Payload& payload) {
     switch (header.kind) {
         case FrameKind::cts:
-            if (on_cts(peer, header.sequence) == nullptr && !is_sent(peer, header.sequence)) {
+            if (on_cts(peer, header.sequence) == nullptr && find_send(peer, header.sequence) == nullptr) {
                 send_frame(peer, FrameKind::abandoned, header.sequence);
             }
             return;

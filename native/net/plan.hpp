@@ -2,6 +2,10 @@
 // Plan: the steps of one rank in a collective, where its cells lie, and how to reduce.
 //
 // Made from the integers that ferrodist.schedules.table describes; nothing in them is believed.
+//
+// The executor does what a plan says, over the links of a mesh, without the GIL. A message of a step is cut into
+// pieces. They go out as the kernel takes them, those of the other side come straight into their cells, and each is
+// reduced while later ones are on their way.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "net/group.hpp"
 #include "reduce/reduce.hpp"
 
 namespace ferrodist::net {
@@ -82,5 +87,19 @@ private:
     Reduction reduction_;
     std::uint64_t source_nbytes_ = 0, target_nbytes_ = 0;
 };
+
+// What one collective works on.
+struct Task {
+    const std::byte* source;
+    std::byte* target;
+    bool is_in_place;  // source and target are the same memory
+    std::uint64_t sequence, fingerprint;
+};
+
+Status execute(Group& group, const Plan& plan, const Task& task, const WaitOptions& options);
+
+// One message to a rank and one from a rank at once, either may be missing (rank -1): for executors elsewhere.
+Status exchange(Group& group, std::uint32_t kind, int to, Bytes outgoing, int from, std::byte* into,
+                std::size_t size, const Task& task, const WaitOptions& options);
 
 }  // namespace ferrodist::net

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Chooses the kernel: by CPU level once, by dtype and op at every call.
+#include <array>
 #include <atomic>
+#include <span>
 
 #include "reduce/reduce.hpp"
 #include "reduce/level.hpp"
@@ -10,8 +12,27 @@ namespace {
 
 using reduce_levels::Level;
 
+#if defined(__x86_64__)
+constexpr std::array<const Level*, 3> best_first = {&reduce_levels::avx512, &reduce_levels::avx2,
+                                                    &reduce_levels::portable};
+
+// How many this machine cannot run. These also ask whether the operating system saves the registers.
+std::size_t num_skipped() {
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return has_avx512 ? 0 : has_avx2 ? 1 : 2;
+}
+#else
+constexpr std::array<const Level*, 1> best_first = {&reduce_levels::portable};
+std::size_t num_skipped() { return 0; }
+#endif
+
+// The levels this machine can run, best first.
+std::span<const Level* const> runnable() { return std::span(best_first).subspan(num_skipped()); }
+
 // Relaxed everywhere: levels are constants, so there is nothing to order with the pointer.
-std::atomic<const Level*> chosen{reduce_levels::runnable().front()};
+std::atomic<const Level*> chosen{runnable().front()};
 
 const Level& level() { return *chosen.load(std::memory_order_relaxed); }
 
@@ -38,8 +59,8 @@ void narrow(DType half, void* into_half, const void* from_float32, std::size_t c
 
 std::vector<std::string_view> cpu_levels() {
     std::vector<std::string_view> names;
-    for (const Level* runnable : reduce_levels::runnable()) {
-        names.push_back(runnable->name);
+    for (const Level* one : runnable()) {
+        names.push_back(one->name);
     }
     return names;
 }
@@ -47,9 +68,9 @@ std::vector<std::string_view> cpu_levels() {
 std::string_view cpu_level() { return level().name; }
 
 bool try_use_cpu_level(std::string_view name) {
-    for (const Level* runnable : reduce_levels::runnable()) {
-        if (runnable->name == name) {
-            chosen.store(runnable, std::memory_order_relaxed);
+    for (const Level* one : runnable()) {
+        if (one->name == name) {
+            chosen.store(one, std::memory_order_relaxed);
             return true;
         }
     }

@@ -2,8 +2,6 @@
 // Level: the kernels compiled for one kind of CPU. Private to native/reduce.
 #pragma once
 
-#include <span>
-
 #include "reduce/reduce.hpp"
 
 namespace ferrodist::reduce_levels {
@@ -29,8 +27,5 @@ struct Level {
 extern const Level portable;
 extern const Level avx2;
 extern const Level avx512;
-
-// The levels this machine can run, best first. There is one file per architecture for it.
-std::span<const Level* const> runnable();
 
 }  // namespace ferrodist::reduce_levels

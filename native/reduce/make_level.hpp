@@ -6,7 +6,6 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "reduce/elements.hpp"
 #include "reduce/kernels.hpp"
 #include "reduce/level.hpp"
 

@@ -55,7 +55,7 @@ public:
     Status go() {
         switch (task_.kind) {
             case Kind::allreduce: return task_.nbytes <= largest_flat ? allreduce_flat() : allreduce_by_chunks();
-            case Kind::reduce: return reduce();
+            case Kind::reduce: return reduce_first(me_ == root_ ? world_ : 0, root_);
             case Kind::reduce_scatter: return reduce_scatter();
             case Kind::broadcast: return broadcast();
             case Kind::all_gather: return gather(true);
@@ -63,8 +63,8 @@ public:
             case Kind::scatter: return scatter();
             case Kind::all_to_all: return all_to_all();
             case Kind::barrier: return rounds([](Bytes) {}, [] { return Bytes{1}; }, [](Bytes) {});
-            case Kind::scan: return scan(me_ + 1);
-            case Kind::exscan: return scan(me_);
+            case Kind::scan: return reduce_first(me_ + 1, world_ - 1);
+            case Kind::exscan: return reduce_first(me_, world_ - 1);
         }
         return {StatusCode::corrupt, group_.rank()};
     }
@@ -220,36 +220,29 @@ private:
     // Blocks are as long as the ranks have told each other, or all alike.
     Bytes block(Bytes index) const { return task_.blocks == nullptr ? task_.nbytes : task_.blocks[index]; }
     Bytes block_start(Bytes index) const {
-        if (task_.blocks == nullptr) {
-            return index * task_.nbytes;
-        }
-        Bytes start = 0;
-        for (Bytes i = 0; i < index; ++i) {
-            start += task_.blocks[i];
-        }
-        return start;
+        return task_.blocks == nullptr ? index * task_.nbytes : sum(index, [&](Bytes i) { return task_.blocks[i]; });
     }
-    Bytes largest_block() const {
-        return task_.blocks == nullptr ? task_.nbytes
-                                       : *std::max_element(task_.blocks, task_.blocks + world_);
+    Bytes largest_block(Bytes num_blocks) const {
+        return task_.blocks == nullptr ? task_.nbytes : *std::max_element(task_.blocks, task_.blocks + num_blocks);
     }
+    Bytes largest_block() const { return largest_block(world_); }
     // all_to_all: what one rank sends to another, and where it stands.
     Bytes pair(Bytes from, Bytes to) const {
         return task_.blocks == nullptr ? task_.nbytes : task_.blocks[from * world_ + to];
     }
     Bytes start_in_source(Bytes from, Bytes to) const {
-        Bytes start = 0;
-        for (Bytes i = 0; i < to; ++i) {
-            start += pair(from, i);
-        }
-        return start;
+        return sum(to, [&](Bytes i) { return pair(from, i); });
     }
     Bytes start_in_target(Bytes from, Bytes to) const {
-        Bytes start = 0;
-        for (Bytes i = 0; i < from; ++i) {
-            start += pair(i, to);
+        return sum(from, [&](Bytes i) { return pair(i, to); });
+    }
+    template <class Size>
+    static Bytes sum(Bytes count, const Size& size_of) {
+        Bytes total = 0;
+        for (Bytes i = 0; i < count; ++i) {
+            total += size_of(i);
         }
-        return start;
+        return total;
     }
 
     Bytes source_nbytes(Bytes rank) const {
@@ -279,11 +272,8 @@ private:
     }
     std::byte* shared_target(Bytes rank) const { return targets_.empty() ? nullptr : targets_[rank]; }
 
-    // Whether every rank's input, or the root's, is shared: then nothing goes through the stage.
-    bool all_sources_shared() const {
-        return std::all_of(sources_.begin(), sources_.end(), [](auto* source) { return source != nullptr; }) &&
-               !sources_.empty();
-    }
+    // Whether every rank's input is shared: then nothing goes through the stage.
+    bool all_sources_shared() const { return !sources_.empty() && !std::ranges::count(sources_, nullptr); }
 
     // Where this rank shows its pieces of the current round, and where others show theirs.
     std::byte* room() {
@@ -381,6 +371,27 @@ private:
 
     // -- the collectives ------------------------------------------------------------------------
 
+    // Stages piece k of the first bytes of the input, for all who read it.
+    void show_piece(Bytes k, Bytes nbytes) {
+        if (const Part part = cut(nbytes, piece_, k); is_staged_ && part.nbytes > 0) {
+            show(room(), task_.source + part.start, part.nbytes);
+        }
+    }
+
+    // Stages piece k of every other rank's block of the input, each for that rank.
+    template <class Size>
+    void show_pieces(Bytes k, const Size& size_for) {
+        Bytes start = 0;
+        for (Bytes rank = 0; is_staged_ && rank < world_; start += size_for(rank++)) {
+            if (const Part part = cut(size_for(rank), piece_, k); rank != me_ && part.nbytes > 0) {
+                show(room() + place_for(rank, me_) * piece_, task_.source + start + part.start, part.nbytes);
+            }
+        }
+    }
+
+    // Whether the input of a rank is shared.
+    bool is_source_shared(Bytes rank) const { return !sources_.empty() && sources_[rank] != nullptr; }
+
     Status allreduce_flat() {
         is_small_ = true;
         return rounds(
@@ -410,17 +421,13 @@ private:
         shows_source_ = shows_target_ = true;
         return rounds([&](Bytes k) { reduce_and_show(k); },
                       [&] {
-                          if (all_sources_shared() && all_targets_shared()) {
+                          if (all_sources_shared() && !std::ranges::count(targets_, nullptr)) {
                               segment_ = everything;
                               return Bytes{1};
                           }
                           return count_cuts(task_.nbytes, segment_) + 1;
                       },
                       [&](Bytes k) { segment_ == everything ? reduce_chunk(0) : fetch_results(k); });
-    }
-
-    bool all_targets_shared() const {
-        return std::all_of(targets_.begin(), targets_.end(), [](auto* target) { return target != nullptr; });
     }
 
     // Chunk `owner` of segment k, as a part of the array.
@@ -489,57 +496,27 @@ private:
         }
     }
 
-    Status reduce() {
-        piece_ = piece_for(1, task_.nbytes);
-        shows_source_ = true;
-        return rounds(
-            [&](Bytes k) {
-                const Part part = cut(task_.nbytes, piece_, k);
-                if (is_staged_ && part.nbytes > 0) {
-                    show(room(), task_.source + part.start, part.nbytes);
-                }
-            },
-            [&] { return count_pieces(task_.nbytes, others_shared(root_)); },
-            [&](Bytes k) {
-                if (const Part part = cut(task_.nbytes, piece_, k); me_ == root_ && part.nbytes > 0) {
-                    reduce_from_all(task_.target + part.start, part.start, false, part.nbytes);
-                }
-            });
-    }
-
     Status reduce_scatter() {
         piece_ = piece_for(world_ - 1, largest_block());
         shows_source_ = true;
         return rounds(
-            [&](Bytes k) {
-                Bytes start = 0;
-                for (Bytes owner = 0; is_staged_ && owner < world_; start += block(owner++)) {
-                    if (const Part part = cut(block(owner), piece_, k); owner != me_ && part.nbytes > 0) {
-                        show(room() + place_for(owner, me_) * piece_, task_.source + start + part.start, part.nbytes);
-                    }
-                }
-            },
+            [&](Bytes k) { show_pieces(k, [&](Bytes owner) { return block(owner); }); },
             [&] { return count_pieces(largest_block(), all_sources_shared()); },
             [&](Bytes k) {
                 if (const Part part = cut(block(me_), piece_, k); part.nbytes > 0) {
-                    reduce_from_all(task_.target + part.start, block_start(me_) + part.start, true, part.nbytes);
+                    reduce_ranks(world_, task_.target + part.start, block_start(me_) + part.start, true, part.nbytes);
                 }
             });
     }
 
-    // The first `num_ranks` ranks are reduced. Memory that is input and result is not shown: it changes while the
-    // ranks above read the input.
-    Status scan(Bytes num_ranks) {
+    // On every reader the first `num_ranks` ranks are reduced; of `last` nobody else reads the input. Memory that is
+    // input and result is not shown in scans: it changes while the ranks above read the input.
+    Status reduce_first(Bytes num_ranks, Bytes last) {
         piece_ = piece_for(1, task_.nbytes);
-        shows_source_ = task_.source != task_.target;
+        shows_source_ = task_.kind == Kind::reduce || task_.source != task_.target;
         return rounds(
-            [&](Bytes k) {
-                const Part part = cut(task_.nbytes, piece_, k);
-                if (is_staged_ && part.nbytes > 0) {
-                    show(room(), task_.source + part.start, part.nbytes);
-                }
-            },
-            [&] { return count_pieces(task_.nbytes, others_shared(world_ - 1)); },
+            [&](Bytes k) { show_piece(k, task_.nbytes); },
+            [&] { return count_pieces(task_.nbytes, others_shared(last)); },
             [&](Bytes k) {
                 if (const Part part = cut(task_.nbytes, piece_, k); num_ranks > 0 && part.nbytes > 0) {
                     reduce_ranks(num_ranks, task_.target + part.start, part.start, false, part.nbytes);
@@ -547,18 +524,13 @@ private:
             });
     }
 
-    void reduce_from_all(std::byte* into, Bytes start, bool is_cut, Bytes nbytes) {
-        reduce_ranks(world_, into, start, is_cut, nbytes);
-    }
-
     // Reduces the bytes of the first ranks from `start` on. Where they are staged, there may be a piece per rank.
     void reduce_ranks(Bytes num_ranks, std::byte* into, Bytes start, bool is_cut, Bytes nbytes) {
         operands_.clear();
         for (Bytes rank = 0; rank < num_ranks; ++rank) {
-            const std::byte* source = shared_source(rank);
-            operands_.push_back(source != nullptr
-                                    ? source + start
-                                    : shown(rank) + (is_cut ? place_for(me_, rank) * piece_ : 0));
+            const std::byte* const source = shared_source(rank);
+            const Bytes place = is_cut ? place_for(me_, rank) * piece_ : 0;
+            operands_.push_back(source != nullptr ? source + start : shown(rank) + place);
         }
         places_.assign(1, into);
         reduce_to_places(nbytes);
@@ -576,12 +548,11 @@ private:
 
     // Whether all inputs but this one are shared.
     bool others_shared(Bytes reader) const {
-        for (Bytes rank = 0; rank < world_; ++rank) {
-            if (rank != reader && (sources_.empty() || sources_[rank] == nullptr)) {
-                return false;
-            }
+        Bytes rank = 0;
+        while (rank < world_ && (rank == reader || is_source_shared(rank))) {
+            ++rank;
         }
-        return true;
+        return rank == world_;
     }
 
     Status broadcast() {
@@ -589,19 +560,14 @@ private:
         is_followed_ = !is_small_;
         shows_source_ = me_ == root_;
         return rounds(
-            [&](Bytes k) {
-                const Part part = cut(task_.nbytes, piece_, k);
-                if (is_staged_ && part.nbytes > 0) {
-                    show(room(), task_.source + part.start, part.nbytes);
-                }
-            },
-            [&] { return count_pieces(task_.nbytes, !sources_.empty() && sources_[root_] != nullptr); },
+            [&](Bytes k) { show_piece(k, task_.nbytes); },
+            [&] { return count_pieces(task_.nbytes, is_source_shared(root_)); },
             [&](Bytes k) {
                 const Part part = cut(task_.nbytes, piece_, k);
                 if (me_ != root_) {
                     take(root_, task_.target + part.start, part.start, 0, part.nbytes);
-                } else if (task_.target != task_.source && part.nbytes > 0) {
-                    copy_moving(task_.target + part.start, task_.source + part.start, part.nbytes);
+                } else {
+                    keep(task_.target + part.start, task_.source + part.start, part.nbytes);
                 }
             });
     }
@@ -625,12 +591,7 @@ private:
         is_followed_ = !is_small_ && task_.kind == Kind::gather;
         shows_source_ = true;
         return rounds(
-            [&](Bytes k) {
-                const Part part = cut(block(me_), piece_, k);
-                if (is_staged_ && part.nbytes > 0) {
-                    show(room(), task_.source + part.start, part.nbytes);
-                }
-            },
+            [&](Bytes k) { show_piece(k, block(me_)); },
             [&] {
                 const bool is_shared = task_.kind == Kind::all_gather ? all_sources_shared() : others_shared(root_);
                 return count_pieces(largest_block(), is_shared);
@@ -659,16 +620,8 @@ private:
         piece_ = piece_for(world_ - 1, largest_block());
         shows_source_ = me_ == root_;
         return rounds(
-            [&](Bytes k) {
-                Bytes start = 0;
-                for (Bytes rank = 0; is_staged_ && rank < world_; start += block(rank++)) {
-                    if (const Part part = cut(block(rank), piece_, k); rank != me_ && part.nbytes > 0) {
-                        show(room() + place_for(rank, me_) * piece_, task_.source + start + part.start,
-                             part.nbytes);
-                    }
-                }
-            },
-            [&] { return count_pieces(largest_block(), !sources_.empty() && sources_[root_] != nullptr); },
+            [&](Bytes k) { show_pieces(k, [&](Bytes rank) { return block(rank); }); },
+            [&] { return count_pieces(largest_block(), is_source_shared(root_)); },
             [&](Bytes k) {
                 const Part part = cut(block(me_), piece_, k);
                 const Bytes start = block_start(me_) + part.start;
@@ -681,22 +634,12 @@ private:
     }
 
     Status all_to_all() {
-        const Bytes largest = task_.blocks == nullptr
-                                  ? task_.nbytes
-                                  : *std::max_element(task_.blocks, task_.blocks + world_ * world_);
+        const Bytes largest = largest_block(world_ * world_);
         piece_ = piece_for(world_ - 1, largest);
         // In place, what others read here would be overwritten by what comes from them.
         shows_source_ = !task_.in_place;
         return rounds(
-            [&](Bytes k) {
-                Bytes start = 0;
-                for (Bytes to = 0; is_staged_ && to < world_; start += pair(me_, to++)) {
-                    if (const Part part = cut(pair(me_, to), piece_, k); to != me_ && part.nbytes > 0) {
-                        show(room() + place_for(to, me_) * piece_, task_.source + start + part.start,
-                             part.nbytes);
-                    }
-                }
-            },
+            [&](Bytes k) { show_pieces(k, [&](Bytes to) { return pair(me_, to); }); },
             [&] { return count_pieces(largest, all_sources_shared()); },
             [&](Bytes k) {
                 Bytes start = 0;

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "net/group.hpp"
-#include "net/executor.hpp"
+#include "net/plan.hpp"
 #include "ranks.hpp"
 #include "wires.hpp"
 
