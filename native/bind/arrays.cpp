@@ -5,20 +5,17 @@
 #include <numpy/arrayobject.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <optional>
 
+#include "bind/python.hpp"
 #include "core/memory.hpp"
 
 namespace nb = nanobind;
 
 namespace ferrodist::bind {
 namespace {
-
-std::optional<DType> integer_of(char kind, std::size_t size) {
-    const int step = size == 1 ? 0 : size == 2 ? 1 : size == 4 ? 2 : size == 8 ? 3 : -1;
-    const auto first = static_cast<int>(kind == 'i' ? DType::int8 : DType::uint8);
-    return step < 0 ? std::nullopt : std::optional(static_cast<DType>(first + step));
-}
 
 // NumPy learns of bfloat16 from the package ml_dtypes, which gives it a number of its own.
 bool is_bfloat16(const PyArrayObject* array) {
@@ -45,10 +42,12 @@ std::optional<DType> dtype_of(int number, std::size_t size) {
         case NPY_CDOUBLE: return DType::complex128;
         default: break;
     }
-    if (PyTypeNum_ISSIGNED(number)) {
-        return integer_of('i', size);
+    if (!PyTypeNum_ISINTEGER(number) || size > 8) {
+        return std::nullopt;
     }
-    return PyTypeNum_ISUNSIGNED(number) ? integer_of('u', size) : std::nullopt;
+    // Several numbers of NumPy stand for one size.
+    const auto first = static_cast<int>(PyTypeNum_ISSIGNED(number) ? DType::int8 : DType::uint8);
+    return static_cast<DType>(first + std::countr_zero(size));
 }
 
 std::optional<DType> dtype_of(PyArrayObject* array) {
@@ -56,43 +55,29 @@ std::optional<DType> dtype_of(PyArrayObject* array) {
                               : dtype_of(PyArray_TYPE(array), static_cast<std::size_t>(PyArray_ITEMSIZE(array)));
 }
 
-PyObject* as_base(PyObject* array, PyObject* capsule) {
-    if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array), capsule) != 0) {
-        Py_DECREF(array);
+// An array over memory, which the owner keeps. Borrows the descriptor.
+nb::object new_array_over(PyArray_Descr* descr, int num_axes, const npy_intp* shape, void* memory, nb::capsule owner) {
+    Py_INCREF(descr);
+    nb::object array = checked(
+        PyArray_NewFromDescr(&PyArray_Type, descr, num_axes, shape, nullptr, memory, NPY_ARRAY_CARRAY, nullptr));
+    if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.ptr()), owner.release().ptr()) != 0) {
         throw nb::python_error();
     }
     return array;
 }
 
-// Borrows the descriptor.
-PyObject* new_array_over(PyArray_Descr* descr, int num_axes, const npy_intp* shape, void* memory,
-                         void (*release)(void*) noexcept) {
-    nb::capsule owner(memory, release);
-    Py_INCREF(descr);
-    PyObject* array = PyArray_NewFromDescr(&PyArray_Type, descr, num_axes, shape, nullptr, memory,
-                                           NPY_ARRAY_CARRAY, nullptr);
-    if (array == nullptr) {
-        throw nb::python_error();
-    }
-    return as_base(array, owner.release().ptr());
-}
-
 // A fresh array; its pages are warm if it is large. Borrows the descriptor.
-PyObject* new_array(PyArray_Descr* descr, int num_axes, const npy_intp* shape) {
+nb::object new_array(PyArray_Descr* descr, int num_axes, const npy_intp* shape) {
     std::size_t nbytes = static_cast<std::size_t>(PyDataType_ELSIZE(descr));
     for (int axis = 0; axis < num_axes; ++axis) {
         nbytes *= static_cast<std::size_t>(shape[axis]);
     }
     if (nbytes >= smallest_warm) {
-        return new_array_over(descr, num_axes, shape, take_warm(nbytes),
-                              [](void* block) noexcept { release_warm(block); });
+        void* const memory = take_warm(nbytes);
+        return new_array_over(descr, num_axes, shape, memory, nb::capsule(memory, &release_warm));
     }
     Py_INCREF(descr);
-    PyObject* array = PyArray_NewFromDescr(&PyArray_Type, descr, num_axes, shape, nullptr, nullptr, 0, nullptr);
-    if (array == nullptr) {
-        throw nb::python_error();
-    }
-    return array;
+    return checked(PyArray_NewFromDescr(&PyArray_Type, descr, num_axes, shape, nullptr, nullptr, 0, nullptr));
 }
 
 // The dtype bfloat16 of ml_dtypes; invalid where that is missing.
@@ -124,16 +109,14 @@ struct SharedBlock {
     ~SharedBlock() { arena->free(offset); }
 };
 
+PyArray_Descr* as_descr(const nb::object& object) { return reinterpret_cast<PyArray_Descr*>(object.ptr()); }
+
 // A flat array of bytes that deletes its owner in the end.
 template <class Owner>
 nb::object bytes_over(std::byte* memory, std::size_t nbytes, Owner* owner) {
     nb::capsule held(owner, [](void* it) noexcept { delete static_cast<Owner*>(it); });
-    npy_intp length = static_cast<npy_intp>(nbytes);
-    PyObject* array = PyArray_SimpleNewFromData(1, &length, NPY_UINT8, memory);
-    if (array == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(as_base(array, held.release().ptr()));
+    const auto length = static_cast<npy_intp>(nbytes);
+    return new_array_over(as_descr(descr_of(DType::uint8)), 1, &length, memory, std::move(held));
 }
 
 }  // namespace
@@ -144,47 +127,44 @@ void load_numpy() {
     }
 }
 
-std::optional<PlainArray> try_plain_array(PyObject* object) {
+bool view_plain_array(PyObject* object, ArrayView& into, bool* is_writable) {
     if (!PyArray_CheckExact(object)) {
-        return std::nullopt;
+        return false;
     }
     auto* array = reinterpret_cast<PyArrayObject*>(object);
     constexpr int needed = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED;
     if ((PyArray_FLAGS(array) & needed) != needed || !PyArray_ISNOTSWAPPED(array)) {
-        return std::nullopt;
+        return false;
     }
-    const auto size = static_cast<std::size_t>(PyArray_ITEMSIZE(array));
     const auto dtype = dtype_of(array);
     if (!dtype) {
-        return std::nullopt;
+        return false;
     }
-    return PlainArray{static_cast<std::byte*>(PyArray_DATA(array)),
-                      *dtype,
-                      PyArray_NDIM(array),
-                      PyArray_DIMS(array),
-                      static_cast<std::size_t>(PyArray_SIZE(array)) * size,
-                      (PyArray_FLAGS(array) & NPY_ARRAY_WRITEABLE) != 0};
+    into.data = static_cast<std::byte*>(PyArray_DATA(array));
+    into.dtype = *dtype;
+    into.num_axes = PyArray_NDIM(array);
+    std::copy_n(PyArray_DIMS(array), into.num_axes, into.shape);
+    into.nbytes = static_cast<std::size_t>(PyArray_SIZE(array)) * static_cast<std::size_t>(PyArray_ITEMSIZE(array));
+    if (is_writable != nullptr) {
+        *is_writable = (PyArray_FLAGS(array) & NPY_ARRAY_WRITEABLE) != 0;
+    }
+    return true;
 }
 
-PyObject* new_array_like(PyObject* like, int num_axes, const std::ptrdiff_t* shape) {
+nb::object new_array_like(PyObject* like, int num_axes, const std::ptrdiff_t* shape) {
     return new_array(PyArray_DESCR(reinterpret_cast<PyArrayObject*>(like)), num_axes, shape);
 }
 
 nb::object new_array_of(DType dtype, int num_axes, const std::ptrdiff_t* shape) {
     const nb::object descr = descr_of(dtype);
-    if (!descr.is_valid()) {
-        return {};
-    }
-    return nb::steal(new_array(reinterpret_cast<PyArray_Descr*>(descr.ptr()), num_axes, shape));
+    return descr.is_valid() ? new_array(as_descr(descr), num_axes, shape) : nb::object();
 }
 
 nb::object array_over_memory(DType dtype, int num_axes, const std::ptrdiff_t* shape, std::byte* memory,
                              void (*release)(void*) noexcept) {
     const nb::object descr = descr_of(dtype);
-    if (!descr.is_valid()) {
-        return {};
-    }
-    return nb::steal(new_array_over(reinterpret_cast<PyArray_Descr*>(descr.ptr()), num_axes, shape, memory, release));
+    return descr.is_valid() ? new_array_over(as_descr(descr), num_axes, shape, memory, nb::capsule(memory, release))
+                            : nb::object();
 }
 
 nb::object array_over_buffer(PyObject* exporter) {

@@ -4,9 +4,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
-#include <optional>
 
 #include "reduce/reduce.hpp"
 #include "shm/arena.hpp"
@@ -17,24 +17,28 @@ namespace ferrodist::bind {
 // The most axes an array can have.
 constexpr int max_axes = 64;
 
-// A plain, contiguous array of a dtype we know: nothing about it needs a second look.
-struct PlainArray {
-    std::byte* data;
-    DType dtype;
-    int num_axes;
-    const std::ptrdiff_t* shape;
-    std::size_t nbytes;
-    bool is_writable;
+// C-contiguous memory of one array.
+struct ArrayView {
+    std::byte* data = nullptr;
+    DType dtype = DType::uint8;
+    int num_axes = 0;
+    std::ptrdiff_t shape[max_axes];
+    std::size_t nbytes = 0;
+
+    bool has_shape(int axes, const std::ptrdiff_t* lengths) const {
+        return num_axes == axes && std::equal(lengths, lengths + axes, shape);
+    }
 };
 
 // Loads NumPy's table of functions; throws if it cannot.
 void load_numpy();
 
-// Only numpy.ndarray itself, C-contiguous, aligned, in the machine's byte order.
-std::optional<PlainArray> try_plain_array(PyObject* object);
+// Views an array, and tells whether it may be written to. Only numpy.ndarray itself, C-contiguous, aligned, in the
+// machine's byte order, of a dtype we know: nothing about it needs a second look. False for all else.
+bool view_plain_array(PyObject* object, ArrayView& into, bool* is_writable = nullptr);
 
-// A fresh array of the dtype of `like`, whose pages are warm if it is large. New reference.
-PyObject* new_array_like(PyObject* like, int num_axes, const std::ptrdiff_t* shape);
+// A fresh array of the dtype of `like`, whose pages are warm if it is large.
+nanobind::object new_array_like(PyObject* like, int num_axes, const std::ptrdiff_t* shape);
 
 // The same for a dtype; invalid for bfloat16 where ml_dtypes is missing.
 nanobind::object new_array_of(DType dtype, int num_axes, const std::ptrdiff_t* shape);
@@ -51,7 +55,7 @@ bool is_numpy_scalar(PyObject* object);
 // The scalar that a 0-d array holds.
 nanobind::object scalar_of(PyObject* array);
 
-// A plain array that try_plain_array refuses for its strides or alignment, as a packed copy; invalid for any
+// A plain array that view_plain_array refuses for its strides or alignment, as a packed copy; invalid for any
 // other object. `begin` and `end` are where the caller's own memory lies.
 nanobind::object packed_copy(PyObject* object, const std::byte*& begin, const std::byte*& end);
 

@@ -89,14 +89,6 @@ void set_size(ArrayView& view) {
     }
 }
 
-void show(ArrayView& view, const PlainArray& array) {
-    view.data = array.data;
-    view.dtype = array.dtype;
-    view.num_axes = array.num_axes;
-    std::copy(array.shape, array.shape + array.num_axes, view.shape);
-    view.nbytes = array.nbytes;
-}
-
 // Dtype, shape and address of a tensor in CPU memory, strided or not; false for what it cannot be.
 bool show(ArrayView& view, const dlpack::Tensor& tensor) {
     const auto dtype = dtype_of(tensor);
@@ -223,10 +215,6 @@ nb::object number_of(const std::byte* data, DType dtype) {
     }
 }
 
-bool ArrayView::has_shape(int axes, const std::ptrdiff_t* lengths) const {
-    return num_axes == axes && std::equal(lengths, lengths + axes, shape);
-}
-
 Borrowed::~Borrowed() {
     if (managed_ != nullptr && managed_->deleter != nullptr) {
         managed_->deleter(managed_);
@@ -278,20 +266,13 @@ bool InputArray::read(PyObject* array) {
 ArrayKind InputArray::sent_kind() const { return kind == ArrayKind::adapted ? type->sent_kind : kind; }
 
 bool InputArray::read_numpy(PyObject* array) {
-    if (const auto plain = try_plain_array(array)) {
-        show(*this, *plain);
+    if (view_plain_array(array, *this)) {
         begin = data;
         end = data + nbytes;
         return true;
     }
-    nb::object packed = packed_copy(array, begin, end);
-    const auto plain = packed.is_valid() ? try_plain_array(packed.ptr()) : std::nullopt;
-    if (!plain) {
-        return false;
-    }
-    show(*this, *plain);
-    owner_ = std::move(packed);
-    return true;
+    owner_ = packed_copy(array, begin, end);
+    return owner_.is_valid() && view_plain_array(owner_.ptr(), *this);
 }
 
 bool InputArray::read_number() {
@@ -390,10 +371,9 @@ bool InputArray::pack(const std::ptrdiff_t* strides) {
 bool OutputArray::read(PyObject* out) {
     owner_ = nb::borrow(out);
     is_out_ = true;
-    if (const auto plain = try_plain_array(out)) {
+    if (bool is_writable = false; view_plain_array(out, *this, &is_writable)) {
         kind_ = ArrayKind::numpy;
-        show(*this, *plain);
-        return plain->is_writable;
+        return is_writable;
     }
     type_ = find_type(Py_TYPE(out));
     if (type_ == nullptr || type_->from_numpy.is_valid()) {
@@ -414,13 +394,8 @@ bool OutputArray::read_torch() {
 }
 
 bool OutputArray::show_numpy(nb::object array) {
-    const auto plain = array.is_valid() ? try_plain_array(array.ptr()) : std::nullopt;
-    if (!plain) {
-        return false;
-    }
-    show(*this, *plain);
     owner_ = std::move(array);
-    return true;
+    return owner_.is_valid() && view_plain_array(owner_.ptr(), *this);
 }
 
 bool OutputArray::make_numpy(DType wanted, int axes, const std::ptrdiff_t* lengths) {
@@ -432,7 +407,7 @@ bool OutputArray::make(const InputArray& like, int axes, const std::ptrdiff_t* l
     kind_ = like.kind;
     type_ = like.type;
     switch (like.kind) {
-        case ArrayKind::numpy: return show_numpy(nb::steal(new_array_like(like.object, axes, lengths)));
+        case ArrayKind::numpy: return show_numpy(new_array_like(like.object, axes, lengths));
         case ArrayKind::torch: return make_torch(like, axes, lengths);
         case ArrayKind::number:
             if (axes > 0) {

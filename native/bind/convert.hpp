@@ -73,17 +73,6 @@ struct ExchangeTable {
 enum class ArrayKind : std::uint8_t { none, numpy, numpy_scalar, number, torch, adapted, bytes, bytearray, python_array, memory, jax };
 constexpr auto last_kind = ArrayKind::jax;
 
-// C-contiguous memory of one array.
-struct ArrayView {
-    std::byte* data = nullptr;
-    DType dtype = DType::uint8;
-    int num_axes = 0;
-    std::ptrdiff_t shape[max_axes];
-    std::size_t nbytes = 0;
-
-    bool has_shape(int axes, const std::ptrdiff_t* lengths) const;
-};
-
 // What a file of ferrodist.arrays has registered for a type.
 struct RegisteredType;
 

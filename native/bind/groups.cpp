@@ -195,7 +195,7 @@ void add_native_group(nb::module_& module) {
             calls.timeout_ns = timeout_ns;
             calls.patience = patience_of(timeout, late_timeout);
         }, "is_open"_a, "reproducible"_a, "fuse_nbytes"_a, "timeout_ns"_a, "timeout"_a, "late_timeout"_a,
-             "Set whether calls may be made, what they are fingerprinted with, and how long they wait.");
+             "Set whether calls may be made, how they are fingerprinted, and how long they wait.");
 }
 
 }  // namespace

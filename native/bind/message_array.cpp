@@ -104,8 +104,8 @@ nb::object ReceivedArray::finish() {
 nb::object ReceivedArray::over(DType dtype, int num_axes, const std::ptrdiff_t* shape) {
     if (memory_ == nullptr) {
         nb::object array = new_array_of(dtype, num_axes, shape);
-        if (array.is_valid()) {
-            std::memcpy(try_plain_array(array.ptr())->data, form_.data, form_.nbytes);
+        if (ArrayView view; array.is_valid() && view_plain_array(array.ptr(), view)) {
+            std::memcpy(view.data, form_.data, form_.nbytes);
         }
         return array;
     }

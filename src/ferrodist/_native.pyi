@@ -305,7 +305,7 @@ class NativeGroup:
         timeout: float,
         late_timeout: float,
     ) -> None:
-        """Set whether calls may be made, what they are fingerprinted with, and how long they wait."""
+        """Set whether calls may be made, how they are fingerprinted, and how long they wait."""
 
 class MessageGroup(NativeGroup):
     """A group whose ranks send each other messages, and how it ends."""

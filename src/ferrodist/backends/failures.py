@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the launcher names ranks and their ends, too, and starts wi
 
 
 class StatusCode(enum.IntEnum):
-    """How a native call ended. The codes are those of native/core/status.hpp."""
+    """How a native call ended. The codes are those of native/core/wait.hpp."""
 
     DONE = 0
     MISMATCH = 1

@@ -51,6 +51,7 @@ _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 _GROUP_ERROR_WAIT = 5.0  # seconds that a rank which has barred this one has to say so to all
 _GROUP_ERROR_POLL = 0.001
 
+
 class ProcessBackend(MessagingBackend):
     """One rank of a group of processes; ``members`` are the ranks of the group in the world."""
 

@@ -324,7 +324,7 @@ def _on_message_wait(
     return call
 
 
-_native.set_message_hooks(
+_native.set_hooks(
     message_error=_message_error,
     make_received=lambda memory, dtype, shape, kind: received_array(
         memory, DType(dtype), shape, ArrayKind(kind)
