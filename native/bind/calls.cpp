@@ -32,50 +32,6 @@ bool GilHook::poll() {
     return goes_on;
 }
 
-// -- tickets ---------------------------------------------------------------------------------------
-
-std::uint64_t Tickets::take() {
-    const std::lock_guard guard(mutex_);
-    return ++last_;
-}
-
-void Tickets::end(std::uint64_t number) {
-    const std::lock_guard guard(mutex_);
-    if (number == ended_ + 1 && ended_early_.empty()) {
-        ended_ = number;
-    } else {
-        ended_early_.insert(number);
-        while (ended_early_.erase(ended_ + 1) == 1) {
-            ++ended_;
-        }
-    }
-    if (num_waiters_ > 0) {
-        changed_.notify_all();
-    }
-}
-
-bool Tickets::wait(std::uint64_t number, std::int64_t longest_ns) {
-    std::unique_lock lock(mutex_);
-    if (ended_ + 1 >= number) {
-        return true;
-    }
-    ++num_waiters_;
-    const bool is_next =
-        changed_.wait_for(lock, std::chrono::nanoseconds(longest_ns), [&] { return ended_ + 1 >= number; });
-    --num_waiters_;
-    return is_next;
-}
-
-bool Tickets::is_idle() const {
-    const std::lock_guard guard(mutex_);
-    return ended_ == last_;
-}
-
-std::uint64_t Tickets::ended() const {
-    const std::lock_guard guard(mutex_);
-    return ended_;
-}
-
 // -- the queue -------------------------------------------------------------------------------------
 
 namespace {

@@ -28,19 +28,54 @@ namespace ferrodist::bind {
 // Numbers calls from 1; a call runs when all before it have ended. Any thread, with or without the GIL.
 class Tickets {
 public:
-    std::uint64_t take();
+    std::uint64_t take() {
+        const std::lock_guard guard(mutex_);
+        return ++last_;
+    }
     // Takes the next number if nobody has one: such a call runs at once. Else 0.
     std::uint64_t try_take() {
         const std::lock_guard guard(mutex_);
         return last_ == ended_ ? ++last_ : 0;
     }
+
     // Ends a call, also one that never ran.
-    void end(std::uint64_t number);
+    void end(std::uint64_t number) {
+        const std::lock_guard guard(mutex_);
+        if (number == ended_ + 1 && ended_early_.empty()) {
+            ended_ = number;
+        } else {
+            ended_early_.insert(number);
+            while (ended_early_.erase(ended_ + 1) == 1) {
+                ++ended_;
+            }
+        }
+        if (num_waiters_ > 0) {
+            changed_.notify_all();
+        }
+    }
+
     // Waits until all calls before `number` have ended, or for a while; tells whether they have.
-    bool wait(std::uint64_t number, std::int64_t longest_ns);
-    bool is_idle() const;
+    bool wait(std::uint64_t number, std::int64_t longest_ns) {
+        std::unique_lock lock(mutex_);
+        const auto is_next = [&] { return ended_ + 1 >= number; };
+        if (is_next()) {
+            return true;
+        }
+        ++num_waiters_;
+        const bool has_come = changed_.wait_for(lock, std::chrono::nanoseconds(longest_ns), is_next);
+        --num_waiters_;
+        return has_come;
+    }
+
+    bool is_idle() const {
+        const std::lock_guard guard(mutex_);
+        return ended_ == last_;
+    }
     // The last call that has ended with all before it.
-    std::uint64_t ended() const;
+    std::uint64_t ended() const {
+        const std::lock_guard guard(mutex_);
+        return ended_;
+    }
 
 private:
     mutable std::mutex mutex_;
