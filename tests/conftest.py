@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from jobs import Job, Nursery
@@ -21,9 +20,13 @@ if TYPE_CHECKING:
 # Ranks that are threads would each start threads of their own for every core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A machine that is busy with something else is no bug of what is tested.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+if find_spec("hypothesis"):  # make lint does without
+    from hypothesis import HealthCheck, settings
+
+    # A machine that is busy with something else is no bug of what is tested.
+    too_slow = HealthCheck.too_slow
+    settings.register_profile("patient", deadline=None, suppress_health_check=[too_slow])
+    settings.load_profile("patient")
 
 
 def pytest_configure() -> None:
