@@ -187,3 +187,17 @@ def job_starter(nursery: Nursery, backend: str) -> Callable[..., Job]:
 
 def two_hosts(world: int) -> str:
     return "0" * ((world + 1) // 2) + "1" * (world // 2)
+
+
+@pytest.fixture
+def nothing_left_behind() -> Iterator[None]:
+    """Fail if the test leaves open files or children; what earlier ones left may end meanwhile."""
+    before = files_and_children()
+    yield
+    assert files_and_children() <= before
+
+
+def files_and_children() -> set[str]:
+    files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {*children, *(f"{file} {os.readlink(file)}" for file in files if os.path.lexists(file))}

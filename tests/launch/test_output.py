@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,20 +30,9 @@ from ferrodist.launch.output.reader import LineSplitter, PassThrough, Prefixer, 
 from ferrodist.launch.output.writer import FileSink, Sink, TextSink, Writer
 from small_launcher import launch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left_behind")]
 
 LAUNCHER = Path(small_launcher.__file__)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    def state() -> tuple[list[str], list[str]]:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        return sorted(os.listdir("/proc/self/fd")), children
-
-    before = state()
-    yield
-    assert state() == before
 
 
 class Page(Sink):

@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,11 @@ from ferrodist.launch import machine as cores
 from ferrodist.launch import processes
 from ferrodist.launch.spawn import RemoteTraceback
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    def state() -> tuple[list[str], list[str]]:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        return sorted(os.listdir("/proc/self/fd")), children
-
-    before = state()
-    yield
-    assert state() == before
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(90),
+    pytest.mark.usefixtures("nothing_left_behind"),
+]
 
 
 def are_gone(pidfds: list[int], seconds: float) -> bool:
