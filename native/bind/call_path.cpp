@@ -104,7 +104,7 @@ PyObject* do_one(NativeGroup& group, Arguments args, const CollectiveCall& call,
 
 // -- scatter: the root tells dtype and shape of the parts, then the parts go out -----------------
 
-// As _tell_part of ferrodist.collectives.uneven: dtype, number of axes, lengths.
+// As _Told.to_numbers in ferrodist.collectives.scatter: dtype, number of axes, lengths.
 struct Part {
     std::array<std::int64_t, 2 + max_axes> numbers{};
 

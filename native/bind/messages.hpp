@@ -65,6 +65,7 @@ class MessageHook final : public GilHook {
 public:
     MessageHook(nanobind::handle backend, const Peers& peers, nanobind::handle site)
         : backend_(backend), site_(site), peers_(peers) {}
+    ~MessageHook() override { take_back(); }  // before a Python object below goes
 
     // Whom a call of several messages waits for now.
     void turn_to(const Peers& peers) {

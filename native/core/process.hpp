@@ -52,12 +52,14 @@ T& of_process() {
 // Starts a thread that no signal is handled on: they are for the program's own threads.
 template <class Run>
 std::thread start_thread(Run run) {
-    sigset_t all, before;
+    struct SignalMask {
+        sigset_t before;
+        ~SignalMask() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }  // also if there are no more threads
+    } mask;
+    sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread thread(std::move(run));
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return thread;
+    pthread_sigmask(SIG_SETMASK, &all, &mask.before);
+    return std::thread(std::move(run));
 }
 
 // The requests of this process that have completed and that somebody wants to hear of, by their tokens. One thread

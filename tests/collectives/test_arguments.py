@@ -494,6 +494,8 @@ KEYWORDS = {
     "group of a barrier": (lambda b: ferrodist.barrier(group=b), "here it is backend="),
     "source": (lambda b: ferrodist.recv(source=1), "src"),
     "dest": (lambda b: ferrodist.send(1, 0, b, dest=1), "here it is dst="),
+    "self": (lambda b: ferrodist.allreduce(1, b, self=b), "unexpected keyword argument 'self'"),
+    "pickle": (lambda b: ferrodist.allreduce(1, b, pickle=None), "unexpected keyword .* 'pickle'"),
     "nonsense": (lambda b: ferrodist.allreduce(1, b, nonsense=1), "keyword argument 'nonsense'$"),
     "src of all": (lambda b: ferrodist.allreduce(1, b, src=1), "keyword argument 'src'$"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from ferrodist import ProtocolError, RendezvousError
 from ferrodist.deadline import Deadline
-from ferrodist.rendezvous import Job, meet, wire
+from ferrodist.rendezvous import Job, meet, meeting, wire
 from ferrodist.rendezvous.exchange import StoreExchange
 from ferrodist.rendezvous.meeting import Client, Server
 from ferrodist.rendezvous.sockets import UnixPoint
@@ -154,3 +155,13 @@ def test_ranks_that_make_different_backends_are_told_so_on_all():
     thread.join(20)
     assert "rank 1 (pid" in str(errors[0])
     assert "do not make the same backend" in str(errors[0])
+
+
+def test_a_rank_that_fails_while_the_roster_goes_round_is_named():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wire.send_failure(wire.Channel(theirs), RendezvousError("no port is free", rank=1), 1)
+        steps = meeting._send_roster(wire.Channel(ours), [wire.RosterEntry(0, 1, b"", [])])
+        with pytest.raises(RendezvousError, match="no port is free") as caught:
+            wire.run_steps(steps, wire.Channel(ours), Deadline(10))
+        assert caught.value.rank == 1

@@ -276,6 +276,32 @@ def test_a_rank_whose_own_munge_hangs_says_so(monkeypatch):
     hanging.end()
 
 
+def test_handshakes_that_a_hanging_munge_leaves_behind_are_bounded(monkeypatch):
+    monkeypatch.setattr(handshake.munge, "_slots", threading.BoundedSemaphore(3))
+    hanging = HangingMunge()
+    try:
+        for _ in range(3):
+            steps = handshake.munge._aside(hanging, lambda: hanging.decode(b""))
+            next(steps)
+            steps.close()  # whoever asked is gone; the daemon does not know
+        with pytest.raises(AuthenticationError, match="munged hangs"):
+            next(handshake.munge._aside(hanging, bytes))
+    finally:
+        hanging.end()
+
+
+def test_where_no_thread_can_be_started_only_the_handshake_fails(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(200):  # more than may ask at once
+        with pytest.raises(AuthenticationError, match="can't start new thread"):
+            next(handshake.munge._aside(Munge("nowhere"), bytes))
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_ranks_on_loopback_need_no_munge():
     jobs = new_jobs(2)
     jobs = [replace(job, has_secret=False, munge=Munge("/nonexistent")) for job in jobs]

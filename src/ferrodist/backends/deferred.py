@@ -108,7 +108,7 @@ class DeferredBackend(ProviderBackend):
         self._has_threads: bool = getattr(provider, "has_threads", True)
         if not self._has_threads:
             self._call_path = None  # which knows nothing of what is deferred
-        self._deferred: deque[tuple[int, Deadline, Callable[[], None]]] = deque()
+        self._deferred: deque[tuple[int, Deadline, Work[Any], Callable[[], None]]] = deque()
         self._deferred_messages: list[DeferredWork[Any]] = []
 
     def _check_usable(self) -> None:
@@ -149,15 +149,19 @@ class DeferredBackend(ProviderBackend):
         work: DeferredWork[T] = DeferredWork(
             f"{label} #{ticket}", lambda timeout: self._run_deferred(ticket, timeout)
         )
-        self._deferred.append((ticket, prepared.deadline, lambda: self._finish(work, run)))
+        self._deferred.append((ticket, prepared.deadline, work, lambda: self._finish(work, run)))
         return work
 
     def _run_deferred(self, last: int | None = None, timeout: float | None = None) -> None:
         """Run what was deferred, up to a ticket."""
         while self._deferred and (last is None or self._deferred[0][0] <= last):
-            _, deadline, run = self._deferred.popleft()
+            _, deadline, work, run = self._deferred.popleft()
             deadline.shorten(timeout)
             run()
+            error = None if work.cancelled() else Future.exception(work, 0)
+            if error is not None and not isinstance(error, Exception):
+                work.is_asked = True
+                raise error  # Ctrl-C is for the program, which may be in another call
 
     def _in_background(self, posted: Posted) -> Work[Any]:
         if self._has_threads or posted.is_done:

@@ -92,13 +92,15 @@ def _call(
         key = (kind, op, root, x.dtype, x.shape)
     else:
         return NotImplemented
+    if not _may_call(backend):
+        return NotImplemented
     try:
         bound = backend.bound_calls[key]
     except KeyError:
         bound = backend.bound_calls[key] = _bind(backend, Kind(kind), op, root, x)
     except TypeError:  # an op or a root that cannot be hashed
         return NotImplemented
-    if bound is None or not _may_call(backend):
+    if bound is None:
         return NotImplemented
     in_place = False
     if bound.shape is None:
@@ -111,7 +113,7 @@ def _call(
             return NotImplemented
     elif not _fits(out, bound, x):
         return NotImplemented
-    is_timed = backend.config.check or bound.run is None
+    is_timed = backend.config.check or bound.run is None or run is not _run
     deadline = backend._deadline() if is_timed else _NO_DEADLINE
     with RunningCall(backend, bound.call, deadline, fingerprint=bound.fingerprint) as running:
         run(backend, running, bound, x, out, in_place)

@@ -33,6 +33,8 @@ _BARRIER = Kind.BARRIER
 _HALF, _FULL = 1 << 63, 1 << 64
 _FIRST_NAP, _LAST_NAP = 2e-5, 1e-3  # seconds between two looks at a request that cannot wait
 _LOOK = 0.02  # seconds between two looks at what ranks tell, while a request waits by itself
+_LATE = 0.1  # seconds without a look, after which MPICH may not see at once what has come
+_LATE_LOOK = 2e-3  # seconds that a rank looks then
 
 
 class Entrance:
@@ -42,6 +44,7 @@ class Entrance:
         self._engine, self._link = engine, link
         self._words = _new_words()
         self.has_flying = False  # whether the last call is in flight on any rank
+        self._looked_at = time.monotonic()
         self.interrupt: BaseException | None = None  # Ctrl-C that came too late to stay out
 
     def enter(self, backend: ProviderBackend, running: RunningCall, is_reporting: bool) -> bool:
@@ -96,7 +99,11 @@ class Entrance:
                 wait(_LAST_NAP)
             if not request.test():
                 self._wait_long(backend, running, request)
+        now = time.monotonic()
+        while now - self._looked_at > _LATE and time.monotonic() < now + _LATE_LOOK:
+            link.poll()
         link.poll()
+        self._looked_at = now
         if link.past_deadline:
             self._wait_for_doubtful(backend, running)
 

@@ -198,7 +198,7 @@ class _Unfinished:
         """Let MPI advance them; tell whether any message is left."""
         with self._lock:
             for one in list(self._requests):  # a signal handler may add to it
-                if MPI.Is_finalized() or _is_over(one):
+                if (MPI.Is_finalized() or _is_over(one)) and one in self._requests:
                     self._requests.remove(one)
             return any(isinstance(one, MpiRequest) for one in self._requests)
 

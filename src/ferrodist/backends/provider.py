@@ -131,13 +131,12 @@ class Provider(Protocol):
 
 
 class Engine(Provider, Protocol):
-    """A provider whose collectives are those of a library, which knows no deadlines: MPI, Gloo.
+    """A provider whose collectives are those of a library, which knows no deadlines: MPI.
 
     Before each of them the base makes one small exchange, by ``start_minimum``. It is polled
     against the deadline; once it is done all ranks are known to be in the call, and ``collective``
     may block. A request that the library cannot cancel keeps its memory for the life of the process
-    when it is given up, and ``cancel`` says True. One with ``blocks = False`` is never asked for
-    ``collective``: ``start`` does all of them, and the base polls what it returns.
+    when it is given up, and ``cancel`` says True.
     """
 
     is_awaited: bool

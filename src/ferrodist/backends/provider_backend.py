@@ -84,7 +84,6 @@ class ProviderBackend(ThreadMessagingBackend):
             self._entrance = Entrance(self.engine, self._link)
             if not config.check_sites:
                 self._call_path = cast(Any, call_path)
-        self._blocks = getattr(provider, "blocks", True)
         self._settled = 0  # the last call that ended in a difference all ranks know of
         self._lateness = [0.0] * self.world_size
         self._splits: dict[tuple[int, ...], int] = {}
@@ -211,7 +210,7 @@ class ProviderBackend(ThreadMessagingBackend):
         is_entered = False
         if self._entrance is not None and self._compares(running.call):
             is_entered, is_flying = True, self._entrance.has_flying
-        if self.engine is None or (self._blocks and not is_flying):
+        if self.engine is None or not is_flying:
             return self._provider.collective(kind, input, output, args, running.deadline)
         request = self.engine.start(kind, input, output, args)
         if request is NotImplemented:

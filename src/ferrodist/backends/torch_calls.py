@@ -122,16 +122,6 @@ class Caller:
     def __init__(self, process_group: Any, rank: int, world: int, *, on_device: bool) -> None:
         self.group, self._rank, self._world = process_group, rank, world
         self._on_device = on_device
-        self._methods: dict[Kind, Callable[..., EngineCall]] = {
-            Kind.ALLREDUCE: self._allreduce,
-            Kind.REDUCE: self._reduce,
-            Kind.REDUCE_SCATTER: self._reduce_scatter,
-            Kind.BROADCAST: self._broadcast,
-            Kind.ALL_GATHER: self._all_gather,
-            Kind.GATHER: self._gather,
-            Kind.SCATTER: self._scatter,
-            Kind.ALL_TO_ALL: self._all_to_all,
-        }
 
     def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
         """Tell whether the engine gives what we promise; all ranks come to one answer."""
@@ -186,7 +176,7 @@ class Caller:
         how: Reduction | None,
         args: CollectiveArgs,
     ) -> EngineCall:
-        started = self._methods[kind](given, result, how, args)
+        started = _METHODS[kind](self, given, result, how, args)
         if args.op is not ReduceOp.MEAN or result is None:
             return started
         return EngineCall(started.work, partial(self._make_mean, started.finish, dtype, result))
@@ -264,6 +254,18 @@ class Caller:
             received = [row[self._rank] for row in rows]
         work = self.group.alltoall_base(result, given, received, sent, _options("AllToAll"))
         return EngineCall(work)
+
+
+_METHODS: dict[Kind, Callable[..., EngineCall]] = {
+    Kind.ALLREDUCE: Caller._allreduce,
+    Kind.REDUCE: Caller._reduce,
+    Kind.REDUCE_SCATTER: Caller._reduce_scatter,
+    Kind.BROADCAST: Caller._broadcast,
+    Kind.ALL_GATHER: Caller._all_gather,
+    Kind.GATHER: Caller._gather,
+    Kind.SCATTER: Caller._scatter,
+    Kind.ALL_TO_ALL: Caller._all_to_all,
+}
 
 
 @lru_cache(maxsize=1024)

@@ -25,14 +25,14 @@ from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, RunningCall
 from ferrodist.backends.torch_calls import FOREVER, Caller, EngineCall, torch
 from ferrodist.buffer import Buffer, DeviceBuffer, DType
 from ferrodist.call import MAX_TAG, Call, Kind, caller_site
-from ferrodist.config import Config, variable
+from ferrodist.config import Config, DefaultTimeout, variable
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, InvalidArgument, RendezvousError
 from ferrodist.reduce_op import CustomOp
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.exchange import first_line
 from ferrodist.rendezvous.job import Launcher
-from ferrodist.rendezvous.torch_store import job_at_store, open_store
+from ferrodist.rendezvous.torch_store import job_at_store, open_store, torch_timeout
 from ferrodist.schedules import Lengths
 
 CARRIED_NBYTES = 64 * 1024
@@ -126,6 +126,8 @@ class TorchDistributedBackend(HybridBackend):
 
     def _complete(self, parent: Self, identity: int, deadline: Deadline) -> None:
         super()._complete(parent, identity, deadline)
+        if isinstance(deadline.seconds, DefaultTimeout):  # it may be over: ranks were waited for
+            deadline = Deadline(self.config.join_timeout)
         self._open_engines(None, None, deadline)
 
     def _open_engines(self, host: Any, gpus: Any, deadline: Deadline) -> None:
@@ -166,7 +168,7 @@ class TorchDistributedBackend(HybridBackend):
                 self._tell(peer, told, deadline)
             return told
 
-        return open_store(self.own_address, self.rank == 0, share, deadline)
+        return open_store(lambda: self.own_address, self.rank == 0, share, deadline)
 
     def _await_all(self, deadline: Deadline) -> None:
         """Let rank 0 wait for all ranks: it may not leave while they need its store."""
@@ -189,7 +191,7 @@ class TorchDistributedBackend(HybridBackend):
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=self.own_address)]
         options._threads = 2
-        options._timeout = timedelta(seconds=max(1.0, deadline.timeout()))
+        options._timeout = torch_timeout(deadline)
         gloo_store = torch.distributed.PrefixStore("gloo", store)
         return _c10d.ProcessGroupGloo(gloo_store, self.rank, self.world_size, options)
 
@@ -198,6 +200,7 @@ class TorchDistributedBackend(HybridBackend):
         super()._leave(leave_reason, deadline)
         host, gpus = self.engine, self._gpu_engine
         self.engine = self._gpu_engine = None
+        self.bound_calls.clear()
         if host is not None and self._is_own[0] and has_failed:
             _hang_up(host.group, self.rank)  # torch waits for its calls when the group is dropped
         if gpus is not None and self._is_own[1]:
@@ -293,14 +296,19 @@ class TorchDistributedBackend(HybridBackend):
         # All have come, and whether bytes move is not known: time is counted anew, and a limit that
         # nobody has chosen ends nothing that may still be moving.
         deadline = Deadline(running.deadline.late_seconds or running.deadline.seconds)
-        while not work.is_completed():
-            self._look(running, deadline)
-            with contextlib.suppress(RuntimeError):
-                work.wait(_LOOK)
         try:
-            work.wait()
-        except RuntimeError as error:
-            self._raise_failure(running, error)
+            while not work.is_completed():
+                self._look(running, deadline)
+                with contextlib.suppress(RuntimeError):
+                    work.wait(_LOOK)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._raise_failure(running, error)
+        except BaseException:
+            if self.engine is not None and self._is_own[0]:
+                _hang_up(self.engine.group, self.rank)  # else torch waits for it at the end
+            raise
 
     def _look(self, running: RunningCall, deadline: Deadline) -> None:
         """Raise if a call that the engine does cannot succeed, or its time is up."""
@@ -377,7 +385,10 @@ def _nbytes_of(kind: int, x: Any) -> int:
         return _MANY
     if x is None or type(x) in _NUMBERS:
         return 0
-    nbytes = getattr(x, "nbytes", None)
+    try:
+        nbytes = x.nbytes
+    except (AttributeError, RuntimeError):  # the latter of sparse tensors
+        return _MANY
     return nbytes if type(nbytes) is int else _MANY
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from ferrodist import errors
 from ferrodist.arrays import InputArray, check_number
 from ferrodist.backends.base import Backend
-from ferrodist.backends.call_methods import Op
+from ferrodist.backends.call_methods import InPlaceOptions, Op
 from ferrodist.backends.failures import pack_json, unpack_json
 from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
@@ -97,12 +97,13 @@ def _parameter(name: str, default: Any, hint: Any) -> inspect.Parameter:
 
 def are_defaults(options: Mapping[str, Any]) -> bool:
     """Tell whether options say no more than if they were omitted."""
-    return all(_DEFAULTS.get(name, _ABSENT) is value for name, value in options.items())
+    common = InPlaceOptions.__annotations__  # what all calls of the fast path have
+    return all(name in common and _DEFAULTS[name] is value for name, value in options.items())
 
 
 def check_keywords(name: str, keywords: Mapping[str, Any]) -> None:
     """Refuse a keyword that a call does not have, with the one that was meant."""
-    known = inspect.signature(getattr(Backend, name)).parameters
+    known = {*inspect.signature(getattr(Backend, name)).parameters} - {"self"}
     mistaken = next((keyword for keyword in keywords if keyword not in known), None)
     if mistaken is not None:
         meant = _MEANT.get(mistaken)

@@ -164,8 +164,9 @@ def _sent_on(file: int, write: Callable[[int, bytes], None]) -> Iterator[int]:
         try:
             yield kept
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # no room for it, or closed by the program
+                    stream.flush()
             os.dup2(kept, file)  # the process ends soon, and with it the copy
             is_over.set()
             sender.join()

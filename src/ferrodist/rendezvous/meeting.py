@@ -110,10 +110,14 @@ def _exchange_files(job: Job, arena: int, deadline: Deadline) -> list[RosterEntr
 
 
 class _JoinedRank(NamedTuple):
-    """A rank that has joined, and how errors name it."""
+    """A rank that has joined, and how errors name it.
+
+    ``kernel_pid`` is 0 if the process is not visible from here; then ``pid`` is what it says.
+    """
 
     channel: Channel
     pid: int
+    kernel_pid: int
     who: str
 
 
@@ -255,7 +259,7 @@ class Server(Exchange):
         if not files:
             return RosterEntry(rank, client.pid, message.body, [])
         arena, lifeline = files
-        pidfd = try_peer_pidfd(client.channel.socket, client.pid)
+        pidfd = try_peer_pidfd(client.channel.socket, client.kernel_pid)
         if pidfd is not None:
             os.close(lifeline)
         watch = lifeline if pidfd is None else pidfd
@@ -305,7 +309,7 @@ class Server(Exchange):
             self._fatal = errors.different_backends(self._job, rank, who)
             raise self._fatal
         channel.send(MessageKind.TAKEN)
-        self._clients[rank] = _JoinedRank(channel, peer.pid or pid, who)
+        self._clients[rank] = _JoinedRank(channel, peer.pid or pid, peer.pid, who)
         self._acceptor.admit(channel, rank)
         if seconds < self._deadline.remaining():
             self._deadline = Deadline(seconds)
@@ -318,7 +322,7 @@ def _send_roster(channel: Channel, roster: list[RosterEntry]) -> Steps[None]:
     """
     for body, files in pack_roster(roster):
         channel.send(MessageKind.ROSTER, body, files)
-        yield from channel.receive(MessageKind.TAKEN)
+        yield from receive_answer(channel, MessageKind.TAKEN)
 
 
 def _read_hello(body: bytes) -> tuple[int, float, bool, str]:

@@ -38,10 +38,12 @@ T = TypeVar("T")
 
 _LIBRARY = "libmunge.so.2"
 _ANSWER_SECONDS = 4.0  # for the daemon; a handshake has five
+_MOST_ASKING = 128  # threads that wait for the daemon
 # From munge.h; numbers of an interface that has been the same since 2007.
 _CIPHER, _MAC, _SOCKET, _FOR_UID = 0, 1, 8, 9
 _AES256, _SHA256 = 5, 5
 _OF_ANOTHER_CLUSTER, _EXPIRED, _REWOUND, _FOR_OTHERS = 14, 15, 16, 18
+_slots = threading.BoundedSemaphore(_MOST_ASKING)
 _ADVICE = {
     _OF_ANOTHER_CLUSTER: "do all hosts have the same MUNGE key?",
     _EXPIRED: "are the clocks of the hosts minutes apart?",
@@ -180,19 +182,29 @@ def _aside(munge: Munge, ask: Callable[[], T]) -> Steps[T]:
     """Ask the daemon on a thread, which hangs as long as that does; wait for it, but not longer."""
     found: list[T] = []
     failed: list[Exception] = []
+    if not _slots.acquire(blocking=False):
+        raise AuthenticationError(
+            f"MUNGE, at {munge.socket_path}, answers none of {_MOST_ASKING} requests: munged hangs"
+        )
     read, write = os.pipe()
 
     def work() -> None:
         try:
             found.append(ask())
-        except Exception as error:  # noqa: BLE001 -- the top of a thread; whoever waits gets it
+        except Exception as error:  # noqa: BLE001 -- the top of a thread; the handshake gets it
             failed.append(error)
         finally:
+            _slots.release()
             os.close(write)
 
-    threading.Thread(target=work, name="munge", daemon=True).start()
     deadline = Deadline(_ANSWER_SECONDS)
     try:
+        try:
+            threading.Thread(target=work, name="munge", daemon=True).start()
+        except RuntimeError as error:  # this process may have no more threads
+            _slots.release()
+            os.close(write)
+            raise AuthenticationError(f"MUNGE could not be asked: {error}") from error
         while not (found or failed):
             if deadline.remaining() <= 0:
                 raise AuthenticationError(

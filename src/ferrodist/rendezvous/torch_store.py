@@ -24,6 +24,8 @@ from ferrodist.rendezvous.job import (
 )
 from ferrodist.rendezvous.mesh import host_id
 
+_LONGEST = 3650 * 86400.0  # seconds
+
 
 def job_at_store(
     store: Any, rank: int, world_size: int, launcher: Launcher, config: Config, deadline: Deadline
@@ -96,8 +98,16 @@ def _host_of(store: Any) -> str:
     return str(getattr(store, "host", ""))
 
 
+def torch_timeout(deadline: Deadline) -> timedelta:
+    """Return what is left in a form that torch takes: from a second to some years."""
+    return timedelta(seconds=min(max(1.0, deadline.timeout()), _LONGEST))
+
+
 def open_store(
-    address: str, is_server: bool, share: Callable[[str], str], deadline: Deadline
+    find_address: Callable[[], str],
+    is_server: bool,
+    share: Callable[[str], str],
+    deadline: Deadline,
 ) -> Any:
     """Open a store of torch's that one rank serves, at its address only; all ranks call it.
 
@@ -105,9 +115,10 @@ def open_store(
     """
     from torch.distributed import TCPStore
 
-    timeout, store, told = timedelta(seconds=max(1.0, deadline.timeout())), None, ""
+    timeout, store, told = torch_timeout(deadline), None, ""
     if is_server:
         try:
+            address = find_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             with socket.create_server((address, 0), family=family, backlog=1024) as listener:
                 port = listener.getsockname()[1]

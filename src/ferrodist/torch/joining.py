@@ -159,10 +159,13 @@ def process_group(backend: Backend) -> ProcessGroup:
 
 def _store_for(backend: Backend) -> Any:
     """Make the store of a default group: groups of other libraries, as Gloo, meet there."""
-    config, address = backend.config, "127.0.0.1"
-    if isinstance(backend, TcpBackend):
-        address = backend.own_address
-    elif backend.local_world_size < backend.world_size:
-        _, address = choose_address(config.socket_ifname)
+    config = backend.config
+
+    def find_address() -> str:
+        if isinstance(backend, TcpBackend):
+            return backend.own_address
+        is_one_host = backend.local_world_size == backend.world_size
+        return "127.0.0.1" if is_one_host else choose_address(config.socket_ifname)[1]
+
     share = functools.partial(ferrodist.broadcast_object, backend=backend)
-    return open_store(address, backend.rank == 0, share, Deadline(config.join_timeout))
+    return open_store(find_address, backend.rank == 0, share, Deadline(config.join_timeout))
