@@ -5,6 +5,7 @@ What only differs by device is run with tensors of the host in the part of those
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 import ferrodist
 from ferrodist import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, RankLost
-from ferrodist.backends import torch_engine
+from ferrodist.backends import torch_calls, torch_engine
 from ferrodist.backends.registry import backend_class
 from ferrodist.backends.torch_calls import Caller, find_reduction
 from ferrodist.backends.torch_engine import GlooBackend, NcclBackend, TorchDistributedBackend
@@ -201,10 +202,38 @@ def test_what_is_given_to_reduce_stays_as_it_was(start_gloo_job):
 def count_calls(backend: Any) -> list[Any]:
     """Return a list of the allreduces that Gloo does from now on."""
     asked: list[Any] = []
-    methods = backend.engine._methods
+    methods = torch_calls._METHODS
     allreduce = methods[Kind.ALLREDUCE]
     methods[Kind.ALLREDUCE] = lambda *args: (asked.append(args), allreduce(*args))[1]
     return asked
+
+
+def test_a_closed_group_holds_no_files_or_threads_and_refuses_calls(start_gloo_job):
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def body(backend, pipe):
+        def use_one(timeout: float | None) -> None:
+            with backend.split([0, 1], timeout=timeout) as group:
+                assert group.allreduce(np.ones(100_000))[0] == 2
+            with pytest.raises(ferrodist.BackendClosed):
+                group.allreduce(np.ones(100_001))  # of a shape that was not used before
+
+        use_one(None)
+        gc.collect()
+        gc.disable()  # nothing waits for the garbage collector
+        before = count()
+        for _ in range(5):
+            use_one(30.0)
+        after = count()
+        with pytest.raises(ferrodist.UnsupportedArray, match="sparse"):
+            backend.allreduce(torch.eye(4).to_sparse())
+        return before, after
+
+    with start_gloo_job(2, body) as job:
+        for before, after in job.results():
+            assert after[0] <= before[0]
+            assert after[1] <= before[1]
 
 
 def test_small_arrays_never_reach_gloo_and_large_ones_do(start_gloo_job):
@@ -347,7 +376,7 @@ def test_a_rank_that_does_not_come_is_missing_by_name_on_all(start_gloo_job):
 
 def hold_gloo(backend: Any, pipe: Any) -> None:
     """Let this rank enter collectives, and begin them in Gloo only when the test says so."""
-    methods = backend.engine._methods
+    methods = torch_calls._METHODS
     allreduce = methods[Kind.ALLREDUCE]
     methods[Kind.ALLREDUCE] = lambda *args: (pipe.recv(), allreduce(*args))[1]
 

@@ -528,3 +528,26 @@ def test_an_array_of_more_elements_than_an_int_can_count(mpi: str) -> None:
         print("all is well", flush=True)
     """, seconds=160)  # fmt: skip
     check(done, 2)
+
+
+LATE = """
+import os, pathlib, time
+import numpy as np, ferrodist
+
+backend, given_up = ferrodist.init("mpi"), pathlib.Path(os.environ["GIVEN_UP"])
+backend.barrier()
+while backend.rank == 1 and not given_up.exists():  # makes no call of MPI meanwhile
+    time.sleep(0.01)
+try:
+    backend.allreduce(np.ones(10), timeout=1 if backend.rank == 0 else 60)
+except (ferrodist.CollectiveTimeout, ferrodist.GroupAborted) as error:
+    print(backend.rank, type(error).__name__, flush=True)
+    given_up.touch()
+"""
+
+
+@BOTH
+def test_a_rank_that_comes_after_the_others_gave_up_does_not_wait_for_them(mpi, tmp_path) -> None:
+    done = run_mpi(mpi, 2, LATE, seconds=40, GIVEN_UP=str(tmp_path / "given_up"))
+    found = sorted(done.stdout.splitlines())
+    assert found == ["0 CollectiveTimeout", "1 GroupAborted"], done.stdout + done.stderr
