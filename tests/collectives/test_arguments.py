@@ -19,6 +19,7 @@ from ferrodist import (
     UnsupportedArray,
     UnsupportedOp,
 )
+from ferrodist.backends import registry
 from ferrodist.testing import run_ranks
 
 ROOTED = [ferrodist.broadcast, ferrodist.reduce, ferrodist.gather, ferrodist.scatter]
@@ -73,7 +74,8 @@ def test_the_error_of_a_bad_root_has_its_facts(alone):
     assert (caught.value.rank, caught.value.world_size) == (5, 1)
 
 
-def test_without_a_backend_the_error_says_what_to_pass():
+def test_without_a_backend_the_error_says_what_to_pass(monkeypatch):
+    monkeypatch.setattr(registry, "_process", registry._Process())  # where init() was not called
     with pytest.raises(NotInitialized, match="pass a backend"):
         ferrodist.allreduce(1)
 

@@ -34,7 +34,7 @@ _HALF, _FULL = 1 << 63, 1 << 64
 _FIRST_NAP, _LAST_NAP = 2e-5, 1e-3  # seconds between two looks at a request that cannot wait
 _LOOK = 0.02  # seconds between two looks at what ranks tell, while a request waits by itself
 _LATE = 0.1  # seconds without a look, after which MPICH may not see at once what has come
-_LATE_LOOK = 2e-3  # seconds that a rank looks then
+_LATE_LOOKS = 100  # that a rank makes then; three were enough
 
 
 class Entrance:
@@ -100,9 +100,8 @@ class Entrance:
             if not request.test():
                 self._wait_long(backend, running, request)
         now = time.monotonic()
-        while now - self._looked_at > _LATE and time.monotonic() < now + _LATE_LOOK:
+        for _ in range(_LATE_LOOKS if now - self._looked_at > _LATE else 1):
             link.poll()
-        link.poll()
         self._looked_at = now
         if link.past_deadline:
             self._wait_for_doubtful(backend, running)
