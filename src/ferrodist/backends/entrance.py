@@ -8,7 +8,7 @@ same as what it put in on all ranks, or on none. It is polled against the deadli
 Such an exchange cannot be taken back: a rank that comes when others have given up would find it
 done, and wait for ever in the engine's call. So a rank whose deadline passes first says so to all
 and goes on listening for half a second: those in the call answer, and who is silent is missing.
-Whoever has come through the exchange waits for what becomes of those who have said so.
+A rank that has come through the exchange waits to hear what becomes of those.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ferrodist.reduce_op import ReduceOp
 try:
     from mpi4py import MPI as MPI
 except ModuleNotFoundError:
-    raise  # whoever has asked for the backend says what to install
+    raise  # the registry says what to install
 except (ImportError, RuntimeError) as _error:  # there is no MPI library to load
     _why = (str(_error).splitlines() or ["?"])[0]
     raise BackendUnavailable(

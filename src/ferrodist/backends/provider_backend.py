@@ -251,7 +251,7 @@ class ProviderBackend(ThreadMessagingBackend):
             return arrived
 
         if self.engine is not None:
-            self.engine.is_awaited = False  # whoever waits for messages hears of interrupts
+            self.engine.is_awaited = False  # a wait for messages hears of interrupts
         plan = self._planner.plan(kind, input, output, args)
         execute_plan(plan, input, output, args.in_place, self.config, exchange)
 
@@ -352,7 +352,7 @@ class ProviderBackend(ThreadMessagingBackend):
         )
 
     def _await_words(self, running: RunningCall) -> None:
-        """Give whoever has ended the call a moment to say why; raise what is told."""
+        """Give the rank that ended the call a moment to say why; raise what is told."""
         end = time.monotonic() + _WORDS_SECONDS
         while time.monotonic() < end:
             self._link.poll()
