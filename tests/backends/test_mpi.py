@@ -319,7 +319,7 @@ from ferrodist.backends.mpi_calls import MPI
 
 world = ferrodist.init("mpi")
 rank = world.rank
-enter, have_all_come = Entrance.enter, Entrance._have_all_come
+enter, hears_of_all = Entrance.enter, Entrance._hears_of_all
 
 def enter_and_interrupt(*args):
     enter(*args)
@@ -355,16 +355,17 @@ else:
 # in the exchange, while the last one comes: it is too late, and all go through
 group = world.dup()
 come = []
-def come_meanwhile(self, request):
+def come_meanwhile(self, request, seconds):
     MPI.COMM_WORLD.send(0, 0)
-    come.append(have_all_come(self, request))
+    come.append(hears_of_all(self, request, 60))
     return come[-1]
-Entrance._have_all_come = come_meanwhile
 if rank == 1:
+    Entrance._hears_of_all = come_meanwhile
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(KeyboardInterrupt):
         group.allreduce(np.ones(3))
     assert come == [True]
+    Entrance._hears_of_all = hears_of_all
 else:
     rank or MPI.COMM_WORLD.recv(source=1)
     assert group.allreduce(np.ones(3)).tolist() == [3, 3, 3]
@@ -377,6 +378,78 @@ print("all is well", flush=True)
 @BOTH
 def test_ctrl_c_before_the_call_of_mpi_leaves_nobody_waiting_in_it(mpi: str) -> None:
     check(run_mpi(mpi, 3, INTERRUPTS), 3)
+
+
+ABORTS = """
+import signal, threading, pytest, numpy as np, ferrodist
+from ferrodist import CollectiveTimeout, GroupAborted
+from ferrodist.backends.mpi_calls import MPI
+
+world = ferrodist.init("mpi")
+rank = world.rank
+
+def abort_from_a_thread(group):
+    threading.Timer(0.2, group.abort, ["no more"]).start()
+
+def abort_from_a_signal_handler(group):
+    signal.signal(signal.SIGALRM, lambda *_: group.abort("no more"))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+def queue_a_call(group):
+    def call():
+        with pytest.raises(CollectiveTimeout):
+            group.allreduce(np.ones(3), timeout=0.2)
+    timer = threading.Timer(0.2, call)
+    timer.daemon = True
+    timer.start()
+
+# Rank 1 waits in the exchange, with rank 2 or alone, when its group ends; rank 0 comes after that.
+for end in (abort_from_a_thread, abort_from_a_signal_handler, queue_a_call):
+    for call in (lambda g: g.allreduce(np.ones(3)), lambda g: g.all_gather_object(rank)):
+        group = world.dup()
+        assert len(call(group)) == 3
+        if rank == 1:
+            end(group)
+        if rank == 0:
+            MPI.COMM_WORLD.recv(source=1)
+        with pytest.raises((GroupAborted, CollectiveTimeout)) as found:
+            call(group)
+        assert "no more" in str(found.value) or end is queue_a_call
+        if rank == 1:
+            MPI.COMM_WORLD.send(0, 0)
+
+# Rank 0 knows that all have come to a split, but rank 1 has given it up.
+if rank == 1:
+    with pytest.raises(CollectiveTimeout) as found:
+        world.split([1, 0], timeout=0.1)
+    assert found.value.missing == [0]
+    MPI.COMM_WORLD.send(0, 0)
+elif rank == 0:
+    MPI.COMM_WORLD.recv(source=1)
+    with pytest.raises(CollectiveTimeout, match="rank 1 called it, and gave up") as found:
+        world.split([1, 0])
+    assert found.value.missing == [1]
+if rank < 2:
+    assert world.split([1, 0]).allreduce(rank) == 1
+
+# Rank 1 is held up after it knew that all had come: the others wait for it.
+if rank == 1:
+    tell = world._link.tell_of_split
+    def tell_late(key, mine, peers):
+        if mine == b"goes on":
+            MPI.COMM_WORLD.recv(source=0)
+        return tell(key, mine, peers)
+    world._link.tell_of_split = tell_late
+if rank == 0:
+    threading.Timer(2.5, MPI.COMM_WORLD.send, [0, 1]).start()
+assert world.split([2, 1, 0], timeout=2).allreduce(rank) == 3
+print("all is well", flush=True)
+"""
+
+
+@BOTH
+def test_a_group_that_ends_leaves_nobody_in_a_call_of_mpi(mpi: str) -> None:
+    check(run_mpi(mpi, 3, ABORTS), 3)
 
 
 @BOTH
@@ -397,6 +470,7 @@ def test_without_threads_calls_in_flight_run_when_they_are_waited_for(mpi: str, 
         works = [backend.allreduce(np.full(3, rank + n), async_op=True) for n in range(3)]
         assert backend.allreduce(rank) == 1
         assert [work.wait(60)[0] for work in works] == [1, 3, 5]
+        assert backend.allreduce(rank, async_op=True).wait(0) == 1
         work = backend.broadcast(np.array([rank]), 1, async_op=True)
         assert work.done() and work.result().tolist() == [1]
         received = backend.recv(other, async_op=True)
@@ -430,6 +504,8 @@ def test_without_threads_calls_in_flight_run_when_they_are_waited_for(mpi: str, 
             MPI.COMM_WORLD.recv(source=1)
         with pytest.raises(ferrodist.GroupAborted):
             group.allreduce(rank)
+        assert backend.allreduce([]) == []
+        assert not backend.engine.is_awaited
         backend.allreduce(rank, async_op=True)
         backend.close()
         print("all is well", flush=True)

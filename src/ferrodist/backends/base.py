@@ -543,7 +543,7 @@ class Backend(CallMethods, abc.ABC):
             return  # of calls that its own rank cut short by leaving nobody needs to hear
         with self._lock:
             self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
-        logger.error("rank %d: %s failed: %s", self.rank, work.describe, error)
+        logger.error("rank %d: %s failed: %s", self.rank, work.describe, failures.describe(error))
 
     def _check_rank(self, rank: Any, what: str) -> int:
         """Refuse what is not a rank of this group."""

@@ -53,7 +53,7 @@ class DeferredWork(Work[T]):
         if not self.has_run:
             _check_main(self.describe)
             self.is_asked = True
-            self.run(timeout)
+            self.run(timeout or None)  # a program that asks with 0 until it is done asks as by done
 
     def __repr__(self) -> str:
         return f"<Work {self.describe} {'done' if self.has_run else 'in flight'}>"

@@ -5,10 +5,13 @@ An engine knows no deadlines, and a call that ranks make differently may crash i
 first puts numbers about its call into an allreduce of 48 bytes, MIN, of which the result is the
 same as what it put in on all ranks, or on none. It is polled against the deadline.
 
-Such an exchange cannot be taken back: a rank that comes when others have given up would find it
-done, and wait for ever in the engine's call. So a rank whose deadline passes first says so to all
-and goes on listening for half a second: those in the call answer, and who is silent is missing.
-A rank that has come through the exchange waits to hear what becomes of those.
+Such an exchange cannot be taken back: a rank that comes when others have given up finds it done,
+and would wait for ever in the engine's call. So a rank that wants to leave, because its deadline
+has passed or the group was aborted, first says so to all and listens for a moment. If the exchange
+is done meanwhile it stays and goes through with the call; else it tells that it gave up. A rank
+whose exchange is done waits until all that were leaving have said which: either all ranks go into
+the engine's call or none does. Those in the exchange answer a rank that is leaving, so that it can
+name the silent ones.
 """
 
 from __future__ import annotations
@@ -18,15 +21,17 @@ from array import array
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.provider import Engine, Request
-from ferrodist.backends.provider_link import GOES_ON, INSIDE, PAST_DEADLINE, ProviderLink
+from ferrodist.backends.provider_link import GAVE_UP, INSIDE, LEAVING, STAYS, ProviderLink
 from ferrodist.backends.running_call import RunningCall
 from ferrodist.call import Kind
 from ferrodist.deadline import Deadline
+from ferrodist.errors import RankLost
 
 if TYPE_CHECKING:
     from ferrodist.backends.provider_backend import ProviderBackend
 
-_LISTEN = 0.5  # seconds in which those in the call answer one whose deadline has passed
+_LISTEN = 0.5  # seconds in which those in the call answer a rank whose deadline has passed
+_LISTEN_ABORTED = 0.25  # seconds in which a rank that leaves for another reason may hear of all
 _STUCK = 5.0  # seconds for an exchange to end of which all say that they are in it
 _NUM_WORDS = 6
 _BARRIER = Kind.BARRIER
@@ -45,7 +50,8 @@ class Entrance:
         self._words = _new_words()
         self.has_flying = False  # whether the last call is in flight on any rank
         self._looked_at = time.monotonic()
-        self.interrupt: BaseException | None = None  # Ctrl-C that came too late to stay out
+        self._answered: dict[int, int] = {}  # the last entry in which each peer was answered
+        self.interrupt: BaseException | None = None  # what came too late to stay out of the call
 
     def enter(self, backend: ProviderBackend, running: RunningCall, is_reporting: bool) -> bool:
         """Wait until all ranks have come; tell whether their calls differ.
@@ -59,17 +65,23 @@ class Entrance:
         words[0], words[1] = sequence, ~sequence
         words[2], words[3] = fingerprint, ~fingerprint
         words[4], words[5] = -is_reporting, -running.in_background
-        self._link.num_entered += 1
+        link = self._link
+        link.num_entered += 1
+        if link.final is not None:  # looked at after counting, as set_error counts after setting
+            link.num_entered -= 1
+            backend._check_standing(running, [])
+            link.num_entered += 1
         self._engine.is_awaited = False
         request = self._engine.start_minimum(words)
         try:
             self._wait(backend, running, request)
         except BaseException as error:
-            if isinstance(error, Exception) or not self._have_all_come(request):
+            if not self._has_to_stay(request, error):
+                self._give_up()
                 request.cancel()
                 self._words = _new_words()  # the engine may still write into the others
                 raise
-            self.interrupt = error
+            self.interrupt = self.interrupt or error
         self.has_flying = words[5] != 0
         is_same = words[0] == sequence and words[1] == ~sequence
         is_same = is_same and words[2] == fingerprint and words[3] == ~fingerprint
@@ -77,19 +89,6 @@ class Entrance:
         may_block = is_same and not self.has_flying
         self._engine.is_awaited = may_block and running.call.kind is not _BARRIER
         return not is_same
-
-    def _have_all_come(self, request: Request) -> bool:
-        """Say that this rank gives up; tell whether it is too late, for all were there before."""
-        if request.test():
-            return True
-        self._link.tell_of_entry(PAST_DEADLINE, self._link.num_entered)
-        end = time.monotonic() + _LISTEN / 2
-        while not request.test():
-            if time.monotonic() > end:
-                return False
-            time.sleep(_LAST_NAP)
-        self._link.tell_of_entry(GOES_ON, self._link.num_entered)
-        return True
 
     def _wait(self, backend: ProviderBackend, running: RunningCall, request: Request) -> None:
         link = self._link
@@ -103,46 +102,92 @@ class Entrance:
         for _ in range(_LATE_LOOKS if now - self._looked_at > _LATE else 1):
             link.poll()
         self._looked_at = now
-        if link.past_deadline:
-            self._wait_for_doubtful(backend, running)
+        if (link.leaving or link.gave_up) and not self._all_stay():
+            self._raise_what_is_told(backend, running)
 
     def _wait_long(self, backend: ProviderBackend, running: RunningCall, request: Request) -> None:
         backend.note_site(running)
-        link, entry = self._link, self._link.num_entered
-        limit = None  # the end of listening
-        answered: set[int] = set()
         nap = _FIRST_NAP
         while not request.test():
-            link.poll()
-            backend._check_standing(running, link.needed())
-            asking = {peer for peer, one in link.past_deadline.items() if one == entry} - answered
-            link.tell_of_entry(INSIDE, entry, sorted(asking))
-            answered |= asking
-            now = time.monotonic()
-            if limit is None and running.deadline.remaining() <= 0:
-                link.tell_of_entry(PAST_DEADLINE, entry)
-                limit = now + _LISTEN
-            elif limit is not None and now >= limit:
-                self._give_up(backend, running, is_stuck=now >= limit + _STUCK)
+            self._look()
+            backend._check_standing(running, self._link.needed())
+            if running.deadline.remaining() <= 0:
+                self._expire(backend, running, request)
+                break
             _sleep(request, nap)
             nap = min(2 * nap, _LAST_NAP)
-        if limit is not None:
-            link.tell_of_entry(GOES_ON, entry)
         # All have come: from now on the call only ends if nothing moves any more.
         running.deadline = Deadline(running.deadline.seconds)
 
-    def _give_up(self, backend: ProviderBackend, running: RunningCall, is_stuck: bool) -> None:
+    def _look(self) -> None:
+        """Read what others tell, and answer those that are leaving: this rank is there."""
+        link, entry = self._link, self._link.num_entered
+        link.poll()
+        for peer, one in list(link.leaving.items()):
+            if one == entry and self._answered.get(peer) != entry:
+                self._answered[peer] = entry
+                link.tell_of_entry(INSIDE, entry, [peer])
+
+    # -- leaving --------------------------------------------------------------------------------
+
+    def _expire(self, backend: ProviderBackend, running: RunningCall, request: Request) -> None:
         """End the call because of those who are silent; because of all if nothing helps."""
         link = self._link
-        silent = [peer for peer in link.peers if link.inside.get(peer, 0) < link.num_entered]
-        if silent or is_stuck:
-            backend._expire(running, silent or link.peers)
+        if not self._hears_of_all(request, _LISTEN):
+            silent = [peer for peer in link.peers if link.inside.get(peer, 0) < link.num_entered]
+            if silent or not self._hears_of_all(request, _STUCK):
+                self._give_up()
+                backend._expire(running, silent or link.peers)
+        link.tell_of_entry(STAYS, link.num_entered)
 
-    def _wait_for_doubtful(self, backend: ProviderBackend, running: RunningCall) -> None:
-        """Wait for ranks whose deadline had passed: they go on with the call, or have ended it."""
+    def _has_to_stay(self, request: Request, error: BaseException) -> bool:
+        """Tell whether this rank must go through with a call that it wants to leave."""
+        if isinstance(error, RankLost | ConnectionError):
+            return False  # no engine's call succeeds, or waits for this rank
+        if self._is_given_up():
+            return False
+        if not request.test():
+            if not self._hears_of_all(request, _LISTEN_ABORTED):
+                return False
+            self._link.tell_of_entry(STAYS, self._link.num_entered)
+        return self._all_stay()
+
+    def _hears_of_all(self, request: Request, seconds: float) -> bool:
+        """Tell all that this rank is leaving; listen whether the exchange is done meanwhile."""
+        self._link.tell_of_entry(LEAVING, self._link.num_entered)
+        end = time.monotonic() + seconds
+        while not request.test():
+            self._look()
+            if self._is_given_up() or time.monotonic() > end:
+                return False
+            time.sleep(_LAST_NAP)
+        return True
+
+    def _give_up(self) -> None:
+        link = self._link
+        link.gave_up[link.rank] = link.num_entered
+        link.tell_of_entry(GAVE_UP, link.num_entered)
+
+    def _is_given_up(self) -> bool:
+        """Tell whether a rank has given up this entry, or never comes to it: so nobody goes on."""
+        return any(one <= self._link.num_entered for one in self._link.gave_up.values())
+
+    def _all_stay(self) -> bool:
+        """Wait until all ranks that were leaving this entry stay, or one of them gave up."""
         link, entry = self._link, self._link.num_entered
-        while doubtful := [peer for peer, one in link.past_deadline.items() if one == entry]:
-            backend._check_standing(running, doubtful)
+        while leaving := [peer for peer, one in link.leaving.items() if one == entry]:
+            if self._is_given_up() or any(link.left(peer) is not None for peer in leaving):
+                return False
+            time.sleep(_LAST_NAP)
+            link.poll()
+        return not self._is_given_up()
+
+    def _raise_what_is_told(self, backend: ProviderBackend, running: RunningCall) -> None:
+        """Raise why the others gave up, as soon as they have said it."""
+        link = self._link
+        while True:
+            gone = [peer for peer in link.peers if peer in link.leaving or peer in link.gave_up]
+            backend._check_standing(running, gone)
             time.sleep(_LAST_NAP)
             link.poll()
 

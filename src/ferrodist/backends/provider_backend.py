@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self, cast
 
@@ -57,6 +57,7 @@ from ferrodist.schedules.cost import LinkModel
 _ENTRY = struct.Struct("<QQQ")  # sequence number, fingerprint, whether this rank reports a mismatch
 _LENGTH = struct.Struct("<Q")
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
+_GOES_ON, _GAVE_UP = b"goes on", b"gave up"  # what a member of a split says when it knew of all
 _WORDS_SECONDS, _FIRST_LOOK = 2.0, 0.001  # for what others have to say of a call that has ended
 _ANYBODY = -1  # the peer of a request that all ranks have a part in
 
@@ -145,6 +146,8 @@ class ProviderBackend(ThreadMessagingBackend):
                     raise self._settle_mismatch(running, None)
                 is_entered = True
             if is_entered and kind is Kind.BARRIER:
+                if self.engine is not None:
+                    self.engine.is_awaited = False
                 return  # all have come
             done = NotImplemented
             if args.algorithm is None:
@@ -160,7 +163,8 @@ class ProviderBackend(ThreadMessagingBackend):
         try:
             yield
         except BaseException:
-            if getattr(self.engine, "is_awaited", False) and args.algorithm is None:
+            is_awaited = getattr(self.engine, "is_awaited", False) and kind is not Kind.BARRIER
+            if is_awaited and args.algorithm is None:
                 self._provider.collective(kind, input, output, args, Deadline(None))
             raise
 
@@ -442,45 +446,73 @@ class ProviderBackend(ThreadMessagingBackend):
         return made
 
     def _meet(self, members: tuple[int, ...], deadline: Deadline) -> Provider:
-        """Wait until all members have called split with the same list; then make the group."""
+        """Wait until all members have called split with the same list; then make the group.
+
+        A member that comes late would find the words of those that have given up. So each says
+        whether it goes on as soon as it knows that all have come, and waits for all to say so.
+        """
         nth = self._splits[members] = self._splits.get(members, 0) + 1
         propose = getattr(self._provider, "propose_split", None)
         mine = b"" if propose is None else propose(self._link.gone())
-        told = self._tell_members(members, nth, mine, deadline)
-        if self.engine is not None:  # it would wait for ever for somebody who has given up
-            self._tell_members(members, -nth, b"", Deadline(_WORDS_SECONDS))
+        first, second = _split_key(nth, members), _split_key(-nth, members)
+        try:
+            told = self._tell_members(
+                members, first, mine, lambda absent: self._check_split(members, absent, deadline)
+            )
+        except BaseException:
+            self._link.tell_of_split(second, _GAVE_UP, self._others(members))
+            raise
+        # Nothing but an answer ends this wait: others may have all of them, and go on.
+        self._tell_members(
+            members, second, _GOES_ON, lambda absent: self._check_lost(members, absent)
+        )
         if propose is None:
             return self._provider.split(members)
         return cast(Engine, self._provider).split(members, told)
 
+    def _others(self, members: Sequence[int]) -> list[int]:
+        return [member for member in members if member != self.rank]
+
     def _tell_members(
-        self, members: tuple[int, ...], nth: int, mine: bytes, deadline: Deadline
+        self,
+        members: tuple[int, ...],
+        key: bytes,
+        mine: bytes,
+        check: Callable[[list[int]], None],
     ) -> list[bytes]:
         """Tell all members something about a split; return what each has told."""
-        key = array("q", [nth, *members]).tobytes()
-        self._link.splits[self.rank, key] = mine
-        others = [member for member in members if member != self.rank]
-        self._link.wait(
-            self._link.tell_of_split(key, mine, others),
-            lambda absent: self._check_split(members, absent, deadline),
-            deadline,
-        )
-        return [self._link.splits.pop((member, key)) for member in members]
+        splits = self._link.splits
+        splits[self.rank, key] = mine
+        waiting = self._link.tell_of_split(key, mine, self._others(members))
+        self._link.wait(waiting, check, Deadline(None))
+        told = [splits.pop((member, key)) for member in members]
+        for member, word in zip(members, told, strict=True):
+            if word == _GAVE_UP:
+                self._link.refuse_if_aborted()
+                text = (
+                    f"{self._name_split(members)}: rank {member} called it, and gave up before it "
+                    "knew that all members had; call it again on all of them"
+                )
+                raise CollectiveTimeout(text, missing=[member], rank=member, this_rank=self.rank)
+        return told
 
     def _check_split(self, members: Sequence[int], absent: list[int], deadline: Deadline) -> None:
-        what, facts = self._name_split(members), {"this_rank": self.rank}
+        """Raise if a split cannot succeed that waits for these members, or its time is up."""
         self._link.refuse_if_aborted()
-        for peer in absent:
-            if (leave_reason := self._link.left(peer)) is not None:
-                text = f"{what}: rank {peer} {leave_reason.how}"
-                raise RankLost(text, rank=peer, how=leave_reason.how, **facts)
+        self._check_lost(members, absent)
         if deadline.remaining() <= 0:
             text = (
-                f"{what}: {failures.names_of_ranks(absent)} did not call it within {deadline}; "
-                "every member must, with the same list. the limit is timeout=, backend.timeout or "
-                "FERRODIST_TIMEOUT"
+                f"{self._name_split(members)}: {failures.names_of_ranks(absent)} did not call it "
+                f"within {deadline}; every member must, with the same list. the limit is timeout=, "
+                "backend.timeout or FERRODIST_TIMEOUT"
             )
-            raise CollectiveTimeout(text, missing=absent, rank=absent[0], **facts)
+            raise CollectiveTimeout(text, missing=absent, rank=absent[0], this_rank=self.rank)
+
+    def _check_lost(self, members: Sequence[int], absent: list[int]) -> None:
+        for peer in absent:
+            if (leave_reason := self._link.left(peer)) is not None:
+                text = f"{self._name_split(members)}: rank {peer} {leave_reason.how}"
+                raise RankLost(text, rank=peer, how=leave_reason.how, this_rank=self.rank)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give the group up, and every group split off it."""
@@ -511,3 +543,7 @@ class ProviderBackend(ThreadMessagingBackend):
         for child in list(self._children):
             child._leave(leave_reason, deadline)
         self._link.leave(leave_reason, deadline)
+
+
+def _split_key(nth: int, members: Sequence[int]) -> bytes:
+    return array("q", [nth, *members]).tobytes()

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,9 +61,9 @@ MESSAGE_TAG = CONTROL_TAG + 3  # point-to-point messages of users, whatever thei
 
 EAGER_NBYTES = 64 * 1024  # up to here a send does not wait for its receiver
 _ERROR, _LEFT, _SPLIT = b"E", b"L", b"S"
-# What ranks tell of the nth entry of an engine: that a deadline has passed, that one is inside,
-# that it goes on although its deadline had passed.
-PAST_DEADLINE, INSIDE, GOES_ON = b"D", b"I", b"C"
+# What ranks tell of the nth entry of an engine: that they are in it; that they are leaving it, and
+# then whether they stay after all or gave up.
+INSIDE, LEAVING, STAYS, GAVE_UP = b"I", b"D", b"C", b"G"
 _NUMBER = struct.Struct("<Q")
 _FIRST_NAP = 2e-5  # seconds between two looks at a request that cannot wait; doubled every time
 _LAST_NAP = 1e-3
@@ -92,8 +92,10 @@ class ProviderLink:
         self._left_after: dict[int, int] = {}  # how many entries those had made who said good-bye
         self.num_entered = 0  # how many entries of an engine this rank has made
         self.inside: dict[int, int] = {}  # the last entry that each peer has said to be in
-        self.past_deadline: dict[int, int] = {}  # entries that peers may be about to give up
+        self.leaving: dict[int, int] = {}  # the entries that peers may be about to give up
+        self.gave_up: dict[int, int] = {}  # the first entry that each rank will not go through with
         self.splits: dict[tuple[int, bytes], bytes] = {}  # what peers tell of splits, by their keys
+        self._told: list[Request] = []  # control messages that may be on their way
         self._has_message = getattr(provider, "has_message", None)
         self._free_after = getattr(provider, "free_after", None)
         self._lock = threading.RLock()  # reentrant, as everything a finalizer may touch
@@ -219,6 +221,8 @@ class ProviderLink:
         if word != _ERROR:
             self._hear_of_entry(peer, word, _NUMBER.unpack(body)[0])
             return
+        self._note_gave_up(peer, 1 + _NUMBER.unpack_from(body)[0])
+        body = body[_NUMBER.size :]
         found = unpack_group_error(body, self.members)
         if found.error is GroupAborted:
             self._note_abort(body)
@@ -227,10 +231,15 @@ class ProviderLink:
 
     def _hear_of_entry(self, peer: int, word: bytes, entry: int) -> None:
         self.inside[peer] = max(entry, self.inside.get(peer, 0))
-        if word == PAST_DEADLINE:
-            self.past_deadline[peer] = entry
-        elif word == GOES_ON and self.past_deadline.get(peer) == entry:
-            del self.past_deadline[peer]
+        if word == LEAVING:
+            self.leaving[peer] = entry
+        elif word == STAYS and self.leaving.get(peer) == entry:
+            del self.leaving[peer]
+        elif word == GAVE_UP:
+            self._note_gave_up(peer, entry)
+
+    def _note_gave_up(self, peer: int, entry: int) -> None:
+        self.gave_up[peer] = min(entry, self.gave_up.get(peer, entry))
 
     def tell_of_entry(self, word: bytes, entry: int, peers: Sequence[int] | None = None) -> None:
         """Tell some ranks, or all, something about an entry of an engine."""
@@ -269,16 +278,15 @@ class ProviderLink:
             if found.error is GroupAborted:
                 self._abort = body
             if not self.has_left:
-                self._tell(_ERROR + body, self.peers)
+                self._tell(_ERROR + _NUMBER.pack(self.num_entered) + body, self.peers)
                 self.provider.abort(found.text)
         return found
 
     def _tell(self, words: bytes, peers: Sequence[int]) -> None:
+        self._told = [request for request in self._told if not _is_sent(request)]
         for peer in peers:
-            try:
-                self.provider.isend(memoryview(words), peer, CONTROL_TAG)
-            except ConnectionError:
-                continue
+            with suppress(ConnectionError):
+                self._told.append(self.provider.isend(memoryview(words), peer, CONTROL_TAG))
 
     def error_of(self, sequence: int) -> GroupError | None:
         """Return what a rank inside ``sequence`` has to raise, if anything."""
@@ -367,6 +375,13 @@ class _Meeting(NamedTuple):
     def cancel(self) -> bool:
         """Give it up; False if it has come."""
         return not self.test()
+
+
+def _is_sent(request: Request) -> bool:
+    try:
+        return request.test()
+    except ConnectionError:
+        return True
 
 
 def _undone(waiting: Sequence[tuple[int, Request]]) -> Waiting:
