@@ -452,6 +452,62 @@ def test_a_group_that_ends_leaves_nobody_in_a_call_of_mpi(mpi: str) -> None:
     check(run_mpi(mpi, 3, ABORTS), 3)
 
 
+RANDOM_ENDS = """
+import random, signal, threading, time
+import numpy as np, ferrodist
+from ferrodist.backends.mpi_calls import MPI
+
+world = ferrodist.init("mpi")
+rank = world.rank
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+CALLS = [
+    lambda group, **timeout: group.allreduce(np.ones(3), **timeout),
+    lambda group, **timeout: group.all_gather_object(rank, **timeout),
+    lambda group, **timeout: group.broadcast_(np.ones(100_000), 0, **timeout),
+    lambda group, **timeout: group.barrier(**timeout),
+    lambda group, **timeout: group.allreduce(np.ones(3), async_op=True, **timeout).wait(),
+    lambda group, **timeout: group.allreduce([np.ones(3), np.ones(2, np.int8)], **timeout),
+    lambda group, **timeout: group.allreduce(np.ones(5, np.float16), **timeout),
+]
+for seed in range({start}, {start} + 40):
+    common = random.Random(seed)
+    victim, slow = common.randrange(world.world_size), common.randrange(world.world_size)
+    how = common.choice(["abort", "interrupt", "timeout", "close"])
+    after = common.uniform(0.01, 0.3)
+    group, begin = world.dup(), time.monotonic()
+    if rank == victim and how == "abort":
+        threading.Timer(after, group.abort).start()
+    if rank == victim and how == "interrupt":
+        signal.setitimer(signal.ITIMER_REAL, after)
+    try:
+        while True:
+            call, nap = common.choice(CALLS), common.choice([0, 0, 0, 0, 0, 0, 0.1, 0.8])
+            if rank == slow:
+                time.sleep(nap)  # a rank that does something else
+            if rank == victim and how == "close" and time.monotonic() - begin > after:
+                group.close()
+            if rank == victim and time.monotonic() - begin > 5:
+                group.abort("no deadline passed")
+            call(group, **({{"timeout": after}} if rank == victim and how == "timeout" else {{}}))
+    except (ferrodist.DistributedError, KeyboardInterrupt) as error:
+        print(f"{{seed}}: rank {{rank}} after {{how}} of {{victim}}: {{error!r}}"[:200], flush=True)
+    group.close()
+    MPI.COMM_WORLD.Barrier()
+print("all is well", flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("start", [0, 1000])
+@BOTH
+def test_however_a_group_ends_nobody_hangs(mpi: str, start: int) -> None:
+    """Forty groups with random calls, delays and ends."""
+    done = run_mpi(mpi, 3, RANDOM_ENDS.format(start=start), seconds=390)
+    # No look at stderr: Python prints an interrupt that comes in a finalizer, and drops it.
+    assert done.stdout.count("all is well") == 3, done.stdout + done.stderr
+
+
 @BOTH
 @pytest.mark.parametrize("level", ["serialized", "single"])
 def test_without_threads_calls_in_flight_run_when_they_are_waited_for(mpi: str, level: str) -> None:
