@@ -48,10 +48,13 @@ torch-suite: $(STAMPS)/test
 torch-ecosystem: $(STAMPS)/torch-ecosystem
 	$(VENV)/torch-ecosystem/bin/python tests/torch_backend/ecosystem.py
 
-# A real SLURM with two nodes, in a folder and namespaces that go away with it. As root.
-test-slurm: $(STAMPS)/test
-	@PATH="$$PATH:/usr/sbin" sh -c 'command -v munged slurmctld slurmd srun' > /dev/null || \
-		apt-get install --yes --no-install-recommends slurm-wlm munge
+# A real SLURM with two nodes, in a folder and namespaces that go away with it. As root. srun's plugin for
+# PMIx, by which it starts ranks of Open MPI, loads libpmix.so, a name that is in the development package.
+SLURM_PACKAGES := slurm-wlm munge libpmix-dev
+
+test-slurm: $(STAMPS)/test peers
+	@dpkg --status $(SLURM_PACKAGES) > /dev/null 2>&1 || \
+		apt-get install --yes --no-install-recommends $(SLURM_PACKAGES)
 	$(BIN)/pytest tests/slurm/suite.py
 
 # What needs no torch, on every Python of this machine.

@@ -572,6 +572,27 @@ def test_an_mpiexec_of_another_mpi_is_a_warning_that_says_whom_it_concerns():
     assert list(engines._judge_launcher(outcome, "")) == []
 
 
+MPI_LIST = "MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions: pmix_v4"
+
+
+@pytest.mark.parametrize(("library", "kind"), [("MPICH 5.0.2", "pmi2"), ("Open MPI v5", "pmix")])
+def test_how_srun_starts_ranks_of_the_mpi_of_mpi4py_is_said(library, kind):
+    def judged(kinds: str, default: str, level: str) -> str:
+        outcome = engines.Outcome({"library": library})
+        found = list(engines._judge_srun(outcome, kinds.split(), default))
+        return told(found, level)
+
+    usual = engines._mpi_default("MaxTasks = 512\nMpiDefault              = none\nMpiParams = x\n")
+    assert usual == "none"
+    assert f"a step is started with 'srun --mpi={kind}'" in judged(MPI_LIST, usual, "note")
+    assert "(MpiDefault=none) every task would be a world" in judged(MPI_LIST, usual, "note")
+    assert f"(MpiDefault={kind})" in judged(MPI_LIST, kind, "ok")
+    assert "a step is started with" in judged(MPI_LIST, "", "note")
+    assert f"no 'srun --mpi={kind}'" in judged("none cray_shasta", "none", "warning")
+    for level in ("ok", "note", "warning", "error"):
+        assert judged("", usual, level) == ""  # there is no srun, or no SLURM behind it
+
+
 def test_what_a_missing_library_is_for_is_said(machine):
     (found,) = engines._missing(machine(), ["mpi4py"])
     assert "none is needed" in found.advice

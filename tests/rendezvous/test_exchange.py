@@ -203,7 +203,7 @@ class World:
 
     def __init__(self, rank: int, size: int, *, has_all: bool = True) -> None:
         self.rank, self.size, self.has_all = rank, size, has_all
-        self.BYTE = "byte"
+        self.BYTE, self.library = "byte", "MPICH Version:      5.0.2\nMPICH Release date: ...\0"
         self.COMM_WORLD = self
 
     def Get_rank(self) -> int:  # noqa: N802 -- MPI's names
@@ -211,6 +211,9 @@ class World:
 
     def Get_size(self) -> int:  # noqa: N802
         return self.size
+
+    def Get_library_version(self) -> str:  # noqa: N802
+        return self.library
 
     def Iallgather(self, own: Any, everything: Any) -> Any:  # noqa: N802
         everything[0][:] = bytes(own[0]) * self.size
@@ -233,11 +236,47 @@ def test_a_world_of_mpi_that_is_not_the_launchers_is_refused_naming_both(pretend
     pretend(World(0, 1))
     with pytest.raises(RendezvousError) as caught:
         MpiExchange(jobs_of(3, None, Bootstrap.MPI)[2], Deadline(10))
-    assert str(caught.value).startswith(
-        "mpi4py says rank 0 of 1, Open MPI says OMPI_COMM_WORLD_RANK=2, OMPI_COMM_WORLD_SIZE=3: "
-        "mpi4py was built for another MPI than this mpiexec belongs to"
+    assert str(caught.value) == (
+        "MPI says rank 0 of 1, Open MPI says OMPI_COMM_WORLD_RANK=2, OMPI_COMM_WORLD_SIZE=3; start "
+        "the ranks with the mpiexec of MPICH 5.0.2, which mpi4py uses here, or install mpi4py for "
+        "the other MPI"
     )
     assert (caught.value.got, caught.value.expected) == ([0, 1], [2, 3])
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_NODES": "1"}
+OPEN_MPI_5 = "Open MPI v5.0.11, package: Open MPI"
+
+
+@pytest.mark.parametrize(
+    ("library", "kind"), [("MPICH Version: 5.0.2", "pmi2"), (OPEN_MPI_5, "pmix")]
+)
+def test_a_step_whose_tasks_are_worlds_of_one_is_told_how_srun_starts_its_mpi(
+    monkeypatch, library, kind
+):
+    world = World(0, 1)
+    world.library = library
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
+    found = []
+    by_pmi = {"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_JOBID": "7.0"}
+    step = STEP | {"SLURM_STEP_NUM_TASKS": "3"}
+    for job in (launchers.read_slurm(step), launchers.read_pmi(step | by_pmi), None):
+        with pytest.raises(RendezvousError) as caught:
+            exchanges.check_mpi_world(job, world)
+        found.append(str(caught.value))
+    assert found[0].startswith(
+        "MPI says rank 0 of 1, SLURM says SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=3; mpi4py uses "
+    )
+    assert "MPI (PMI) says PMI_RANK=2, PMI_SIZE=3; mpi4py uses " in found[1]
+    assert "SLURM says SLURM_STEP_NUM_TASKS=3; mpi4py uses " in found[2]  # half of it is not set
+    assert all(f"start the step with 'srun --mpi={kind}'" in text for text in found)
+
+
+@pytest.mark.parametrize("tasks", ["", "1", "nonsense"])
+def test_a_world_of_one_that_no_launcher_contradicts_is_right(monkeypatch, tasks):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    exchanges.check_mpi_world(None, World(0, 1))
+    exchanges.check_mpi_world(None, World(2, 3))
 
 
 def test_ranks_that_do_not_come_to_mpi_are_waited_for_no_longer_than_asked(pretend):

@@ -56,6 +56,7 @@ KillWait=2
 InactiveLimit=0
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
+TmpFS={folder}/tmp.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -70,7 +71,7 @@ def why_not() -> str:
     """Say why SLURM cannot run here; '' if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
-        return f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge"
+        return f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge libpmix-dev"
     return "" if os.geteuid() == 0 else "slurmctld, slurmd and a mount namespace need root"
 
 
@@ -136,6 +137,7 @@ def cluster() -> Iterator[Cluster]:
         (folder / "state").mkdir()
         for node in NODES:
             (folder / f"spool.{node}").mkdir()
+            (folder / f"tmp.{node}").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
         (folder / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()} n1 n2\n")

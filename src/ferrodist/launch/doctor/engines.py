@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import stat
@@ -39,6 +40,7 @@ from ferrodist.launch.doctor.report import (
     warn,
 )
 from ferrodist.launch.ray_cluster import show_resources
+from ferrodist.rendezvous.exchange import srun_kind
 from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job, try_run_job
 from ferrodist.rendezvous.job import brief, no_secret, secret_from_file
 from ferrodist.rendezvous.munge import Munge, try_munge
@@ -79,7 +81,8 @@ def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diag
     running = {name: _start(context, name, limit) for name in installed}
     backends = [name for name in _TRIED_BACKENDS if name in backend_names()]
     trials = {name: _start(context, "ranks", limit, backend=name) for name in backends}
-    mpiexec, srun = (start(_version, one, context.environ, limit) for one in ("mpiexec", "srun"))
+    commands = ("mpiexec --version", "srun --version", "srun --mpi=list", "scontrol show config")
+    mpiexec, srun, kinds, conf = (start(_run, one, context.environ, limit) for one in commands)
     for name, trial in trials.items():
         yield _judge_ranks(name, trial.result())
     for name, probe in running.items():
@@ -88,6 +91,8 @@ def check_engines(context: CheckContext, limit: float = _LIMIT) -> Iterator[Diag
             yield from _judge_torch(probe.result().facts)
         if name == "mpi4py":
             yield from _judge_launcher(probe.result(), _mpi_name(mpiexec.result()))
+            default = context.environ.get("SLURM_MPI_TYPE") or _mpi_default(conf.result())
+            yield from _judge_srun(probe.result(), kinds.result().split(), default)
     yield from check_slurm(context, _last_line(srun.result()))
     yield from _missing(context, [name for name in _EXTRAS if name not in running])
 
@@ -174,10 +179,14 @@ def _judge_torch(facts: Mapping[str, Any]) -> Iterator[Diagnostic]:
         )
 
 
-def _version(program: str, environ: Mapping[str, str], limit: float) -> str:
-    """Return what a program of this user's path says of its version; nothing if there is none."""
+def _run(command: str, environ: Mapping[str, str], limit: float) -> str:
+    """Return what a program of this user's path prints; nothing if there is none, or it fails."""
+    program, *options = command.split()
     path = shutil.which(program, path=environ.get("PATH"))
-    return "" if path is None else run_child([path, "--version"], environ, limit).stdout
+    if path is None:
+        return ""
+    ending = run_child([path, *options], environ, limit)
+    return ending.stdout + ending.stderr if ending.code == 0 else ""
 
 
 def _mpi_name(text: str) -> str:
@@ -192,6 +201,34 @@ def _judge_launcher(outcome: Outcome, launcher: str) -> Iterator[Diagnostic]:
             "for mpi4py each process would be a world of its own, which concerns backend 'mpi', "
             f"programs that use mpi4py, and jobs on several hosts: take the mpiexec of {library}, "
             f"or mpi4py for {launcher}. On one host the other backends need mpiexec alone",
+        )
+
+
+def _mpi_default(configuration: str) -> str:
+    """Return how srun starts steps of this SLURM unless it is told, from its configuration."""
+    found = re.search(r"^MpiDefault\s*=\s*(\S+)", configuration, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _judge_srun(outcome: Outcome, kinds: list[str], default: str) -> Iterator[Diagnostic]:
+    """Say how srun has to start ranks of the MPI of mpi4py, if this SLURM can; it may not say."""
+    library = _mpi_name(outcome.facts.get("library", ""))
+    if not library or not kinds:
+        return
+    kind, option = srun_kind(library), f"srun --mpi={srun_kind(library)}"
+    if default.startswith(kind):
+        yield ok(f"srun starts ranks of {library}, which mpi4py uses (MpiDefault={default})")
+    elif kind in kinds:
+        yield note(
+            f"for {library}, which mpi4py uses, a step is started with '{option}'",
+            f"without it (MpiDefault={default or 'not known'}) every task would be a world of its "
+            "own for MPI, which init(backend='mpi') refuses; other backends need no option",
+        )
+    else:
+        yield warn(
+            f"this SLURM has no '{option}', which {library} needs, and mpi4py uses {library}",
+            "init(backend='mpi') works under mpiexec, and the other backends under srun; "
+            "'srun --mpi=list' shows what there is",
         )
 
 
