@@ -200,6 +200,29 @@ def test_beside_a_group_over_a_backend_of_several_hosts_gloo_can_be_used(start_h
         assert job.results() == [(6.0, 33.0)] * 3
 
 
+def test_with_tls_no_plain_store_is_opened_between_hosts(start_hybrid_job):
+    """On one host nothing of the store is on a network: there it may be."""
+
+    def body(backend: ferrodist.Backend, _: Any) -> Any:
+        from torch.distributed import TCPStore
+
+        made: list[Any] = []
+        torch.distributed.TCPStore = lambda *args, **options: made.append(args)  # type: ignore[misc,assignment] # it is only counted
+        with pytest.raises(ferrodist.InvalidArgument, match="FERRODIST_TLS=1") as caught:
+            ferrodist.torch.process_group(backend)
+        torch.distributed.TCPStore = TCPStore  # type: ignore[misc] # as it was
+        assert "is not encrypted. Call torch.distributed.init_process_group" in str(caught.value)
+        assert backend.allreduce(1) == 3  # which goes on
+        if backend.rank < 2:
+            pair = backend.split([0, 1])
+            return made, add_up_with_gloo(pair, None)
+        backend.split([2])
+        return made, None
+
+    with start_hybrid_job("001", body, FERRODIST_TLS="1") as job:
+        assert job.results() == [([], (3.0, 21.0)), ([], (3.0, 21.0)), ([], None)]
+
+
 def test_if_no_store_can_be_served_every_rank_hears_why(start_job):
     def body(backend: ferrodist.Backend, _: Any) -> str:
         from ferrodist.rendezvous import torch_store

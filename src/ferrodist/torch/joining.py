@@ -137,8 +137,11 @@ def process_group(backend: Backend) -> ProcessGroup:
         >>> group = ferrodist.torch.process_group(backend)  # doctest: +SKIP
         >>> torch.distributed.all_reduce(torch.ones(2), group=group)  # doctest: +SKIP
     """
-    group, world = ProcessGroup(backend), torch_c10d._world
+    world = torch_c10d._world
     is_default = world.default_pg is None
+    if is_default:
+        _refuse_plain_store(backend)
+    group = ProcessGroup(backend)
     own = backend.rank if is_default else world.default_pg.rank()
     ranks = ferrodist.all_gather(own, backend).tolist()
     name = torch_c10d._process_group_name(ranks, use_hashed_name=False)
@@ -155,6 +158,18 @@ def process_group(backend: Backend) -> ProcessGroup:
     if is_default:
         torch_c10d._update_default_pg(group)
     return group
+
+
+def _refuse_plain_store(backend: Backend) -> None:
+    """Refuse a default group whose store would send over a network what is to be encrypted."""
+    if backend.config.tls and backend.local_world_size < backend.world_size:
+        raise InvalidArgument(
+            f"process_group: {variable('tls')}=1, the ranks are on several hosts, and the store of "
+            "a default group, by which torch makes further groups, is torch's: it is not "
+            f"encrypted. Call {_INIT} first, if a store that is not may be used: this group is "
+            f"then one beside the default group; or unset {variable('tls')}",
+            this_rank=backend.rank,
+        )
 
 
 def _store_for(backend: Backend) -> Any:
