@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
@@ -18,6 +19,7 @@ from ferrodist.rendezvous import Job, meet, meeting, wire
 from ferrodist.rendezvous.exchange import StoreExchange
 from ferrodist.rendezvous.meeting import Client, Server
 from ferrodist.rendezvous.sockets import UnixPoint
+from ferrodist.rendezvous.watch import close_files
 from ferrodist.rendezvous.wire import MAX_RECORD, MessageKind
 
 pytestmark = pytest.mark.timeout(60)
@@ -71,6 +73,73 @@ def test_gathering_gives_every_rank_the_values_of_all_in_order(run, world_size, 
 
     expected = [bytes([rank]) * rank for rank in range(world_size)]
     assert run(*map(share, range(world_size))) == [expected] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 9, 20])
+def test_the_roster_takes_one_round_trip_for_each_part_however_many_ranks(
+    run, world_size, monkeypatch
+):
+    """No rank answers before all have got what is to be answered: else this would not end."""
+    monkeypatch.setattr(wire, "RANKS_PER_ROSTER", 7)
+    num_parts = -(-world_size // 7)
+    have_all = threading.Barrier(world_size - 1, timeout=10)
+
+    def answer_late(client: Client) -> int:
+        channel, deadline = client.channel, Deadline(20)
+        channel.send(MessageKind.RECORD, b"x")
+        for _ in range(num_parts):
+            wire.run_steps(wire.receive_answer(channel, MessageKind.ROSTER), channel, deadline)
+            have_all.wait()
+            channel.send(MessageKind.TAKEN)
+        wire.run_steps(wire.receive_answer(channel, MessageKind.GO), channel, deadline)
+        return num_parts
+
+    ranks = [lambda server: len(server.gather(b"0")), *[answer_late] * (world_size - 1)]
+    assert run(*ranks) == [world_size, *[num_parts] * (world_size - 1)]
+
+
+def test_a_rank_that_leaves_while_others_take_the_roster_is_named(run):
+    """Rank 1 never answers: it is not waited for when rank 2 is gone."""
+    is_over = threading.Event()
+
+    def tell_and(client: Client) -> None:
+        channel = client.channel
+        channel.send(MessageKind.RECORD, b"x")
+        wire.run_steps(wire.receive_answer(channel, MessageKind.ROSTER), channel, Deadline(20))
+        if client._job.rank == 1:
+            is_over.wait(20)
+
+    def gather(server: Server) -> str:
+        with pytest.raises(RendezvousError) as caught:
+            server.gather(b"0")
+        is_over.set()
+        return f"rank {caught.value.rank}"
+
+    assert run(gather, tell_and, tell_and)[0] == "rank 2"
+
+
+def test_the_files_of_a_roster_are_in_flight_to_one_rank_at_a_time(monkeypatch):
+    """The kernel bounds how many a user may have in flight."""
+    events: list[str] = []
+    send, receive = wire.Channel.send, meeting.receive_answer
+
+    def sent(channel: wire.Channel, kind: MessageKind, *rest: Any) -> None:
+        if kind is MessageKind.ROSTER:
+            events.append("sent")
+        send(channel, kind, *rest)
+
+    def received(channel: wire.Channel, *kinds: MessageKind) -> wire.Steps[wire.Message]:
+        message = yield from receive(channel, *kinds)
+        if kinds == (MessageKind.TAKEN,) and events:
+            events.append("taken")
+        return message
+
+    monkeypatch.setattr(wire.Channel, "send", sent)
+    monkeypatch.setattr(meeting, "receive_answer", received)
+    with ThreadPoolExecutor(5) as pool, open(os.devnull) as file:
+        members = list(pool.map(lambda job: meet(job, file.fileno(), 20), new_jobs(5)))
+    close_files(file for world in members for one in world for file in (one.arena, one.watch))
+    assert events == ["sent", "taken"] * 4
 
 
 def test_the_largest_records_of_all_fit_into_one_message(run):

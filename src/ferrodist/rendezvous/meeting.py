@@ -165,7 +165,7 @@ class Server(Exchange):
         return [entry.record for entry in self.exchange(own)]
 
     def exchange(self, own: bytes, files: Sequence[int] = ()) -> list[RosterEntry]:
-        """Wait for all ranks, and give everybody all of it, one client after the other.
+        """Wait for all ranks, and give everybody all of it.
 
         These files belong to the roster from now on.
         """
@@ -173,19 +173,46 @@ class Server(Exchange):
         self.serve_until(lambda: len(self._roster) == self._job.world_size)
         self._acceptor.close()
         roster = [self._roster[rank] for rank in range(self._job.world_size)]
-        for rank, client in self._clients.items():
-            try:
-                run_steps(_send_roster(client.channel, roster), client.channel, self._deadline)
-            except EOFError as error:
-                raise self._left(rank) from error
-            except TimeoutError as error:
-                raise RendezvousError(
-                    f"rank {rank} ({client.who}) has joined and then not answered", rank=rank
-                ) from error
+        self._hand_out(roster)
         for client in self._clients.values():
             with suppress(EOFError):  # who dies from now on is found by the watches
                 client.channel.send(MessageKind.GO)
         return roster
+
+    def _hand_out(self, roster: list[RosterEntry]) -> None:
+        """Send the roster to all at once, so that latency does not add up; until all have it.
+
+        One with files goes to one client after the other, on this host: the kernel bounds how many
+        files a user may have in flight.
+        """
+        waiting = sorted(self._clients, reverse=True)
+        limit = 1 if self._shares_memory else len(waiting)
+        under_way: dict[int, Steps[None]] = {}
+        while waiting or under_way:
+            while waiting and len(under_way) < limit:
+                rank = waiting.pop()
+                under_way[rank] = _send_roster(self._clients[rank].channel, roster)
+                self._continue(rank, under_way)
+            for key, _ in self._selector.select(wait_seconds(self._deadline.remaining())):
+                if key.data in under_way:
+                    self._continue(key.data, under_way)
+                else:
+                    self._read(key.data)
+            if under_way and self._deadline.remaining() <= 0:
+                rank = min(under_way)
+                who = self._clients[rank].who
+                raise RendezvousError(
+                    f"rank {rank} ({who}) has joined and then not answered", rank=rank
+                )
+
+    def _continue(self, rank: int, under_way: dict[int, Steps[None]]) -> None:
+        """Send a client more of the roster, if it has taken what it was sent."""
+        try:
+            next(under_way[rank])
+        except StopIteration:
+            del under_way[rank]
+        except EOFError as error:
+            raise self._left(rank) from error
 
     def give_up(self, error: BaseException) -> None:
         """Tell all clients why the ranks will not meet, and close their files."""
@@ -316,10 +343,7 @@ class Server(Exchange):
 
 
 def _send_roster(channel: Channel, roster: list[RosterEntry]) -> Steps[None]:
-    """Send the roster; each part is taken before the next is sent.
-
-    The kernel bounds how many files a user may have in flight.
-    """
+    """Send the roster; each part is taken before the next is sent, so that no send has to wait."""
     for body, files in pack_roster(roster):
         channel.send(MessageKind.ROSTER, body, files)
         yield from receive_answer(channel, MessageKind.TAKEN)
