@@ -254,7 +254,7 @@ def test_plain_progress_is_a_few_lines() -> None:
     with open_progress(console, "training", 1000) as report:
         for step in range(1, 1001):
             report(step, 1.5)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined] # it is a StringIO
     assert lines[-1] == "training: step 1000 of 1000, loss 1.500"
     assert len(lines) == 5
 

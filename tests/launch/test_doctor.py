@@ -517,7 +517,7 @@ def is_ending(pid: int) -> bool:
         os.close(file)
 
 
-def test_a_probe_ends_with_whoever_started_it(tmp_path):
+def test_a_probe_ends_with_its_starter(tmp_path):
     (tmp_path / "jax.py").write_text("import signal\nprint(1, flush=True)\nsignal.pause()")
     script = [sys.executable, "-P", probes.__file__, "jax"]
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -556,7 +556,7 @@ def test_what_torch_cannot_use_is_a_warning_that_says_why():
 
 @pytest.mark.slow
 def test_two_ranks_of_gloo_add_up_their_numbers():
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="Gloo is part of torch")
     assert probes.probe_torch()["gloo"] == "works"
 
 
@@ -642,7 +642,7 @@ def test_munge_is_tried_and_what_is_wrong_with_it_is_said(machine, monkeypatch):
 def test_a_real_mpi_starts_in_a_world_of_one(name):
     python = PEERS / name / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"no {name}: make bench gets it")
+        pytest.skip(f"no {name}: 'make peers' makes it")
     outcome = engines.run_probe([str(python), "-P", probes.__file__, "mpi4py"], os.environ, 30.0)
     assert outcome.facts["world_size"] == 1
     assert ", MPI " in engines._judge("mpi4py", outcome).what

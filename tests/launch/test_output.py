@@ -541,7 +541,7 @@ Traceback (most recent call last):
 ValueError: boom"""
 
 
-def test_a_traceback_that_all_have_shown_is_at_the_end_whoever_was_last():
+def test_a_traceback_that_all_have_shown_is_at_the_end_whichever_rank_was_last():
     stage = Stage(4)
     stage.say(0, f"\r50% {TRACE}\n".encode())
     assert stage.writer.shows_at_end(TRACE)

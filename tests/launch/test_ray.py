@@ -47,7 +47,7 @@ ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 def attempt(fn, *args, **options):
     try:
         return ferrodist.run(fn, *args, cluster="ray", **options)
-    except Exception as error:
+    except Exception as error:  # all of it is printed, and the tests look at it
         facts = {name: getattr(error, name, None) for name in ("rank", "missing", "how")}
         notes, cause = getattr(error, "__notes__", []), str(error.__cause__)
         return dict(facts, kind=type(error).__name__, text=str(error), notes=notes, cause=cause)

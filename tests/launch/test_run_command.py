@@ -581,7 +581,7 @@ def test_ctrl_c_in_a_collective_ends_all_within_three_seconds(script):
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_insists_ends_all_at_once(script, first):
+def test_a_second_signal_ends_all_at_once(script, first):
     path = script("""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: say("heard"))

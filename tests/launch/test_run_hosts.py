@@ -155,7 +155,7 @@ def test_every_line_names_its_rank_in_the_job(script):
 
 @pytest.mark.usefixtures("secret_file")
 def test_a_torch_program_finds_its_master_at_the_next_port(script):
-    pytest.importorskip("torch.distributed")
+    pytest.importorskip("torch.distributed", reason="it is a program of torch")
     path = script("""
         import torch.distributed as dist, torch
         dist.init_process_group("gloo")
@@ -356,7 +356,7 @@ def test_rank_0_is_passed_on_as_it_is_and_reports_are_not(script):
 
 @pytest.mark.slow
 def test_a_program_of_torch_runs_on_all_hosts(script):
-    pytest.importorskip("torch.distributed")
+    pytest.importorskip("torch.distributed", reason="it is a program of torch")
     path = script("""
         import torch.distributed as dist, torch
         dist.init_process_group("gloo")
@@ -539,7 +539,7 @@ def test_a_signal_that_means_something_to_the_ranks_does_not_end_them(script):
         assert process.wait(LIMIT) == 0
 
 
-def test_whoever_insists_ends_all_hosts_at_once(script):
+def test_a_second_signal_ends_all_hosts_at_once(script):
     path = script("""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: say("heard"))

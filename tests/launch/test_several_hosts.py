@@ -44,7 +44,7 @@ HEAD = """
         start = time.monotonic()
         try:
             call(*args, **options)
-        except Exception as error:
+        except Exception as error:  # all of it is printed, and the tests look at it
             facts = {name: getattr(error, name, None) for name in ("missing", "how")}
             facts |= {"failed_rank": getattr(error, "rank", None)}
             facts |= {"seconds": time.monotonic() - start}

@@ -209,13 +209,13 @@ class World:
     def Get_rank(self) -> int:  # noqa: N802 -- MPI's names
         return self.rank
 
-    def Get_size(self) -> int:  # noqa: N802
+    def Get_size(self) -> int:  # noqa: N802 -- MPI's names
         return self.size
 
-    def Get_library_version(self) -> str:  # noqa: N802
+    def Get_library_version(self) -> str:  # noqa: N802 -- MPI's names
         return self.library
 
-    def Iallgather(self, own: Any, everything: Any) -> Any:  # noqa: N802
+    def Iallgather(self, own: Any, everything: Any) -> Any:  # noqa: N802 -- MPI's names
         everything[0][:] = bytes(own[0]) * self.size
         return types.SimpleNamespace(Test=lambda: self.has_all)
 

@@ -53,7 +53,7 @@ def run() -> Iterator[Callable[..., list[Any]]]:
         ]
         try:
             own = functions[0](server)
-        except BaseException as error:
+        except BaseException as error:  # as Server.__exit__ does, which tells the clients of any
             server.give_up(error)
             raise
         finally:

@@ -506,7 +506,7 @@ if rank == size - 1 and limit:
 try:
     neighbours = join_mesh(Job(name, rank, size, secret), Config(join_timeout=40.0))
     text = f"joined {len({one.socket for one in neighbours})}"
-except Exception as error:
+except Exception as error:  # it is printed, and the test looks at it
     text = f"{type(error).__name__}: {error}"
 if rank:
     os._exit(not text.startswith("joined"))

@@ -185,7 +185,10 @@ def test_a_credential_is_good_for_its_own_connection_alone():
             assert not greet_by_hand(link, jobs[1], lambda *_, sent=credential: sent)
     other = replace(jobs[1], name="another job")
     with connected(jobs[1]) as link:
-        wrong = lambda mine, theirs: munge.encode(b"clie" + bind(other, mine, theirs))  # noqa: E731
+
+        def wrong(mine: bytes, theirs: bytes) -> bytes:
+            return munge.encode(b"clie" + bind(other, mine, theirs))
+
         assert not greet_by_hand(link, jobs[1], wrong)
     rank = Rank(jobs[1]).end()
     assert first.end().error is None
@@ -283,7 +286,7 @@ def test_handshakes_that_a_hanging_munge_leaves_behind_are_bounded(monkeypatch):
         for _ in range(3):
             steps = handshake.munge._aside(hanging, lambda: hanging.decode(b""))
             next(steps)
-            steps.close()  # whoever asked is gone; the daemon does not know
+            steps.close()  # the rank that asked is gone; the daemon does not know
         with pytest.raises(AuthenticationError, match="munged hangs"):
             next(handshake.munge._aside(hanging, bytes))
     finally:

@@ -1,4 +1,4 @@
-"""The ranks of a job find each other, prove themselves, and name whoever keeps them from it."""
+"""The ranks of a job find each other, prove themselves, and name what keeps them from it."""
 
 from __future__ import annotations
 
@@ -778,7 +778,7 @@ try:
     members = meet(Job(name, rank, size, secret), os.memfd_create("test"), 60)
     assert len({os.fstat(member.arena).st_ino for member in members}) == size
     text = "met"
-except Exception as error:
+except Exception as error:  # it is printed, and the test looks at it
     text = str(error)
 if rank:
     os._exit(text != "met")

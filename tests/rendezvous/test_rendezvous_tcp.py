@@ -1,4 +1,4 @@
-"""Ranks of several hosts meet at an address: whoever belongs there gets in, and nobody else."""
+"""Ranks of several hosts meet at an address: ranks of the job get in, and nobody else."""
 
 from __future__ import annotations
 
@@ -471,7 +471,7 @@ def test_a_stranger_is_refused_at_once_and_the_job_goes_on(kind, caplog):
         for _ in range(20):
             stranger = Rank(STRANGERS[kind](jobs[1])).end()
             assert isinstance(stranger.error, AuthenticationError)
-            assert f"whoever listens at {jobs[0].endpoint} for job" in str(stranger.error)
+            assert f"the process that listens at {jobs[0].endpoint} for job" in str(stranger.error)
             assert stranger.seconds < 1.0
             assert stranger.job.secret.hex() not in str(stranger.error)
         check_met([rank.end() for rank in [first, Rank(jobs[1])]])
@@ -503,7 +503,7 @@ def test_an_http_server_at_the_address_is_no_rank_0():
             connection.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             rank.end()
     assert isinstance(rank.error, ProtocolError)
-    assert f"whoever listens at {jobs[0].endpoint} for job" in str(rank.error)
+    assert f"the process that listens at {jobs[0].endpoint} for job" in str(rank.error)
     assert "is not a rank of ferrodist" in str(rank.error)
 
 

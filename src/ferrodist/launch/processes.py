@@ -277,13 +277,13 @@ class WorkerGroup(ProcessSet[Worker]):
         try:
             with ExitStack() as stack:
                 self._start_reaper(self._rank_specs(specs, attempt, binds, stack))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else closes them
             self._selector.close()
             self._status_board.close()
             raise
         try:
             self._wait_for_start([spec.command[0] for spec in specs])
-        except BaseException:
+        except BaseException:  # Ctrl-C too: ranks that were started must not be left behind
             self.close()
             raise
 

@@ -209,7 +209,7 @@ class _Actors:
                 options = _actor_options(ray, group, placement.resources, bundle)
                 self._ranks.append(ray.remote(Rank).options(**options).remote(rank, self._board))
                 self._running[self._ranks[-1].perform.remote(task)] = rank
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no actor may be left on the cluster
             self.close()
             raise
 

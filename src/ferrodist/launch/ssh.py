@@ -6,7 +6,7 @@
   close it, or to be killed: nothing is left behind on any host.
 - From it come the output of its ranks and, because ssh has no third stream, *reports* within its
   stdout. A report begins with a mark that no program writes, may stand in the middle of a line, and
-  is removed from the output by whoever reads it.
+  is removed from the output by its reader.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Connection:
             self.process = subprocess.Popen(
                 command, stdin=read, stdout=stdout, stderr=stderr, process_group=0
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else closes the pipe
             os.close(self._stdin)
             raise
         finally:

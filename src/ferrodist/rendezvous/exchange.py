@@ -7,9 +7,9 @@ store, such as torch's, which torchrun's agent keeps, or by MPI.
 
 This file and ``torch_store.py`` import torch or mpi4py when they are used; importing mpi4py
 calls MPI_Init. torchrun's agent listens at MASTER_PORT, so rank 0 cannot. Its store asks nobody for
-a secret; whoever reaches it can read and write there, and make the ranks fail to meet, but not be
-taken for one. Through MPI only bytes of a fixed size travel, nothing is unpickled. Both end the
-other ranks if this one fails, so there are no channels to learn of failures.
+a secret; a stranger who reaches it can read and write there, and make the ranks fail to meet, but
+is not taken for one. Through MPI only bytes of a fixed size travel, nothing is unpickled. Both end
+the other ranks if this one fails, so there are no channels to learn of failures.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ WELCOME is sealed with one, and one is handed out for what comes after messages.
 
 A client that has no secret gets it between the greetings and the proofs: see ``munge.py``.
 
-The Acceptor leads whoever connects to a listener through it. Pending connections are served side by
-side, each with a time limit of its own, so that one that is slow or sends nonsense holds up nobody.
+The Acceptor leads every process that connects to a listener through it. Pending connections are
+served side by side, each with a time limit of its own, so that one that is slow or sends nonsense
+holds up nobody.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def greet_server(
 ) -> Steps[tuple[Job, bytes]]:
     """Shake hands as a client of a rank; return the job, with its secret, and the key of both.
 
-    Raises AuthenticationError if whoever listens does not know the secret, or is another rank.
+    Raises AuthenticationError if the process that listens does not know the secret, or is another
+    rank.
     """
     mine = _new_greeting(job).pack()
     channel.send(_greeting_kind(job), mine)
@@ -108,15 +110,16 @@ def greet_server(
         proof = (yield from receive_answer(channel, MessageKind.PROOF, is_trusted=False)).body
     except ProtocolError as error:
         raise ProtocolError(
-            f"whoever listens{where} for job {job.name!r} is not a rank of ferrodist: {error}",
+            f"the process that listens{where} for job {job.name!r} is not a rank of ferrodist: "
+            f"{error}",
             rank=rank,
             this_rank=job.rank,
         ) from error
     if not hmac.compare_digest(proof, _prove(job, purpose.server, mine, theirs)):
         raise AuthenticationError(
-            f"whoever listens{where} for job {job.name!r} does not know its secret: it belongs to "
-            f"another job of this name, or its {variable('secret_file')} is not the same file as "
-            "here (compare them with sha256sum)",
+            f"the process that listens{where} for job {job.name!r} does not know its secret: it "
+            f"belongs to another job of this name, or its {variable('secret_file')} is not the "
+            "same file as here (compare them with sha256sum)",
             rank=rank,
             this_rank=job.rank,
         )

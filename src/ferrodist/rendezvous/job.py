@@ -151,7 +151,7 @@ class Job:
 
 
 class Member(NamedTuple):
-    """A rank that has joined; whoever gets it closes both files.
+    """A rank that has joined; its receiver closes both files.
 
     ``arena`` is the memory it shows to the others, ``watch`` becomes readable when it is gone.
     """

@@ -148,7 +148,7 @@ class Server(Exchange):
                 identify=point.identify,
                 receive=self._receive,
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C too: __exit__ is not reached from here
             self._selector.close()
             raise
         self._own_name = point.describe_self()
@@ -394,7 +394,7 @@ class Client(Exchange):
                 if self._deadline.remaining() <= 0:
                     raise errors.no_answer(self._job, self._who, self._deadline) from error
                 time.sleep(random.uniform(1, 5) * _PAUSE_IF_BUSY)  # not all at the same moment
-            except BaseException:
+            except BaseException:  # Ctrl-C too: rank 0 must not take us for one that joined
                 self.close()
                 raise
 
@@ -437,7 +437,7 @@ class Client(Exchange):
             pause = min(2 * pause, self._point.max_pause)
         try:
             self._who = str(self._point.identify(connection))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else has the connection yet
             connection.close()
             raise
         return Channel(connection)
@@ -466,7 +466,7 @@ def _swap(channel: Channel, job: Job, own: bytes, files: Sequence[int]) -> Steps
         if [entry.rank for entry in roster] != list(range(job.world_size)):
             raise ProtocolError("rank 0 sent a roster that is not of this world", rank=0)
         yield from receive_answer(channel, MessageKind.GO)
-    except BaseException:
+    except BaseException:  # Ctrl-C and GeneratorExit too: nobody else has the files
         close_roster(roster)
         raise
     return roster

@@ -58,7 +58,7 @@ _HEAD = struct.Struct("!IQQH16s?4H")
 
 
 class MeshPeer(NamedTuple):
-    """A rank of the job, seen from this one; whoever gets it closes both files.
+    """A rank of the job, seen from this one; its receiver closes both files.
 
     ``host`` is the same for ranks that can share memory. ``socket`` is a non-blocking connection;
     with TLS, one end of a pair whose other end is encrypted. ``key`` is 32 bytes that only the two

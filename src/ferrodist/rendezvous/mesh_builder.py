@@ -2,10 +2,10 @@
 """MeshBuilder: one rank while it connects to those below it and accepts those above.
 
 Everything happens in one select loop. When a rank has all its links it tells rank 0, and when rank
-0 has heard that from all it lets everybody go. Whoever fails before that tells all it is linked to,
-and each of them tells on, so that every rank raises the first error there was. Who is not linked
-yet learns of it by the *failure channels*, which lead to rank 0 from everywhere if the ranks have
-met there.
+0 has heard that from all it lets everybody go. A rank that fails before that tells all it is linked
+to, and each of them tells on, so that every rank raises the first error there was. A rank that is
+not linked yet learns of it by the *failure channels*, which lead to rank 0 from everywhere if the
+ranks have met there.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class MeshBuilder:
                 self._acceptor.close_overdue()
                 self._check_ready()
                 self._check_deadlines()
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the other ranks are told
             self._tell_all(error)
             for link in self._links.values():
                 link.channel.close()

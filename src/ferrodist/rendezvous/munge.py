@@ -141,7 +141,7 @@ def ask_for_secret(
 ) -> Steps[Job]:
     """Prove to rank 0 whose process this is, and return the job with the secret that it tells.
 
-    Raises AuthenticationError if whoever listens is not a process of this user.
+    Raises AuthenticationError if the process that listens is not this user's.
     """
     assert job.munge is not None
     munge, binding = job.munge, _bind(job, client, server)
@@ -151,16 +151,17 @@ def ask_for_secret(
         answer = yield from receive_answer(channel, MessageKind.CREDENTIAL, is_trusted=False)
     except ProtocolError as error:  # a refusal, perhaps; it may come from anybody
         raise AuthenticationError(
-            f"whoever listens{where} for job {job.name!r} did not take the MUNGE credential of "
-            f"this process, which is user {os.geteuid()}'s: it belongs to another user, or its "
-            f"MUNGE has another key; look at its output. Instead of MUNGE, {how_to_make_secret()}",
+            f"the process that listens{where} for job {job.name!r} did not take the MUNGE "
+            f"credential of this process, which is user {os.geteuid()}'s: it belongs to another "
+            "user, or its MUNGE has another key; look at its output. Instead of MUNGE, "
+            f"{how_to_make_secret()}",
             rank=0,
             this_rank=job.rank,
         ) from error
-    who = f"whoever listens{where}"
+    who = f"the process that listens{where}"
     secret = yield from _aside(munge, lambda: _read(job, answer.body, _SERVER + binding, who))
     if len(secret) != SECRET_NBYTES:
-        raise AuthenticationError(f"whoever listens{where} told no secret", rank=0)
+        raise AuthenticationError(f"{who} told no secret", rank=0)
     return replace(job, secret=secret)
 
 

@@ -56,7 +56,7 @@ class UnixPoint:
 
     max_pause = 0.02  # seconds between two tries to connect
     towards = ""  # the address of rank 0, which needs none
-    where = ""  # completes 'whoever listens ...': the name of the job is enough
+    where = ""  # completes 'the process that listens ...': the name of the job is enough
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -94,7 +94,7 @@ class UnixPoint:
         except (ConnectionRefusedError, BlockingIOError):
             connection.close()
             return None
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else has the connection yet
             connection.close()
             raise
         return connection
@@ -134,7 +134,7 @@ class TcpPoint:
     max_pause = 0.25  # seconds, not to flood the host of a rank 0 that has not started
 
     def __init__(self, job: Job, endpoint: Endpoint, config: Config, deadline: Deadline) -> None:
-        self.where = f" at {endpoint}"  # completes 'whoever listens ...'
+        self.where = f" at {endpoint}"  # completes 'the process that listens ...'
         self.towards = ""  # the address of rank 0, once it listens or was reached
         self._job = job
         self._endpoint = endpoint
@@ -301,7 +301,7 @@ def open_listener_at(address: SocketAddress) -> socket.socket:
         listener.bind(address.where)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nobody else has the listener yet
         listener.close()
         raise
     return listener

@@ -3,12 +3,12 @@
 
 The certificate follows from the job's secret, byte for byte, so every rank makes the same one and
 accepts no other. Each end shows it, and proves that it has the key. The keys of the encryption
-itself are new for every connection: whoever learns the secret later cannot read what was recorded
-before.
+itself are new for every connection: an attacker who learns the secret later cannot read what was
+recorded before.
 
 The bytes of a link pass through a *tunnel* between the connection, which is encrypted, and a pair
 of sockets. One thread, the *relay*, keeps all tunnels of a process going; it exists while there are
-any. Whoever uses a link has one end of the pair and notices nothing, except that it is slower, and
+any. The user of a link has one end of the pair and notices nothing, except that it is slower, and
 that the thread needs the interpreter: a process that holds the GIL for as long as the heartbeat
 timeout (``Config.heartbeat_timeout``) counts as lost to the others.
 
@@ -132,7 +132,7 @@ def open_tunnel(
 class Tunnel:
     """One link: bytes pass between a connection that is encrypted and a socket that is not.
 
-    The *outer* socket leads to the other process, the *inner* one to whoever uses the link here.
+    The *outer* socket leads to the other process, the *inner* one to the user of the link here.
     Little is kept on the way: what one side does not take, the other is not asked for. Everything
     is done by ``pump``, which never blocks.
     """
@@ -438,7 +438,7 @@ class Relay:
     def _serve(self, doorbell: socket.socket) -> None:
         try:
             self._serve_until_none_is_left(doorbell)
-        except BaseException:
+        except BaseException:  # whatever ends this thread, links must not wait for it
             with self._lock:  # nobody must wait for a thread that is gone
                 self.close()
                 self._tunnels, self._new, self._thread = set(), [], None

@@ -80,7 +80,7 @@ class MessageKind(enum.IntEnum):
 
 
 class Message(NamedTuple):
-    """One message; whoever gets it closes the files."""
+    """One message; its receiver closes the files."""
 
     kind: MessageKind
     body: bytes
@@ -123,7 +123,7 @@ class Channel:
     def seal_sent(self, key: bytes) -> None:
         """From now on, tag every message with a key.
 
-        Whoever sits between two hosts can then not change, repeat or drop one unnoticed.
+        An attacker between two hosts can then not change, repeat or drop one unnoticed.
         """
         self._send_seal = _Seal(key)
 
@@ -163,7 +163,7 @@ class Channel:
             if self._receive_seal is not None:
                 tag = yield from self._read(_TAG_NBYTES, max_files, files)
                 self._receive_seal.check(header + body, tag)
-        except BaseException:
+        except BaseException:  # GeneratorExit too: nobody else has the files
             close_files(files)
             raise
         return Message(kind, body, files)

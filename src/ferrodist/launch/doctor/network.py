@@ -135,7 +135,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def ask(name: str, resolve: Resolve, limit: float = _LIMIT) -> Answer:
-    """Ask for a name, and take the time; whoever does not answer is not waited for."""
+    """Ask for a name, and take the time; after the limit no answer is waited for."""
     begin = time.monotonic()
     question = start(resolve, name)
     try:

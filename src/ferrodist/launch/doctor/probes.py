@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Probes: a script that imports one library, tries it, and prints what it has found as JSON.
 
-Run in a process of its own: a broken library may hang or end whoever imports it. Started as a
+Run in a process of its own: a broken library may hang or end its process. Started as a
 script, so that a probe costs no more than the library it is for.
 """
 
@@ -122,7 +122,7 @@ def try_probe(name: str) -> Found:
 
 
 def end_with_starter() -> None:
-    """End, with all that was started, when whoever holds the other end of stdin is gone."""
+    """End, with all that was started, when the process at the other end of stdin is gone."""
 
     def watch() -> None:
         if not os.read(0, 1):

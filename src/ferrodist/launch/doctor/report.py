@@ -212,7 +212,7 @@ def start(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> Futur
     def work() -> None:
         try:
             future.set_result(function(*args, **options))
-        except BaseException as error:  # noqa: BLE001 - the top of a thread; whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: result() raises it
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

@@ -119,7 +119,7 @@ class Streams(StreamSet):
                 own = RankLogs() if logs is None else logs.of_rank(rank, attempt)
                 self.ranks[rank] = RankStreams(rank, console, own)
                 self.members.append(self.ranks[rank])
-        except BaseException:
+        except BaseException:  # Ctrl-C too: files and threads of what was opened would stay
             self.close()
             raise
 
@@ -168,7 +168,7 @@ class RankStreams(ProcessStreams):
             stdout = self._open(Which.STDOUT, console.stdout)
             stderr = self._open(Which.STDERR, console.stderr)
             self.files = StandardFiles(self._stdin(), stdout, stderr, self.terminal is not None)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: files and threads of what was opened would stay
             self.close()
             raise
 
