@@ -5,12 +5,17 @@ Ray has an environment of its own, so what a test runs is a script, which prints
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -355,7 +360,7 @@ import ctypes, os
 from ferrodist.launch import ray_actors
 
 sent = []
-with ray_actors._sent_on(1, lambda file, data: sent.append(data)):
+with ray_actors._sent_on(1, lambda file, data, while_waiting: sent.append(data)):
     print("first", flush=True)
     much = b"0123456789abcde\\n" * (1 << 18)
     for _ in range(2):  # a PyDLL keeps the GIL
@@ -372,6 +377,92 @@ def test_native_code_prints_as_much_as_it_likes_while_it_holds_the_interpreter()
     command = [sys.executable, "-c", PRINTS]
     output = subprocess.check_output(command, text=True, timeout=60, env=environment())
     assert output == f"all of it {6 + 2 * (4 << 20) + 16}\n"
+
+
+@pytest.fixture
+def output_file() -> Iterator[int]:
+    """Give a file that stands for stdout."""
+    file = os.open(os.devnull, os.O_WRONLY)
+    yield file
+    os.close(file)
+
+
+def held_nbytes(file: int) -> int:
+    """How much room a file takes, however long it is."""
+    return os.fstat(file).st_blocks * 512
+
+
+def can_make_holes() -> bool:
+    with tempfile.TemporaryFile() as file:
+        start, length = ctypes.c_int64(0), ctypes.c_int64(1 << 20)
+        punch_hole, keep_size = 2, 1
+        fallocate = ctypes.CDLL(None).fallocate
+        return bool(fallocate(file.fileno(), punch_hole | keep_size, start, length) == 0)
+
+
+needs_holes = pytest.mark.skipif(
+    not can_make_holes(), reason="the file system of TMPDIR cannot make holes in a file"
+)
+
+
+@needs_holes
+def test_output_that_was_sent_takes_no_room(output_file):
+    held: list[int] = []
+    sent: list[bytes] = []
+    is_written, is_sent = threading.Event(), threading.Event()
+    lines = b"".join(b"%d\n" % number for number in range(1 << 20))
+
+    def write(file: int, data: bytes, while_waiting: Callable[[], None]) -> None:
+        assert is_written.wait(30)
+        sent.append(data)
+        num_waiting = len(lines) - sum(map(len, sent))
+        held.append(held_nbytes(file) - num_waiting)
+        if not num_waiting:
+            is_sent.set()
+
+    with ray_actors._sent_on(output_file, write):
+        assert os.write(output_file, lines) == len(lines)
+        is_written.set()
+        assert is_sent.wait(30)
+    assert b"".join(sent) == lines
+    assert len(held) >= 20
+    assert max(held) <= 1 << 16  # the file system's own
+
+
+@needs_holes
+def test_output_that_nobody_takes_is_bounded_and_what_was_dropped_is_said(output_file, monkeypatch):
+    """The oldest goes, so that the end, which says how it ended, is there."""
+    monkeypatch.setattr(ray_actors, "_MOST_SPOOLED", 1 << 20)
+    sent: list[bytes] = []
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def write(file: int, data: bytes, while_waiting: Callable[[], None]) -> None:
+        is_held.set()
+        while not may_go_on.wait(0.001):
+            while_waiting()
+        while_waiting()
+        sent.append(data)
+
+    with ray_actors._sent_on(output_file, write):
+        try:
+            os.write(output_file, b"first, and")  # not a whole line
+            assert is_held.wait(30)
+            for turn in range(10):
+                lines = b"".join(b"%d %d\n" % (turn, number) for number in range(1 << 16))
+                os.write(output_file, lines)
+                end = time.monotonic() + 30
+                while held_nbytes(output_file) > (1 << 20) + (1 << 16):
+                    assert time.monotonic() < end
+            os.write(output_file, b"last\n")
+            length = os.fstat(output_file).st_size
+        finally:
+            may_go_on.set()
+    first, note, *rest = b"".join(sent).splitlines(keepends=True)
+    assert first == b"first, and\n"
+    found = re.fullmatch(rb"\[ferrodist: (\d+) bytes were dropped here: printed .*\]\n", note)
+    assert int(found[1]) + len(b"first, and") + sum(map(len, rest)) == length
+    assert re.fullmatch(rb"\d+ \d+\n", rest[0])
+    assert rest[-2:] == [b"9 %d\n" % ((1 << 16) - 1), b"last\n"]
 
 
 def test_a_board_holds_back_ranks_that_print_faster_than_anybody_reads(monkeypatch):

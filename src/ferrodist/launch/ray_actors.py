@@ -35,6 +35,8 @@ STDOUT, STDERR = 1, 2
 _MOST_NBYTES = 4 << 20  # of output that the board holds; the rest stays where the ranks are
 _READ_NBYTES = 1 << 18  # of it at once
 _PAUSE = 0.03  # seconds between two looks whether a rank has printed
+_MOST_SPOOLED = 64 << 20  # bytes that a rank has printed, to stdout or stderr, and not sent
+_LOOK = 0.2  # seconds between two looks whether they are more, while the board takes none
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE
 
 Chunk = tuple[int, int, bytes]  # rank, file, what it wrote
@@ -142,25 +144,28 @@ class Rank:
     def has(self, key: str) -> bool:
         return self._ray.get(self._board.get.remote(key, 0.0)) is not None
 
-    def _write(self, file: int, data: bytes) -> None:
-        self._ray.get(self._board.write.remote((self._rank, file, data)))
+    def _write(self, file: int, data: bytes, while_waiting: Callable[[], None]) -> None:
+        written = self._board.write.remote((self._rank, file, data))
+        while not self._ray.wait([written], timeout=_LOOK)[0]:
+            while_waiting()
+        self._ray.get(written)
+
+
+Write = Callable[[int, bytes, Callable[[], None]], None]
 
 
 @contextmanager
-def _sent_on(file: int, write: Callable[[int, bytes], None]) -> Iterator[int]:
+def _sent_on(file: int, write: Write) -> Iterator[int]:
     """Send on what this process and its children write to a file; give a copy of the file.
 
     It waits in a file without a name, not in a pipe, which native code could fill while it keeps
     the thread below from reading. At the end all of it is sent, for as long as that takes.
     """
-    is_over, kept = threading.Event(), os.dup(file)
-    with tempfile.TemporaryFile(buffering=0) as spool:
-        fcntl.fcntl(spool, fcntl.F_SETFL, os.O_APPEND)
-        os.dup2(spool.fileno(), file)
-        sender = threading.Thread(
-            target=_send, args=(spool.fileno(), is_over, partial(write, file)), daemon=True
-        )
-        sender.start()
+    kept = os.dup(file)
+    with tempfile.TemporaryFile(buffering=0) as unnamed:
+        fcntl.fcntl(unnamed, fcntl.F_SETFL, os.O_APPEND)
+        os.dup2(unnamed.fileno(), file)
+        spool = _Spool(unnamed.fileno(), partial(write, file))
         try:
             yield kept
         finally:
@@ -168,18 +173,62 @@ def _sent_on(file: int, write: Callable[[int, bytes], None]) -> Iterator[int]:
                 with suppress(OSError, ValueError):  # no room for it, or closed by the program
                     stream.flush()
             os.dup2(kept, file)  # the process ends soon, and with it the copy
-            is_over.set()
-            sender.join()
+            spool.finish()
 
 
-def _send(spool: int, is_over: threading.Event, write: Callable[[bytes], None]) -> None:
-    offset, fallocate = 0, ctypes.CDLL(None, use_errno=True).fallocate
-    is_last = False
-    while not is_last:
-        is_last = is_over.wait(_PAUSE)
-        while data := os.pread(spool, _READ_NBYTES, offset):
-            with suppress(Exception):  # without a board nobody reads it, and the rank goes on
-                write(data)
-            offset += len(data)
-            # What is sent takes no room any more, where the file system can do that.
-            fallocate(spool, _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(offset))
+class _Spool:
+    """What was written to a file and is not sent yet; a thread sends it, from the oldest on.
+
+    It takes no more room than ``_MOST_SPOOLED``: if more is written than the reader takes, what is
+    oldest is dropped, and a line says how much. What is sent or dropped takes none, where the file
+    system can make holes in a file.
+    """
+
+    def __init__(self, file: int, write: Callable[[bytes, Callable[[], None]], None]) -> None:
+        self._file, self._write = file, write
+        self._offset = 0  # from here on it is not sent
+        self._dropped = 0
+        self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._is_over.wait(_PAUSE)
+            while data := os.pread(self._file, _READ_NBYTES, self._offset):
+                self._free(self._offset + len(data))
+                self._send(data)
+                while self._dropped:
+                    dropped, self._dropped = self._dropped, 0
+                    self._send(_note_of(dropped, is_in_line=not data.endswith(b"\n")))
+
+    def _send(self, data: bytes) -> None:
+        with suppress(Exception):  # without a board nobody reads it, and the rank goes on
+            self._write(data, self._drop_oldest)
+
+    def _drop_oldest(self) -> None:
+        """Drop half of what may wait if it is more than that; the rest begins with a whole line."""
+        num_waiting = os.fstat(self._file).st_size - self._offset
+        if num_waiting <= _MOST_SPOOLED:
+            return
+        start = self._offset + num_waiting - _MOST_SPOOLED // 2
+        start += os.pread(self._file, _READ_NBYTES, start).find(b"\n") + 1
+        self._dropped += start - self._offset
+        self._free(start)
+
+    def _free(self, offset: int) -> None:
+        self._offset = offset
+        self._fallocate(self._file, _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(offset))
+
+
+def _note_of(nbytes: int, is_in_line: bool) -> bytes:
+    start = "\n" if is_in_line else ""
+    text = f"[ferrodist: {nbytes} bytes were dropped here: printed faster than they could be sent]"
+    return f"{start}{text}\n".encode()
