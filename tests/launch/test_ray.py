@@ -182,7 +182,7 @@ def test_ranks_end_as_on_one_host(found_by):
         tell(
             broken=attempt(broken, 3),
             left=attempt(leave, 3),
-            late=attempt(lambda backend: time.sleep(100 * (backend.rank % 2)), 4, timeout=10),
+            late=attempt(lambda backend: time.sleep(100 * (backend.rank % 2)), 4, timeout=25),
             unpicklable=attempt(lambda backend: threading.Lock(), 1),
             nothing=attempt(lambda backend: None, 2),
             default=attempt(lambda backend: backend.world_size, resources={"CPU": 2}),
