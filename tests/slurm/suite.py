@@ -313,7 +313,7 @@ def test_a_cancelled_step_leaves_no_rank(slurm):
     file = slurm.folder / "endless.py"
     file.write_text(APART + ENDLESS)
     environ = slurm.environ(FERRODIST_MUNGE_SOCKET=str(slurm.munge_socket))
-    command = ["srun", "-N", "2", "-n", "2", "-u", sys.executable, str(file)]
+    command = ["srun", "-N", "2", "-n", "2", sys.executable, str(file)]  # -u would mix lines
     with subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
