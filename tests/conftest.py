@@ -83,7 +83,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_runtest_call() -> Iterator[None]:
     try:
         return (yield)
-    except BaseException as error:
+    except BaseException as error:  # a BaseExceptionGroup of several ranks, among others
         skip_if_missing(error)
         raise
 

@@ -85,7 +85,7 @@ for names in ferrodist._NAMES_OF.values():
             assert getattr(ferrodist, name) is vars(ferrodist)[name]  # a plain global from now on
         except ModuleNotFoundError as error:
             os._exit(error.name not in ("torch", "mpi4py"))  # need not be installed
-        except BaseException as error:
+        except BaseException as error:  # the fork must end here, whatever it is
             print(f"{name}: {error!r}", flush=True)
             os._exit(1)
         os._exit(0)

@@ -245,7 +245,7 @@ class Job:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: ranks that were started must not be left behind
             self.close()
             raise
         return self

@@ -198,7 +198,7 @@ class Job:
                 self.ranks.append(Rank(pid, ours))
             for rank in self.ranks:  # all have read what they are to do
                 assert rank.hear() == "joined"
-        except BaseException:
+        except BaseException:  # Ctrl-C too: ranks that were started must not be left behind
             self.close()
             raise
         finally:

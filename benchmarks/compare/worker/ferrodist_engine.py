@@ -13,7 +13,7 @@ import ferrodist
 from ferrodist.launch.bench import make_calls
 
 with contextlib.suppress(ImportError):  # gives NumPy bfloat16; without it only that row is missing
-    import ml_dtypes  # noqa: F401
+    import ml_dtypes  # noqa: F401 -- imported for what it registers
 
 if TYPE_CHECKING or __package__:
     from benchmarks.compare.worker import halo

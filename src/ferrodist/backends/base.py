@@ -401,7 +401,7 @@ class Backend(CallMethods, abc.ABC):
         try:
             keys: list[int] = running.tell_numbers(key)[:, 0].tolist()
             lacking = keys.index(_NO_MEMORY) if _NO_MEMORY in keys else None
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no rank will open that memory
             lacking = self.rank
             raise
         finally:
@@ -658,7 +658,7 @@ class Backend(CallMethods, abc.ABC):
         self._announce_closing()
         try:
             self._await_works(deadline)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the other ranks are told why
             self._leave(failures.raised(error), deadline)
             raise
         self._leave(failures.left(self._tickets.last_ended, how), deadline)

@@ -61,7 +61,7 @@ class HybridBackend(TcpBackend):
         made = super().join(job, config=config)
         try:
             made._share_memory(SharedMemoryBackend.join(made._job_inside(job), config=config))
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the other ranks are told
             made._fail(error)
             raise
         return made

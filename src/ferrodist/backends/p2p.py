@@ -52,7 +52,7 @@ class MessagingBackend(Backend):
         """Tell the others of Ctrl-C and the like inside a call; ferrodist's errors are its own."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # KeyboardInterrupt is the one that matters most
             self._abort_if_foreign(error, what)
             raise
 
@@ -163,7 +163,7 @@ class ThreadMessagingBackend(MessagingBackend):
         def finish() -> Any:
             try:
                 received = receiving.finish()
-            except BaseException:
+            except BaseException:  # however it fails, the array being sent is in use until then
                 with suppress(DistributedError):  # the first error is the one that is told
                     sending.finish()
                 raise

@@ -172,7 +172,7 @@ class ProcessMessagingBackend(ProcessBackend):
             except (SizeMismatch, ProtocolError, InvalidArgument):
                 self._await(call, sending, holds_caller=True)
                 raise
-            except BaseException:
+            except BaseException:  # Ctrl-C too: native code must not read the array any more
                 sending.abandon(StatusCode.LATE)
                 raise
             self._await(call, sending, holds_caller=False)

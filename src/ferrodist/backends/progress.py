@@ -57,7 +57,7 @@ def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         try:
             job()
-        except BaseException:
+        except BaseException:  # SystemExit too: the thread has to run the callbacks after it
             logger.exception("a callback of a Work failed")
         del job  # a finished job must not keep the user's arrays alive while the thread sleeps
 

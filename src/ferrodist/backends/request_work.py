@@ -126,7 +126,7 @@ class _Callbacks:
         self._thread = thread  # before it runs: it looks there whether it is still wanted
         try:
             thread.start()
-        except BaseException:
+        except BaseException:  # no thread can be started: the next caller tries again
             self._thread = None
             raise
 

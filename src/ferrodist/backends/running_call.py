@@ -117,7 +117,7 @@ class RunningCall:
                 # Else it begins late, and takes ranks that were queued as well for stuck ones.
                 self.deadline = self.deadline.from_now()
             self.backend._begin_call(self)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: later calls wait for this ticket
             self._end_ticket(error)
             raise
         return self
@@ -130,7 +130,7 @@ class RunningCall:
     ) -> None:
         try:
             self.backend._end_call(self)
-        except BaseException as later:
+        except BaseException as later:  # the ticket ends with it, whatever it is
             error = later
             raise
         finally:

@@ -85,7 +85,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
         made = cls(world, arena, world.first_group(), ranks, job.rank, config, exit_statuses)
         try:
             check_settings(made)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the other ranks are told
             made._fail(error)
             raise
         return made
@@ -196,7 +196,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
                     status = self._wait_for(request, running.deadline, poll)
                     self._check(running, Status(status.code, rank, status.error))
             group.note_move()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: native code must not touch the arrays any more
             for request in (receiving, sending):
                 if request is not None:
                     request.abandon(StatusCode.LATE)

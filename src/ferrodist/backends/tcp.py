@@ -87,7 +87,7 @@ class TcpBackend(ProcessMessagingBackend):
         weakref.finalize(made, _close_watches, mesh_peers).atexit = False
         try:
             check_settings(made)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the other ranks are told
             made._fail(error)
             raise
         return made

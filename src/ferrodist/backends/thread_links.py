@@ -239,7 +239,7 @@ class ThreadTransport:
         with self.switch.lock:
             try:
                 self.sleep_until(lambda: request.is_taken, request.peer, hook)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: a message that was given up must not arrive
                 self.withdraw_send(request)
                 raise
 

@@ -386,7 +386,7 @@ class Messenger:
         except (SizeMismatch, ProtocolError, InvalidArgument):
             self._transport.wait_taken(request, sending)
             raise
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a message that was given up must not arrive
             self._transport.withdraw_send(request)
             raise
         self._transport.wait_taken(request, sending)
@@ -461,7 +461,7 @@ class Messenger:
         with self._control.switch.lock:
             try:
                 transport.sleep_until(lambda: posted.is_over, posted.peer, hook)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: else it would take a later message
                 if transport.withdraw(posted, group):
                     posted.is_cancelled = False  # nobody has asked for it
                 raise
