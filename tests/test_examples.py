@@ -115,7 +115,7 @@ def test_example_shows_what_it_promises(name: str) -> None:
 def output_of_example(name: str) -> str:
     """Run an example as a user does, and expect to be shown what it promises."""
     if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+        pytest.importorskip(NEEDS[name], reason=f"the example needs {NEEDS[name]}")
     runner = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if name.startswith("test_") else []
     done = subprocess.run(
         [sys.executable, "-W", "error", *runner, str(EXAMPLES / name)],
@@ -156,7 +156,7 @@ def run_example(start_job) -> Callable[..., list[tuple[str, str]]]:
 
     def run(ranks: int, *command: str) -> list[tuple[str, str]]:
         port, library = free_port(), NEEDS[command[0]]
-        pytest.importorskip(library)
+        pytest.importorskip(library, reason=f"the example needs {library}")
 
         def body(backend: Any, _: Any) -> tuple[str, str]:
             importlib.import_module(library)  # named here: the rank is forked from who has it
@@ -257,7 +257,7 @@ def test_example_shows_one_progress_bar_in_a_terminal(run_example, name) -> None
 
 @pytest.mark.slow
 def test_what_run_starts_shows_one_progress_bar_in_its_terminal() -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="the example trains a torch model")
     outside, inside = os.openpty()
     script = [str(EXAMPLES / "train_mlp.py"), "--steps", "2"]
     command = [sys.executable, "-m", "ferrodist", "run", "-n", "2", *script]

@@ -336,7 +336,7 @@ def test_ranks_over_tcp_share_no_memory_and_are_told_what_does(start_tcp_job):
 
 
 def test_shared_tensors_of_torch():
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="makes torch tensors")
 
     def fill(backend):
         table = backend.shared((2, 2), "bfloat16", "torch")

@@ -49,7 +49,7 @@ def test_parts_are_views_of_out() -> None:
 
 
 def test_parts_of_numbers_are_numbers_and_of_arrays_without_axes_are_such() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
 
     def gather(backend: Any) -> Any:
         kinds: list[Any] = [float, np.float32, np.array, lambda x: torch.tensor(float(x))]
@@ -111,7 +111,7 @@ def test_keyword_of_another_library_is_answered() -> None:
 
 
 def test_pair_may_be_of_two_libraries_and_each_comes_back_as_it_was() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
 
     def find(backend: Any) -> Any:
         values = torch.tensor([[1.0, -1.0], [0.0, 5.0]]) * (backend.rank - 1)
@@ -145,7 +145,7 @@ def test_pair_is_no_tree_and_a_tree_of_pairs_is_none() -> None:
 
 
 def test_function_sees_whole_arrays_of_the_callers_kind_in_rank_order() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
 
     def join(left: Any, right: Any) -> Any:
         assert left.shape == right.shape == (2, 3)

@@ -118,8 +118,8 @@ def test_ranks_that_are_processes_get_the_bits_of_simulated_ones(start_job, worl
 
 @both
 def test_arrays_come_back_as_the_kinds_they_were(average):
-    jnp = pytest.importorskip("jax.numpy")
-    torch = pytest.importorskip("torch")
+    import jax.numpy as jnp
+    import torch
 
     def body(backend):
         tree = {
@@ -148,7 +148,7 @@ def test_arrays_come_back_as_the_kinds_they_were(average):
 
 @both
 def test_registered_jax_nodes_are_trees(average):
-    jax = pytest.importorskip("jax")
+    import jax
 
     class Layer:
         def __init__(self, weight: Any, name: str) -> None:
@@ -333,7 +333,7 @@ def test_results_are_the_callers_to_keep():
 
 
 def test_jax_results_are_not_views_of_a_bucket():
-    jnp = pytest.importorskip("jax.numpy")
+    import jax.numpy as jnp
 
     def body(backend):
         parallel = DataParallel({"w": jnp.zeros((64, 64))}, backend)
@@ -422,7 +422,7 @@ def test_leaf_unused_on_every_rank_stays_none():
 
 
 def test_rank_without_gradients_gets_the_kinds_of_its_parameters():
-    jnp = pytest.importorskip("jax.numpy")
+    import jax.numpy as jnp
 
     def body(backend):
         parallel = DataParallel({"a": jnp.zeros((2, 2)), "b": 0.0}, backend)
@@ -509,7 +509,9 @@ def test_one_flipped_bit_is_named():
 
 def trained_with_optax(average_of_shards: Any, num_steps: int = 5) -> Any:
     """Train a small JAX model by whatever gives the mean gradient of a step."""
-    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    import jax
+    import optax
+
     jnp = jax.numpy
     params = {"w": jnp.ones((3, 4)) / 3, "b": jnp.zeros(4)}
     optimizer = optax.adamw(0.1)
@@ -532,7 +534,7 @@ def trained_with_optax(average_of_shards: Any, num_steps: int = 5) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_with_optax_has_the_bits_of_one_process(world):
-    jax = pytest.importorskip("jax")
+    import jax
 
     def body(backend):
         parallel: list[DataParallel] = []

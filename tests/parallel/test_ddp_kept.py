@@ -11,7 +11,7 @@ from torch import nn
 
 import ferrodist
 from ferrodist.testing import run_ranks
-from training import bits, gradients_of, mlp, squares
+from training import arrays_made, bits, gradients_of, mlp, squares
 
 EACH = {"first_bucket_mib": 1e-6, "bucket_mib": 1e-6}
 SIZES = pytest.mark.parametrize("options", [{}, EACH], ids=["one bucket", "one each"])
@@ -104,14 +104,6 @@ def test_a_gradient_that_is_added_to_is_seen_to_change_by_who_holds_it(options):
         assert all(p.grad is one for p, one in zip(ddp.parameters(), held, strict=True))
 
     run_ranks(2, body, timeout=60)
-
-
-def arrays_made(backend: ferrodist.Backend) -> list[int]:
-    """Note the sizes of the arrays that a backend makes from now on."""
-    sizes: list[int] = []
-    empty = backend.empty
-    backend.empty = lambda shape, *rest: sizes.append(shape) or empty(shape, *rest)  # type: ignore[func-returns-value]
-    return sizes
 
 
 # In processes: of ranks that are threads one may still look at another's array.

@@ -104,8 +104,8 @@ def test_unused_everywhere_leaves_none_as_none(options):
 def test_unused_everywhere_is_moved_by_momentum_as_in_one_process(set_to_none, options):
     """Used in the first step only: then None skips it, while zeros let momentum go on."""
 
-    def once(module: nn.Module, rank: int, step: int) -> torch.Tensor:
-        return loss_with(module, rank, step, *([0, 2] if step == 0 else [0]))
+    def once(module: nn.Module, _: int, step: int) -> torch.Tensor:
+        return loss_with(module, 0, step, *([0, 2] if step == 0 else [0]))  # the same on all ranks
 
     def one_process() -> dict[str, Any]:
         module = branches()
@@ -118,8 +118,7 @@ def test_unused_everywhere_is_moved_by_momentum_as_in_one_process(set_to_none, o
 
     def body(backend: ferrodist.Backend) -> dict[str, Any]:
         ddp = ferrodist.DDP(branches(backend.rank), backend, **options)
-        same_on_all = lambda module, _, step: once(module, 0, step)  # noqa: E731
-        return train(ddp, same_on_all, 4, set_to_none=set_to_none)
+        return train(ddp, once, 4, set_to_none=set_to_none)
 
     expected = one_process()
     assert all(same_bits(state, expected) for state in run_ranks(2, body, timeout=60))

@@ -79,8 +79,7 @@ def test_odd_layouts_and_sizes_train_as_in_one_process(set_to_none):
 
     def body(backend: ferrodist.Backend) -> dict[str, Any]:
         ddp = ferrodist.DDP(odd(backend.rank), backend, first_bucket_mib=1e-4)
-        loss = lambda module, rank, step: module(images(rank, step))  # noqa: E731
-        return train(ddp, loss, 3, set_to_none=set_to_none)
+        return train(ddp, lambda module, *when: module(images(*when)), 3, set_to_none=set_to_none)
 
     module = odd(0)
     update = OPTIMIZERS["sgd"](module.parameters())
