@@ -63,37 +63,37 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def rooms_of(modules: set[str]) -> set[str]:
-    """Name the rooms; a public name of the package itself is the room ''."""
-    rooms = set()
+def packages_of(modules: set[str]) -> set[str]:
+    """Name the packages; a public name of the package itself is the package ''."""
+    packages = set()
     for module in modules:
         first, _, rest = module.partition(".")
         if first == "ferrodist":
-            room = rest.partition(".")[0]
-            is_room = (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").exists()
-            rooms.add(room if is_room or room == "_native" else "")
-    return rooms
+            package = rest.partition(".")[0]
+            is_ours = (PACKAGE / package).is_dir() or (PACKAGE / f"{package}.py").exists()
+            packages.add(package if is_ours or package == "_native" else "")
+    return packages
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_room_imports_only_rooms_below_it(room):
-    for path in (PACKAGE / room).rglob("*.py"):
-        extra = rooms_of(imports(path)) - ALLOWED[room] - FOUNDATION - {room}
+@pytest.mark.parametrize("package", ALLOWED)
+def test_package_imports_only_packages_below_it(package):
+    for path in (PACKAGE / package).rglob("*.py"):
+        extra = packages_of(imports(path)) - ALLOWED[package] - FOUNDATION - {package}
         assert not extra, f"{path.relative_to(PACKAGE)} imports {sorted(extra)}"
 
 
 def test_foundation_imports_only_itself_and_native_code():
     for name in FOUNDATION | {"work"}:
-        extra = rooms_of(imports(PACKAGE / f"{name}.py")) - FOUNDATION - {"_native"}
+        extra = packages_of(imports(PACKAGE / f"{name}.py")) - FOUNDATION - {"_native"}
         assert not extra, f"{name}.py imports {sorted(extra)}"
 
 
-def test_every_room_is_on_the_map():
-    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms == ALLOWED.keys()
+def test_every_package_is_on_the_map():
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages == ALLOWED.keys()
 
 
-def test_only_the_door_and_the_codec_name_a_framework():
+def test_only_arrays_and_the_codec_name_a_framework():
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name in ("arrays", "contract", "parallel", "torch"):
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What speaks the buffer protocol, through the door."""
+"""What speaks the buffer protocol, converted and back."""
 
 from __future__ import annotations
 

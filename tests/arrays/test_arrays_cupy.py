@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""CuPy arrays through the door, with a stand-in for cupy: there is no GPU here."""
+"""CuPy arrays converted and back, with a stand-in for cupy: there is no GPU here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Device:
 
 
 class FakeArray:
-    """The part of cupy.ndarray that the door uses, on host memory."""
+    """The part of cupy.ndarray that conversion uses, on host memory."""
 
     def __init__(self, host: Any, device: int) -> None:
         self.host, self.device = host, Device(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""JAX arrays through the door."""
+"""JAX arrays converted and back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Python numbers through the door."""
+"""Python numbers converted and back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""NumPy arrays and scalars through the door."""
+"""NumPy arrays and scalars converted and back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""torch tensors through the door."""
+"""torch tensors converted and back."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_advice_of_the_error_works() -> None:
 def test_dtensor_is_refused() -> None:
     from torch.distributed.tensor import DTensor
 
-    # Made without a process group, which is all the door looks at.
+    # Made without a process group, which is all that conversion looks at.
     x = torch.Tensor._make_wrapper_subclass(DTensor, (3,), dtype=torch.float32)
     with pytest.raises(UnsupportedArray, match=r"DTensor spread over a mesh; pass x\.to_local"):
         as_input(x)

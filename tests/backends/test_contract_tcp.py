@@ -46,7 +46,7 @@ def keep_contract(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_tcp_backend_keeps_the_contract(start_tcp_job, world):
-    """Arrays of other libraries come through a door that all backends share: in the slow part."""
+    """All backends convert arrays of other libraries alike: in the slow part."""
     keep_contract(start_tcp_job, world, ["numpy"], {})
 
 

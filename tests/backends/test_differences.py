@@ -285,7 +285,7 @@ def test_several_jobs_at_once_do_not_meet(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 20_000])
 def test_eight_threads_on_one_group_get_right_results(start, count):
-    """Equal calls of several threads are matched by number, whoever makes them."""
+    """Equal calls of several threads match by sequence number, whatever thread makes them."""
 
     def body(backend, pipe):
         def work(thread):

@@ -109,7 +109,7 @@ def test_a_rank_knows_its_place_on_its_host(start_hybrid_job):
 
 # -- bits ------------------------------------------------------------------------------------------
 
-SMALL, LARGE = 48, 100_000  # bytes: for speakers, for rails
+SMALL, LARGE = 48, 100_000  # bytes: for node leaders, for rails
 
 
 def digest_without_nan_payloads(x: Any) -> str:
@@ -309,12 +309,12 @@ FAST_LINK = {"FERRODIST_TCP_LINK": "1e-9,1e-13,1e-10,1e-9"}
 
 @pytest.mark.parametrize("nbytes", [8, 4096, 40_000])
 @pytest.mark.parametrize(
-    ("hosts", "speakers"), [(TWO_AND_ONE, [0, 2]), (TWO_AND_TWO, [0, 2]), ("0101", [0, 1])]
+    ("hosts", "leaders"), [(TWO_AND_ONE, [0, 2]), (TWO_AND_TWO, [0, 2]), ("0101", [0, 1])]
 )
-def test_of_a_small_allreduce_one_rank_per_host_speaks(start_hybrid_job, hosts, speakers, nbytes):
+def test_of_a_small_allreduce_one_rank_per_host_speaks(start_hybrid_job, hosts, leaders, nbytes):
     sent = bytes_sent(start_hybrid_job, hosts, allreduce_of(nbytes), **SLOW_LINK)
     for rank, found in enumerate(sent):
-        assert is_about(found, nbytes if rank in speakers else 0), sent
+        assert is_about(found, nbytes if rank in leaders else 0), sent
 
 
 @pytest.mark.parametrize("settings", [{}, SLOW_LINK], ids=["default", "slow link"])

@@ -66,7 +66,7 @@ def test_a_difference_is_told_within_a_second_of_the_last_call(start_hybrid_job,
 
 
 def test_hosts_that_differ_as_wholes_are_told(start_hybrid_job):
-    """Inside each host all is well; only the speakers can find it."""
+    """Inside each host all is well; only the node leaders can find it."""
 
     def body(backend, pipe):
         is_first = backend.rank < 2
@@ -93,7 +93,7 @@ def test_hosts_that_differ_as_wholes_are_told(start_hybrid_job):
 
 
 def test_ranks_may_leave_right_after_a_difference(start_hybrid_job):
-    """Two hundred times: whoever hears first what all have called leaves at once."""
+    """Two hundred times: the rank that learns first what all have called leaves at once."""
 
     def body(backend, pipe):
         for number in range(200):
@@ -105,7 +105,7 @@ def test_ranks_may_leave_right_after_a_difference(start_hybrid_job):
         job.results()
 
 
-# -- objections: what fingerprints leave out -------------------------------------------------------
+# -- mismatches that fingerprints do not show ------------------------------------------------------
 
 
 def wrong_out(backend: Any, is_odd: bool, rows: int) -> Any:
@@ -120,7 +120,7 @@ def wrong_counts(backend: Any, is_odd: bool, rows: int) -> Any:
     return ferrodist.all_to_all_uneven(sent, [rows] * world, backend, recv_counts=expected)
 
 
-def wrong_room(backend: Any, is_odd: bool, rows: int) -> Any:
+def wrong_out_size(backend: Any, is_odd: bool, rows: int) -> Any:
     world = backend.world_size
     out = np.zeros((rows + is_odd) * world)
     return ferrodist.all_to_all_uneven(np.zeros(rows * world), [rows] * world, backend, out=out)
@@ -143,14 +143,14 @@ def wrong_object(backend: Any, is_odd: bool, rows: int) -> Any:
     return ferrodist.all_gather_object([0] * rows, backend, pickle=is_odd)
 
 
-OBJECTIONS = [wrong_out, wrong_counts, wrong_room, wrong_part, wrong_dtype, wrong_object]
+MISMATCHES = [wrong_out, wrong_counts, wrong_out_size, wrong_part, wrong_dtype, wrong_object]
 
 
-def objections(backend: Any, seed: int, number: int) -> list[str]:
-    """Make calls in which some ranks object, or none; return the texts of all errors."""
+def mismatched_calls(backend: Any, seed: int, number: int) -> list[str]:
+    """Make calls in which some ranks have a mismatch, or none; return the texts of all errors."""
     rng, texts, world = random.Random(seed), [], backend.world_size
     for _ in range(number):
-        call, rows = rng.choice(OBJECTIONS), rng.choice([1, 3, 20_000])
+        call, rows = rng.choice(MISMATCHES), rng.choice([1, 3, 20_000])
         odd = {rank for rank in range(1, world) if rng.random() < 0.4}
         attempt = functools.partial(call, backend, backend.rank in odd, rows)
         if not odd:
@@ -164,11 +164,11 @@ def objections(backend: Any, seed: int, number: int) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [TWO_AND_TWO, TWO_AND_ONE, "0101", "01120"])
-def test_every_objection_reaches_every_rank_with_one_text_and_the_group_goes_on(
+def test_every_mismatch_reaches_every_rank_with_one_text_and_the_group_goes_on(
     start_hybrid_job, hosts
 ):
     def body(backend, pipe):
-        return objections(backend, seed=len(hosts), number=80)
+        return mismatched_calls(backend, seed=len(hosts), number=80)
 
     with start_hybrid_job(hosts, body) as job:
         results = job.results()

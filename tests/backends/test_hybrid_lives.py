@@ -23,7 +23,7 @@ TWO_AND_TWO = "0011"
 
 @pytest.mark.parametrize("count", [3, 30_000])
 def test_several_threads_on_one_group_get_right_results(start_hybrid_job, count):
-    """Equal calls of several threads are matched by number, whoever makes them."""
+    """Equal calls of several threads match by sequence number, whatever thread makes them."""
 
     def body(backend, pipe):
         def work(thread):

@@ -377,7 +377,7 @@ def test_groups_made_and_closed_leave_nothing_behind():
 
 
 def test_eight_threads_on_one_group_get_right_results_or_a_named_error():
-    """Equal calls from several threads match by sequence number, whoever makes them."""
+    """Equal calls from several threads match by sequence number, whatever thread makes them."""
 
     def body(backend):
         sums = []

@@ -54,7 +54,7 @@ def test_ten_thousand_receives_are_in_flight_without_a_thread_each(start):
 
     with start(2, body) as job:
         threads, is_in_order = job.results()[0]
-        assert threads <= 2  # who makes progress, and who hears of errors
+        assert threads <= 2  # one makes progress, one runs callbacks
         assert is_in_order
 
 
@@ -289,7 +289,7 @@ def test_a_callback_is_called_though_somebody_else_waits_for_the_work(start):
 
 
 def test_works_that_are_dropped_are_done_and_let_go(start):
-    """What is in flight holds its arrays, whoever has dropped them, and nothing does after that."""
+    """A message in flight holds its arrays even if the program drops them, and no longer."""
 
     def body(backend, pipe):
         peer, count = 1 - backend.rank, 200

@@ -19,7 +19,7 @@ IN_ORDER = [s.name for s in known(Kind.ALLREDUCE) if s.in_order]
 OTHERS = [s.name for s in known(Kind.ALLREDUCE) if not s.in_order]
 SMALL_PIECES = Config(message_nbytes=4096, chunk_nbytes=8192, fuse_nbytes=4096)
 
-FOLDS = {
+REDUCTIONS = {
     "sum": np.add,
     "mean": np.add,
     "prod": np.multiply,
@@ -40,7 +40,7 @@ def legal_ops(dtype):
         return ["sum", "mean", "prod"]
     if dtype.is_float:
         return ["sum", "mean", "prod", "min", "max"]
-    return [op for op in FOLDS if op != "mean"]
+    return [op for op in REDUCTIONS if op != "mean"]
 
 
 def rank_order_fold(inputs, op):
@@ -57,7 +57,7 @@ def rank_order_fold(inputs, op):
                 )
                 total = total.astype(dtype)
             else:
-                total = FOLDS[op](total, x)
+                total = REDUCTIONS[op](total, x)
         if op == "mean":
             count = np.asarray(len(inputs), total.real.dtype)
             if np.iscomplexobj(total):

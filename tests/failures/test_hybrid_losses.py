@@ -24,8 +24,8 @@ MEGABYTE = 1 << 20
 WHO = {
     "rank 0": [0],
     "beside rank 0": [1],
-    "a speaker": [2],
-    "beside a speaker": [3],
+    "a node leader": [2],
+    "beside a node leader": [3],
     "a whole host": [2, 3],
     "the host of rank 0": [0, 1],
 }
@@ -327,7 +327,7 @@ def test_a_rank_that_leaves_while_others_still_call_is_lost(start_hybrid_job, ho
 
 @pytest.mark.parametrize("nbytes", [24, 4 * MEGABYTE])
 def test_leaving_right_after_the_last_call_harms_nobody(start_hybrid_job, nbytes):
-    """Whoever is first out of the last call of a group leaves it at once."""
+    """The rank that is first out of a group's last call leaves it at once."""
 
     def body(backend, pipe):
         x = backend.zeros(nbytes // 8, "float64") if backend.rank % 2 else np.zeros(nbytes // 8)

@@ -93,7 +93,7 @@ def last_calls(x: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [24, MEGABYTE])
 def test_leaving_right_after_the_last_call_of_a_group_harms_nobody(start, nbytes):
-    """Whoever is first out of the last call of a group leaves it at once."""
+    """The rank that is first out of a group's last call leaves it at once."""
 
     def body(backend, pipe):
         count = nbytes // 8
@@ -188,7 +188,7 @@ def exit_code_of_child(child: int) -> int:
 def test_a_forked_child_is_refused_at_once_and_the_parent_is_unharmed(start):
     def body(backend, pipe):
         assert ferrodist.allreduce(1, backend, async_op=True).wait(20) == 2
-        ferrodist.allreduce(np.ones(3), backend)  # the next like it goes the short way
+        ferrodist.allreduce(np.ones(3), backend)  # the next like it takes the fast path
         child = os.fork()
         if child == 0:
             start, refused = time.monotonic(), 0

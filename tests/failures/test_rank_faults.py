@@ -202,7 +202,7 @@ def differ_for_ever(backend: Any) -> None:
 
 @pytest.mark.parametrize("failed_rank", [0, 1, 2])
 def test_a_rank_that_dies_while_ranks_differ_is_named_all_the_same(start, soon, failed_rank):
-    """Whoever collects what all have called, rank 0 or the next one, may be the one that dies."""
+    """The rank that collects all descriptors, rank 0 or the next one, may be the one that dies."""
 
     def body(backend, pipe):
         pipe.send("ready")
@@ -548,7 +548,7 @@ def test_ctrl_c_in_a_wait_is_raised_there_and_aborts_the_others(start, what, fai
 
 
 @pytest.mark.parametrize("letter", ["x", "ж", "漢", "🦀"])
-def test_last_words_in_any_script_reach_the_others(start, letter):
+def test_final_errors_in_any_script_reach_the_others(start, letter):
     def body(backend, pipe):
         if backend.rank == 0:
             raise ValueError(letter * 5000)

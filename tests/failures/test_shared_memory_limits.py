@@ -52,7 +52,7 @@ def test_nothing_is_left_when_all_ranks_are_killed_and_the_next_job_starts(start
 
 # -- not enough ------------------------------------------------------------------------------------
 
-# What a rank does under a limit; any end but a result or an error in words would be a crash.
+# What a rank does under a limit; it must end with a result or a ferrodist error, never crash.
 LIMITED = """
 import resource, secrets, sys
 import numpy, ferrodist

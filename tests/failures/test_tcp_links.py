@@ -193,7 +193,7 @@ def test_a_link_that_pauses_for_less_than_the_limit_harms_nobody(start_tcp_job):
 def assert_damage_is_told(
     ends: list[tuple[BaseException, float]], later: list[BaseException], failed_rank: int
 ) -> None:
-    """All ranks name who the damage came from; whoever was not in that call yet hears of it."""
+    """All ranks name the rank that sent the damage; ranks not yet in that call are told, too."""
     errors = [error for error, _ in ends]
     assert any(isinstance(error, ProtocolError) for error in errors), errors
     for error in [*errors, *later]:

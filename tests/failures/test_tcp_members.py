@@ -1,4 +1,4 @@
-"""Members of a job that send nonsense, or run out of files or memory: errors in words, no crash.
+"""Members of a job that send nonsense, or run out of files or memory: clear errors, no crash.
 
 A member has proved that it knows the secret of the job, and may still be mistaken, or hostile.
 """
@@ -62,8 +62,8 @@ class Impostor:
     def _agree(self, words: bytes) -> None:
         """Tell rank 0 these settings, and wait until it has compared them, or is gone."""
         header = pack_array_header(DType.UINT8, (_SETTINGS_NBYTES,), ArrayKind.BYTES)
-        letter = struct.pack("<H", len(header)) + header + words.ljust(_SETTINGS_NBYTES, b"\0")
-        answer = self.frame("eager", letter, tag=_SETTINGS_TAG)
+        message = struct.pack("<H", len(header)) + header + words.ljust(_SETTINGS_NBYTES, b"\0")
+        answer = self.frame("eager", message, tag=_SETTINGS_TAG)
         self.socket.sendall(answer)
         with contextlib.suppress(ConnectionError):
             self.socket.recv(len(answer), socket.MSG_WAITALL)  # that they do not differ
@@ -95,7 +95,7 @@ UNBELIEVABLE: dict[str, Nonsense] = {
     "wrong key": lambda one: [_forged(one)],
 }
 
-# What is well formed and makes no sense: an error in words, or of no effect.
+# What is well formed and makes no sense: a clear error, or no effect.
 SENSELESS: dict[str, Nonsense] = {
     "descriptor on no call": lambda one: [one.frame("descriptor", b"{}")],
     "difference in no call": lambda one: [one.frame("differ", b"{}")],

@@ -97,11 +97,11 @@ def test_ring_takes_as_many_rounds_as_theory_says(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4, 7, 8, 9, 16])
 def test_logarithmic_schedules_take_logarithmic_rounds(world: int) -> None:
     up, down = math.ceil(math.log2(world)), math.floor(math.log2(world))
-    guests = 0 if up == down else 2
+    extra = 0 if up == down else 2
     assert facts_of(Kind.ALL_GATHER, "bruck", world).rounds == up
     assert facts_of(Kind.BARRIER, "dissemination", world).rounds == up
-    assert facts_of(Kind.ALLREDUCE, "recursive_doubling", world).rounds == down + guests
-    assert facts_of(Kind.ALLREDUCE, "halving_doubling", world).rounds == 2 * down + guests
+    assert facts_of(Kind.ALLREDUCE, "recursive_doubling", world).rounds == down + extra
+    assert facts_of(Kind.ALLREDUCE, "halving_doubling", world).rounds == 2 * down + extra
     for kind in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER):
         assert down <= facts_of(kind, "tree", world).rounds <= 2 * up
 
@@ -127,8 +127,8 @@ def test_no_rank_sends_more_than_it_must(world: int) -> None:
     assert facts_of(Kind.REDUCE_SCATTER, "direct", world).max_sent == least
     assert facts_of(Kind.ALL_GATHER, "bruck", world).max_sent == least
     assert facts_of(Kind.BROADCAST, "scatter_all_gather", world).max_sent <= 2 * least
-    guest = 0 if world & (world - 1) == 0 else 1
-    assert facts_of(Kind.ALLREDUCE, "halving_doubling", world).max_sent <= 2 * least + guest
+    extra = 0 if world & (world - 1) == 0 else 1
+    assert facts_of(Kind.ALLREDUCE, "halving_doubling", world).max_sent <= 2 * least + extra
 
 
 def test_world_of_one_sends_nothing() -> None:
@@ -160,7 +160,7 @@ def test_world_and_root_must_be_possible() -> None:
         verify(find(Kind.BROADCAST, "star"), 3, root=3)
 
 
-# What is wrong with a schedule is said in words; each case below breaks one rule.
+# The error says what is wrong with a schedule; each case below breaks one rule.
 
 Plan = dict[int, list[Step]]
 

@@ -275,7 +275,7 @@ def be_a_template(listener: socket.socket, control: socket.socket, libraries: li
             os._exit(0)
         orders.close()
     with suppress(ChildProcessError):
-        while True:  # what ranks have used counts as used by whoever measures this test run
+        while True:  # the CPU time of ranks counts as this test run's
             os.wait()
 
 

@@ -2,7 +2,7 @@
 
 It is found out by running every call with every dtype and operation, on every rank of a world of
 three, and looking who did it. ``render`` makes the tables of docs/engines.md of it, and the tests
-of an engine compare them; whoever changes an engine copies what the test shows.
+of an engine compare them; after a change of an engine, copy what the test shows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The processes that fork ranks, which have imported what ranks need.
 
 All processes of a test run share them: importing torch and JAX takes seconds. A template imports
-nothing before somebody asks for a rank; then it forks a server for whoever asked.
+nothing before a test asks for a rank; then it forks a server for that test process.
 """
 
 from __future__ import annotations

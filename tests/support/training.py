@@ -108,15 +108,15 @@ def alone(
 def mean_in_order(
     parameter: nn.Parameter, gradients: Iterable[torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """Fold in rank order, in float32 if the numbers are shorter; None if nobody has any."""
+    """Average in rank order, 16-bit floats in float32; None if no rank has a gradient."""
     parts = list(gradients)
     if all(part is None for part in parts):
         return None
-    wide = torch.float32 if parameter.element_size() == 2 else parameter.dtype
+    accumulator = torch.float32 if parameter.element_size() == 2 else parameter.dtype
     total, *others = (torch.zeros_like(parameter) if p is None else p for p in parts)
-    total = total.to(wide)
+    total = total.to(accumulator)
     for part in others:
-        total = total + part.to(wide)
+        total = total + part.to(accumulator)
     if total.is_complex():  # by a real number: each part for itself
         return torch.view_as_complex(torch.view_as_real(total) / len(parts))
     return (total / len(parts)).to(parameter.dtype)

@@ -635,7 +635,7 @@ class Backend(CallMethods, abc.ABC):
         self._finish_and_leave(how, Deadline(timeout))
 
     def _fail(self, error: BaseException) -> None:
-        """Leave at once because this rank's program raised; the others are told its words."""
+        """Leave at once because this rank's program raised; the other ranks are told its error."""
         if not self.is_forked:
             self._shut()
             self._leave(failures.raised(error), Deadline(_FAIL_SECONDS))

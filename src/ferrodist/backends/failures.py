@@ -420,7 +420,7 @@ def pack_descriptor(descriptor: CallDescriptor) -> bytes:
         "site": None if call.site is None else str(call.site),
         "pickle": call.pickle,
         "counts": call.counts,
-        "objection": None if report is None else [report[0].__name__, report[1]],
+        "mismatch": None if report is None else [report[0].__name__, report[1]],
     }
     return pack_json(facts)
 
@@ -447,7 +447,7 @@ def _descriptor_of(facts: dict[str, Any]) -> CallDescriptor:
         pickle=facts["pickle"],
         counts=None if facts["counts"] is None else tuple(facts["counts"]),
     )
-    report = facts["objection"]
+    report = facts["mismatch"]
     return CallDescriptor(call, None if report is None else (_mismatch(report[0]), report[1]))
 
 

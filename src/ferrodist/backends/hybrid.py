@@ -123,7 +123,7 @@ class HybridBackend(TcpBackend):
         self.inside._release_shared(key)
 
     def leave_reason_of(self, rank: int) -> LeaveReason:
-        """Tell how a rank left; the words of one on this host are in its memory at once."""
+        """Tell how a rank left; of one on this host, shared memory has it first."""
         here = self.host_map.local
         if rank in here and self._inside is not None:
             words = self._inside.group.leave_reason_of(here.index(rank))

@@ -200,7 +200,7 @@ class ProcessBackend(MessagingBackend):
 
     def _is_settled(self, running: RunningCall) -> bool:
         if running.in_background and self.group.is_stopping:
-            return True  # the others hear of this rank's end
+            return True  # the others learn that this rank has ended
         is_known = self.settled == running.sequence
         is_known = is_known or self.group.group_error(running.sequence) is not None
         return is_known or self.group.has_left
@@ -346,7 +346,7 @@ class ProcessBackend(MessagingBackend):
         return f"is in {label}" if is_inside else f"last call was {label}"
 
     def leave_reason_of(self, rank: int) -> LeaveReason:
-        """Tell how a rank left, in its own words if it had any."""
+        """Tell how a rank left, with its own error text if it has one."""
         words = self.group.leave_reason_of(rank)
         if words is None:
             return self._exit_statuses.leave_reason_of(self.members[rank])

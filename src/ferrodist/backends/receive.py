@@ -174,7 +174,7 @@ class MatchQueue:
         return bool(matching)
 
     def withdraw(self, receive: PostedReceive) -> bool:
-        """Take back a receive; False if it has its message."""
+        """Withdraw a receive; False if it has its message."""
         if receive not in self._posted:
             return False
         self._posted.remove(receive)

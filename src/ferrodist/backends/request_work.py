@@ -4,7 +4,7 @@
 A call is a native request; no thread of Python stands behind it. A wait for the Work is one
 in native code, without the GIL. What a Future needs beyond that (its condition, waiters, callbacks)
 is made when somebody first asks for it; from then on, and for errors that nobody asks for, the one
-callbacks thread of the process hears of the request.
+callbacks thread of the process is notified of the request.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ for _name in ("_condition", "_state", "_result", "_exception", "_waiters", "_don
 
 
 class _Callbacks:
-    """The thread that hears of calls that are over, and runs their callbacks."""
+    """The thread that is notified of finished calls and runs their callbacks."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

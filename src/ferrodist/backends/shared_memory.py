@@ -36,7 +36,7 @@ from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job, meet
 from ferrodist.schedules.cost import LINKS
 
-MISMATCH_FOUND = _native.hash_text("objection")
+MISMATCH_FOUND = _native.hash_text("mismatch")
 """The fingerprint of a round that a rank joins only to stop the others with a difference."""
 
 _DESCRIPTORS = _native.hash_text("table of calls")

@@ -100,7 +100,7 @@ class Switch:
         self, size: int, faults: Faults | None, on_kill: Callable[[int, str], NoReturn]
     ) -> None:
         self.size = size
-        self.on_kill = on_kill  # hears of a rank that a fault kills, and how
+        self.on_kill = on_kill  # called with a rank that a fault kills, and how
         # Reentrant: a finalizer or a signal handler may close or abort a backend at any point.
         self.lock = threading.RLock()
         self.mailboxes = [_Mailbox(self.lock) for _ in range(size)]

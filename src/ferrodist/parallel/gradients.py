@@ -412,7 +412,7 @@ class Gradients:
         self._views = [self._reducer.view(number) for number in range(len(self._parameters))]
 
     def _move(self, memories: Memories) -> None:
-        """Let a bucket leave its array to whoever keeps a gradient in it."""
+        """Give a bucket other memory: the program still holds gradients in the old."""
         memories.change()
         for number, view in memories.bucket.views.items():
             self._views[number] = view

@@ -228,7 +228,7 @@ class IndexShards(Epochs):
             batch = order[place : place + size]
             if self.remainder == "pad":
                 batch = padded(batch, order, self.world_size)
-            # Whoever gets one more is another rank the next time.
+            # The ranks that get one more are other ones the next time.
             first = epoch + place // self.global_batch_size
             place += size
             self._position = Position(epoch, place)

@@ -198,7 +198,7 @@ class FaultProxy:
     def _obey(self) -> list[threading.Event]:
         """Do what was asked for; the askers may know when all connections have felt it.
 
-        One order per ring: whoever had connected before it rang has been accepted by now.
+        One request per ring: a client that connected before the ring has been accepted by now.
         """
         done = []
         for _ in range(self._rings):

@@ -276,7 +276,7 @@ def _share(trial: Trial, group: Backend, shape: Any, dtype: str) -> Any:
 
 
 def _shared(trial: Trial) -> None:
-    """All write, all read; whoever drops the array first, the others keep it."""
+    """All write, all read; a rank that drops the array does not take it from the others."""
     backend = trial.backend
     for number, dtype in enumerate(("int64", "float32", "bool")):
         table = _share(trial, backend, (trial.world, 3), dtype)

@@ -140,7 +140,7 @@ def _crossing_tags(trial: Trial) -> None:
 
 
 def _order_of_one_tag(trial: Trial) -> None:
-    """Small and large messages with one tag stay in order, whoever waits for what of them."""
+    """Small and large messages with one tag stay in order, however they are waited for."""
     sends, receives = _is_end(trial)
     sizes = [1, LARGE, 2, 3, LARGE, 4]
     if sends:
