@@ -27,9 +27,9 @@ class Default(enum.Enum):
 
 
 class DefaultTimeout(float):
-    """Seconds that nobody chose: beyond them a call still waits for ranks that are not stuck.
+    """The timeout of a program that has set none: not exact, late ranks that live are waited for.
 
-    A number of the same value that somebody chose is exact.
+    A timeout that the program has set is exact, even if it has the same value.
     """
 
 
@@ -91,7 +91,11 @@ def _setting(default: Any, form: _Form, what: str, *, shared: bool = False) -> A
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Every setting with its default. The table in the docs is made from this class."""
+    """All settings of a backend. ``Config.from_environment()`` reads them from FERRODIST_<FIELD>.
+
+    Raises InvalidArgument for a value that a setting does not accept. The table of settings in the
+    documentation is generated from this class.
+    """
 
     timeout: float | None = _setting(
         DefaultTimeout(DEFAULT_COLLECTIVE_TIMEOUT),
@@ -232,7 +236,7 @@ class Config:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read every ``FERRODIST_<FIELD>`` that is set."""
+        """Read the settings from ``FERRODIST_<FIELD>`` variables; defaults for those not set."""
         environ = environment() if environ is None else environ
         names = (setting.name for setting in fields(cls) if variable(setting.name) in environ)
         return cls(**{name: read_setting(name, environ) for name in names})
@@ -292,7 +296,7 @@ def read_setting(setting: str, environ: Mapping[str, str]) -> Any:
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """Return a timeout in seconds, None for no limit; refuse what is not a time above zero."""
+    """Return a timeout in seconds, None for no limit; raise InvalidArgument if it is not > 0."""
     if timeout is None:
         return None
     if isinstance(timeout, DefaultTimeout):

@@ -33,7 +33,12 @@ _LONGEST_CHAIN = 20  # of errors and their causes
 
 
 class DistributedError(RuntimeError):
-    """Base of everything ferrodist raises."""
+    """Base class of all errors that ferrodist raises.
+
+    What an error is about is also in attributes: ``rank`` (the rank at fault), ``this_rank`` (the
+    rank that raises), ``op``, ``sequence``, ``expected``, ``got``, ``missing``, ``reason``;
+    attributes that do not apply are None.
+    """
 
     # The facts users read most; absent ones are None rather than an AttributeError.
     rank: int | None = None
@@ -69,7 +74,7 @@ def _rebuild(cls: type[DistributedError], message: str, facts: dict[str, Any]) -
 
 
 class InvalidArgument(DistributedError, ValueError):
-    """An argument is wrong on this rank; nothing was sent."""
+    """An argument is invalid on this rank; nothing was sent."""
 
 
 class InvalidWorldSize(InvalidArgument):
@@ -77,15 +82,15 @@ class InvalidWorldSize(InvalidArgument):
 
 
 class InvalidRank(InvalidArgument):
-    """A rank lies outside the group; ``rank`` is the number passed."""
+    """Not a rank of the group; ``rank`` is the value passed."""
 
 
 class InvalidShape(InvalidArgument):
-    """An axis cannot be cut evenly among the ranks."""
+    """An axis cannot be divided evenly among the ranks."""
 
 
 class SelfSend(InvalidArgument):
-    """A rank cannot send to itself or receive from itself."""
+    """A blocking send to, or receive from, this rank itself that could never end."""
 
 
 class UnsupportedArray(DistributedError, TypeError):
@@ -97,29 +102,29 @@ class UnsupportedOp(DistributedError, TypeError):
 
 
 class CollectiveMismatch(DistributedError):
-    """Ranks called different things; the group goes on after this error."""
+    """Ranks made different calls. All ranks raise this error, and the group stays usable."""
 
 
 class SizeMismatch(CollectiveMismatch, ValueError):
-    """Only sizes differ, between ranks or between an array and the world."""
+    """Only sizes differ between ranks, or an array does not fit the number of ranks."""
 
 
 class CollectiveTimeout(DistributedError, TimeoutError):
-    """A rank did not get through before the deadline; ``missing`` names it."""
+    """Ranks did not arrive before the deadline; ``missing`` lists them."""
 
 
 class RankLost(DistributedError, ConnectionError):
-    """A rank is gone; ``how`` says in which way. The group is unusable."""
+    """A rank has ended; ``how`` says in which way. The group is unusable."""
 
     how: str | None = None
 
 
 class GroupAborted(DistributedError):
-    """The group was given up; ``reason`` says why and ``rank`` by whom."""
+    """The group was aborted; ``reason`` says why, ``rank`` by which rank."""
 
 
 class RendezvousError(DistributedError, ConnectionError):
-    """The ranks of a job did not find each other."""
+    """The ranks of a job could not find or connect to each other."""
 
 
 class AuthenticationError(DistributedError, ConnectionError):
@@ -127,15 +132,15 @@ class AuthenticationError(DistributedError, ConnectionError):
 
 
 class ProtocolError(DistributedError, ConnectionError):
-    """Bytes arrived that cannot be right; nothing of them was used."""
+    """A rank received invalid bytes and discarded them."""
 
 
 class OutOfMemory(DistributedError, MemoryError):
-    """A rank had no memory for a message or a shared array; the group goes on."""
+    """A rank had no memory for a message or a shared array. The group stays usable."""
 
 
 class BackendUnavailable(DistributedError, ImportError):
-    """A backend needs something that is not installed."""
+    """A backend needs a package or library that is not installed."""
 
 
 class BackendClosed(DistributedError):

@@ -29,11 +29,10 @@ _OBJECT = "object"
 
 
 class Status(NamedTuple):
-    """What is known of a message: whose it is, its tag, and what it holds.
+    """Source, tag, dtype and shape of a message, as returned by ``probe``.
 
-    ``dtype`` is a name such as ``float32``, or ``object`` for what ``recv_object`` takes, whose
-    shape is ``()``. Of ``PROC_NULL`` there is no message: then that is the source, and ``ANY_TAG``
-    the tag.
+    ``dtype`` is a name such as ``"float32"``. It is ``"object"``, with shape ``()``, for a message
+    of ``send_object``. A receive from ``PROC_NULL`` has source ``PROC_NULL`` and tag ``ANY_TAG``.
     """
 
     source: int
@@ -43,12 +42,12 @@ class Status(NamedTuple):
 
     @property
     def is_object(self) -> bool:
-        """Whether it was sent by ``send_object``."""
+        """Whether the message was sent with ``send_object``."""
         return self.dtype == _OBJECT
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements have; of an object that is not known here."""
+        """Size of the array in bytes; 0 for an object."""
         return 0 if self.is_object else math.prod(self.shape) * DTYPES_BY_LABEL[self.dtype].itemsize
 
 

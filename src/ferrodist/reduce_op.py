@@ -13,11 +13,11 @@ from ferrodist.errors import InvalidArgument
 
 
 class ReduceOp(enum.IntEnum):
-    """How the contributions of the ranks are combined, element by element.
+    """How the arrays of all ranks are combined, element by element.
 
-    LAND, LOR and LXOR take any number as true or false and give 0 and 1. MINLOC and MAXLOC reduce a
-    pair ``(values, indices)`` to the least, or largest, values and where they are; NaN wins, and of
-    equal values the lower index does. ``custom`` makes an operation of a function.
+    LAND, LOR and LXOR treat nonzero numbers as true and return 0 or 1. MINLOC and MAXLOC reduce a
+    pair ``(values, indices)`` to the smallest (largest) values and their indices; NaN wins, and of
+    equal values the one with the lower index. ``custom`` turns a function into an operation.
     """
 
     # The values are the codes the native kernels use.
@@ -57,7 +57,7 @@ class ReduceOp(enum.IntEnum):
 
     @classmethod
     def parse(cls, op: ReduceOp | CustomOp | str | None) -> ReduceOp | CustomOp:
-        """Accept a member or its name, in either case, or what ``custom`` made."""
+        """Return the operation given by itself or by name, in upper or lower case."""
         if isinstance(op, (cls, CustomOp)):
             return op
         if isinstance(op, str) and op.upper() in BY_NAME:
@@ -68,12 +68,12 @@ class ReduceOp(enum.IntEnum):
 
     @staticmethod
     def custom(fn: Callable[[Any, Any], Any], *, name: str | None = None) -> CustomOp:
-        """Make an operation of a function of two arrays.
+        """Turn a function of two arrays into a reduce operation.
 
-        ``fn(a, b)`` is given arrays of the whole shape of ``x``, ``a`` that of the lower ranks, and
-        returns an array of their dtype and shape; it need not be commutative. It is applied in rank
-        order, on one rank, and must not communicate. Ranks compare ``name``, by default module and
-        name of the function.
+        ``fn(a, b)`` gets two arrays of the shape of ``x``, ``a`` from lower ranks than ``b``, and
+        returns an array of the same dtype and shape. It must be associative but need not be
+        commutative. One rank applies it, in rank order; it must not communicate. All ranks must
+        use the same ``name``, by default the function's module and name.
 
         Example:
             >>> import numpy as np

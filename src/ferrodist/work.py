@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Work(Future[T]):
-    """A call in flight: a Future that cannot be cancelled, unless it is a receive.
+    """The handle of a call in flight, returned by every call with ``async_op=True``.
 
-    The arrays passed to the call belong to it until it is done. Callbacks run on the thread that
-    finishes the call and must not communicate.
+    A ``concurrent.futures.Future`` that can also be awaited. Only a receive can be cancelled. Do
+    not touch the arrays passed to the call until it is done. Callbacks must not communicate.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Work(Future[T]):
         self.is_asked = False  # whether anybody looked at the outcome, so that no error is lost
 
     def cancel(self) -> bool:
-        """Withdraw a receive that no message was matched with.
+        """Cancel a receive that has not been matched with a message; return whether it worked.
 
-        Then it has taken nothing, and its result is a CancelledError. Else return False: the other
-        ranks count on this call.
+        A cancelled receive has consumed no message and raises CancelledError. Other calls cannot
+        be cancelled: the other ranks depend on them.
         """
         if self._withdraw is None or self.done() or not self._withdraw():
             return self.cancelled()
@@ -54,11 +54,14 @@ class Work(Future[T]):
         return True
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
-        """Return the result; after ``timeout`` raise TimeoutError and leave the call going."""
+        """Wait for the result and return it; raise the call's error if it failed.
+
+        After ``timeout`` (seconds or a timedelta) raise TimeoutError; the call stays in flight.
+        """
         return self.result(0 if timeout == 0 else check_timeout(timeout))
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the result, waiting for it if necessary."""
+        """Do the same as ``wait``, with ``timeout`` in seconds."""
         self._ask()
         try:
             with nullcontext() if self.done() else self._holding():
@@ -67,7 +70,7 @@ class Work(Future[T]):
             raise self._explain(error, timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error of the call, None if it went well."""
+        """Wait for the call and return its error, None if it succeeded."""
         self._ask()
         try:
             with nullcontext() if self.done() else self._holding():
@@ -76,7 +79,7 @@ class Work(Future[T]):
             raise self._explain(error, timeout) from None
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
-        """Call ``fn(work)`` when the call is done."""
+        """Call ``fn(work)`` when the call is done, on a thread of ferrodist."""
         self.is_asked = True
         super().add_done_callback(fn)
 
@@ -103,10 +106,10 @@ class Work(Future[T]):
 
 
 def wait_all(works: Sequence[Work[Any]], timeout: float | timedelta | None = None) -> list[Any]:
-    """Wait for all of these calls and return their results, in this order.
+    """Wait for several calls in flight and return their results, in the same order.
 
-    If some failed, the error of the first of them is raised when all are over. After ``timeout``
-    TimeoutError is raised, and those not over go on.
+    If calls failed, raise the error of the first of these in the list once all calls have ended.
+    After ``timeout`` raise TimeoutError; unfinished calls stay in flight.
 
     Example:
         >>> import ferrodist
@@ -131,10 +134,10 @@ _STARTS = itertools.count()
 
 
 def wait_any(works: Sequence[Work[Any]], timeout: float | timedelta | None = None) -> int:
-    """Wait until one of these calls is over and return its index; ``works[i].wait()`` tells more.
+    """Wait until one of several calls in flight has ended and return its index.
 
-    If several are over, it is now one of them and now another, so that none is always the last.
-    After ``timeout`` TimeoutError is raised.
+    ``works[index].wait()`` then returns its result or raises its error. If several calls have
+    ended, repeated calls choose different ones. After ``timeout`` raise TimeoutError.
 
     Example:
         >>> import ferrodist

@@ -125,18 +125,22 @@ _process = _Process()
 def init(
     backend: str | None = None, *, timeout: Timeout = DEFAULT, pickle: bool | None = None
 ) -> Backend:
-    """Join the job this process was started for and return its backend.
+    """Join the job that this process was started for, and return its backend.
 
-    Every rank of the job calls it; it returns when all have come, or raises RendezvousError naming
-    those that have not (``Config.join_timeout``). Which job, and which rank of it, is said by the
-    launcher: ``ferrodist run``, torchrun, mpiexec, RANK and WORLD_SIZE set by hand, or srun, the
-    innermost of them; without any it is a world of one. The log says who it was.
+    Every rank calls it. It returns when all ranks have joined. If some do not within
+    ``Config.join_timeout``, it raises RendezvousError, which names them. The launcher says which
+    rank of which job this is: ``ferrodist run``, torchrun, mpiexec, srun, or RANK and WORLD_SIZE
+    set by hand; of nested launchers the innermost counts. Without any,
+    the world has one rank.
 
-    ``backend`` is a name, ``Config.backend`` if there is none; by that it is shared memory on one
-    host, and on several also TCP between them (``hybrid``). ``timeout`` is the deadline of calls
-    that are given none. With ``pickle=True``, on all ranks, object calls send any object, and every
-    rank runs what another one sends. A second call returns the same backend, or raises
-    InvalidArgument if it asks for something else.
+    Args:
+        backend: the name of a backend. By default ``Config.backend``; if that is not set either,
+            shared memory on one host, and on several hosts also TCP between them (``hybrid``).
+        timeout: the timeout of calls that are not given one.
+        pickle: if True on all ranks, object calls may send any object. Ranks then execute code
+            that other ranks send.
+
+    A second call returns the same backend, or raises InvalidArgument if its arguments differ.
 
     Example:
         >>> import ferrodist
@@ -178,7 +182,7 @@ def current_backend() -> Backend | None:
 
 
 def is_initialized() -> bool:
-    """Tell whether ``init`` has been called; False after close(), and in a forked child.
+    """Return whether ``init`` was called; False after close(), and in a forked child.
 
     Example:
         >>> import ferrodist
@@ -201,7 +205,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return how many ranks the world has that ``init`` joined.
+    """Return the number of ranks in the world that ``init`` joined.
 
     Example:
         >>> import ferrodist
@@ -212,7 +216,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those on its host, to choose a device by.
+    """Return this process's rank among the ranks on its host, for example to choose a GPU.
 
     Example:
         >>> import ferrodist, torch
