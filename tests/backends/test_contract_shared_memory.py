@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import numpy as np
 import pytest
 
-import ferrodist
-from ferrodist.testing import contract_cases, distinct_values, run_contract, run_ranks
-from ferrodist.testing.contract.values import DTYPES, FLOATS, INTEGERS, legal_ops, numpy_dtype
+from ferrodist.testing import contract_cases, run_contract, run_ranks
+from reductions import reductions
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -51,39 +48,6 @@ def test_shared_memory_backend_keeps_the_whole_contract(start_job, world):
 # -- the same bits as the simulated backend --------------------------------------------------------
 
 SIZES = [48, 40_000, 300_000]  # bytes: for a slot, for one stage, for several
-
-
-def digest_without_nan_payloads(x: Any) -> str:
-    """Hash an array; all NaNs are the same."""
-    if x.dtype.name in (*FLOATS, "complex64", "complex128"):
-        x = np.where(np.isnan(x), x.dtype.type(np.nan), x)
-    return hashlib.sha256(f"{x.dtype}{x.shape}".encode() + x.tobytes()).hexdigest()
-
-
-def special_values(dtype: str) -> list[str]:
-    if dtype == "bool":
-        return ["distinct"]
-    return ["distinct", "wrapping" if dtype in INTEGERS else "special"]
-
-
-def reductions(backend: Any, nbytes: int) -> dict[Any, str]:
-    """Reduce arrays of every dtype with every operation; return digests of the results."""
-    found = {}
-    for number, dtype in enumerate(DTYPES):
-        count = nbytes // numpy_dtype(dtype).itemsize // 3 * 3
-        for op in legal_ops(dtype):
-            for values in special_values(dtype):
-                x = distinct_values(backend.rank, (count,), dtype, seed=number, values=values)
-                root = number % backend.world_size
-                results = {
-                    "allreduce": ferrodist.allreduce(x, backend, op),
-                    "reduce_scatter": ferrodist.reduce_scatter(x, backend, op),
-                    "reduce": ferrodist.reduce(x, backend, root, op),
-                }
-                for name, result in results.items():
-                    if result is not None:
-                        found[name, dtype, op, values] = digest_without_nan_payloads(result)
-    return found
 
 
 @pytest.mark.slow

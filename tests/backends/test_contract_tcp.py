@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,9 @@ import pytest
 
 import ferrodist
 from ferrodist.testing import contract_cases, distinct_values, run_contract, run_ranks
-from ferrodist.testing.contract.values import DTYPES, legal_ops, numpy_dtype
 from jobs import SMALL_PIECES
+from reductions import digest_without_nan_payloads, reductions
 from test_contract_paths import calls_on
-from test_contract_shared_memory import digest_without_nan_payloads, special_values
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -51,7 +51,7 @@ def test_tcp_backend_keeps_the_contract(start_tcp_job, world):
 
 
 @pytest.mark.slow
-def test_tcp_backend_keeps_the_contract_with_the_walker_in_python(start_tcp_job):
+def test_tcp_backend_keeps_the_contract_with_the_executor_in_python(start_tcp_job):
     keep_contract(start_tcp_job, 2, ["numpy"], PYTHON, every=2)
 
 
@@ -71,25 +71,7 @@ def test_tcp_backend_keeps_the_contract_in_small_pieces(start_tcp_job, world, ex
 # -- the same bits as the simulated backend --------------------------------------------------------
 
 
-def reductions(backend: Any, nbytes: int) -> dict[Any, str]:
-    """Reduce arrays of every dtype with every operation, in rank order; return digests."""
-    backend.reproducible = True
-    found = {}
-    for number, dtype in enumerate(DTYPES):
-        count = nbytes // numpy_dtype(dtype).itemsize // 3 * 3
-        for op in legal_ops(dtype):
-            for values in special_values(dtype):
-                x = distinct_values(backend.rank, (count,), dtype, seed=number, values=values)
-                root = number % backend.world_size
-                results = {
-                    "allreduce": ferrodist.allreduce(x, backend, op),
-                    "reduce_scatter": ferrodist.reduce_scatter(x, backend, op),
-                    "reduce": ferrodist.reduce(x, backend, root, op),
-                }
-                for name, result in results.items():
-                    if result is not None:
-                        found[name, dtype, op, values] = digest_without_nan_payloads(result)
-    return found
+in_order = functools.partial(reductions, reproducible=True)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +81,7 @@ def simulated_reductions() -> Callable[[int], list[dict[Any, str]]]:
 
     def reduce_once(nbytes: int) -> list[dict[Any, str]]:
         if nbytes not in found:
-            found[nbytes] = run_ranks(3, lambda backend: reductions(backend, nbytes))
+            found[nbytes] = run_ranks(3, lambda backend: in_order(backend, nbytes))
         return found[nbytes]
 
     return reduce_once
@@ -113,7 +95,7 @@ def test_every_dtype_and_operation_has_the_bits_of_the_simulated_backend(
 ):
     """Whatever the executor, and however the arrays are cut."""
     environment = {"FERRODIST_EXECUTOR": executor, "FERRODIST_MESSAGE_NBYTES": "65536"}
-    with start_tcp_job(3, lambda backend, pipe: reductions(backend, nbytes), **environment) as job:
+    with start_tcp_job(3, lambda backend, pipe: in_order(backend, nbytes), **environment) as job:
         found = job.results()
     assert len(found[0]) > 150
     assert found == simulated_reductions(nbytes)

@@ -5,7 +5,6 @@ The hosts are pretended: all ranks are processes of this machine, and are told t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +16,10 @@ from ferrodist.testing import contract_cases, distinct_values, run_contract, run
 from ferrodist.testing.contract.inputs import local_reduce, reduce_bound
 from ferrodist.testing.contract.values import (
     HALVES,
-    INTEGERS,
     available_dtypes,
-    legal_ops,
     numpy_dtype,
 )
+from reductions import reductions
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -110,40 +108,6 @@ def test_a_rank_knows_its_place_on_its_host(start_hybrid_job):
 # -- bits ------------------------------------------------------------------------------------------
 
 SMALL, LARGE = 48, 100_000  # bytes: for node leaders, for rails
-
-
-def digest_without_nan_payloads(x: Any) -> str:
-    """Hash an array; all NaNs are the same."""
-    if x.dtype.kind in "fcV" or x.dtype.name == "bfloat16":
-        x = np.where(np.isnan(x), x.dtype.type(np.nan), x)
-    return hashlib.sha256(f"{x.dtype}{x.shape}".encode() + x.tobytes()).hexdigest()
-
-
-def special_values(dtype: str) -> list[str]:
-    if dtype == "bool":
-        return ["distinct"]
-    return ["distinct", "wrapping" if dtype in INTEGERS else "special"]
-
-
-def reductions(backend: Any, nbytes: int, **options: Any) -> dict[Any, str]:
-    """Reduce arrays of every dtype with every operation; return digests of the results."""
-    found = {}
-    world = backend.world_size
-    for number, dtype in enumerate(available_dtypes()):
-        count = nbytes // numpy_dtype(dtype).itemsize // world * world
-        for op in legal_ops(dtype):
-            for values in special_values(dtype):
-                x = distinct_values(backend.rank, (count,), dtype, seed=number, values=values)
-                root = number % world
-                results = {
-                    "allreduce": ferrodist.allreduce(x, backend, op, **options),
-                    "reduce_scatter": ferrodist.reduce_scatter(x, backend, op, **options),
-                    "reduce": ferrodist.reduce(x, backend, root, op, **options),
-                }
-                for name, result in results.items():
-                    if result is not None:
-                        found[name, dtype, op, values] = digest_without_nan_payloads(result)
-    return found
 
 
 @pytest.mark.slow
