@@ -98,7 +98,7 @@ class UnsupportedArray(DistributedError, TypeError):
 
 
 class UnsupportedOp(DistributedError, TypeError):
-    """The reduction is not defined for this dtype or this algorithm."""
+    """This dtype, algorithm or backend does not support the operation."""
 
 
 class CollectiveMismatch(DistributedError):

@@ -62,10 +62,10 @@ _FAIL_SECONDS = 2.0  # for what a rank that failed still has to say, and for cal
 
 
 class Statistics(NamedTuple):
-    """What a rank has done so far and what it is doing now.
+    """What a rank has done so far, and which rank it waits for now (None if it does not wait).
 
-    ``lateness[r]`` is the time, in seconds, by which rank r came last to collectives, measured
-    against the median rank; ``slowest`` is the rank with the most of it.
+    ``lateness[r]`` is the total time in seconds for which collectives waited for rank r, compared
+    with the median rank; ``slowest`` is the rank with the largest lateness.
     """
 
     rank: int
@@ -78,17 +78,17 @@ class Statistics(NamedTuple):
 
     @property
     def slowest(self) -> int | None:
-        """The rank the others waited for most, None if there was nobody to wait for."""
+        """The rank that the others waited for most; None if no rank was late."""
         latest = max(range(self.world_size), key=self.lateness.__getitem__)
         return latest if self.lateness[latest] > 0 else None
 
 
 class Backend(CallMethods, abc.ABC):
-    """A group of ranks seen from one of them.
+    """A group of ranks, as seen from one of them: what MPI calls a communicator.
 
-    ``rank`` is this rank's number in the group, ``world_size`` how many there are. Every collective
-    is a method: ``backend.allreduce(x)`` is ``ferrodist.allreduce(x, backend)``. Use it as a
-    context manager, or call ``close()`` when this rank makes no further calls.
+    ``rank`` is this rank's number in the group, ``world_size`` the number of ranks. Every
+    collective is also a method: ``backend.allreduce(x)`` is ``ferrodist.allreduce(x, backend)``.
+    Use it as a context manager, or call ``close()`` after this rank's last call.
     """
 
     # The fast paths, where a provider has them: they give the result, or NotImplemented for what
@@ -135,7 +135,7 @@ class Backend(CallMethods, abc.ABC):
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return self._world_size
 
     def __dir__(self) -> list[str]:
@@ -146,12 +146,12 @@ class Backend(CallMethods, abc.ABC):
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among those on its host."""
+        """This rank's number among the ranks on its host."""
         return self.rank
 
     @property
     def local_world_size(self) -> int:
-        """How many ranks are on this host."""
+        """The number of ranks on this host."""
         return self.world_size
 
     @abc.abstractmethod
@@ -230,10 +230,10 @@ class Backend(CallMethods, abc.ABC):
 
     @abc.abstractmethod
     def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Self:
-        """Make a group of some ranks of this one.
+        """Make a new group of some ranks of this one.
 
-        Only the members call it, all with the same list; their ranks in the new group follow its
-        order. Waits for all of them and names those missing.
+        Only the members call it, all with the same list; their ranks in the new group follow the
+        order of the list. Waits for all members; CollectiveTimeout names those that do not come.
         """
 
     def _sharing_ranks(self) -> Sequence[int]:
@@ -253,11 +253,11 @@ class Backend(CallMethods, abc.ABC):
 
     @abc.abstractmethod
     def abort(self, reason: str = "abort() was called") -> None:
-        """Give the group up, and those split off it: all calls on all ranks raise GroupAborted."""
+        """Abort this group and its subgroups: calls on all ranks raise GroupAborted."""
 
     @abc.abstractmethod
     def statistics(self) -> Statistics:
-        """Count what happened so far."""
+        """Return what this rank has done so far, and which ranks were late."""
 
     @abc.abstractmethod
     def _check_algorithm(
@@ -289,10 +289,10 @@ class Backend(CallMethods, abc.ABC):
 
     @property
     def timeout(self) -> float | None:
-        """Deadline of a call in seconds when none is passed; None waits for ever.
+        """The timeout in seconds of calls that are not given one; None waits for ever.
 
-        Until it is set, a call still waits after it for ranks that are alive and not stuck in
-        another call, at most ``FERRODIST_LATE_TIMEOUT``. What is set, also 60, is exact.
+        The default of 60 s is not exact: a call waits longer, up to ``FERRODIST_LATE_TIMEOUT``, for
+        ranks that are alive and not stuck in another call. A timeout that you set is exact.
         """
         return self._timeout
 
@@ -303,7 +303,7 @@ class Backend(CallMethods, abc.ABC):
 
     @property
     def reproducible(self) -> bool:
-        """Whether calls that do not say otherwise reduce in rank order on every backend."""
+        """Whether calls reduce in rank order, with the same bits on every backend, by default."""
         return self._reproducible
 
     @reproducible.setter
@@ -326,23 +326,23 @@ class Backend(CallMethods, abc.ABC):
         """Hear that timeout, reproducible or is_closed changed."""
 
     def empty(self, shape: Any, dtype: Any, kind: str = "numpy") -> Any:
-        """Make an array that the other ranks reach in place, where ranks can share memory.
+        """Make an array in memory from which collectives need no copy, if ranks share memory.
 
-        Local: each rank makes arrays of its own, when it likes. They are ordinary arrays of NumPy
-        or torch (``kind``); collectives find them, their views and slices by address, and move no
-        bytes through staging. Elsewhere than in shared memory it is ordinary memory. The content is
-        undefined. Raises MemoryError if there is not enough.
+        A local call: other ranks need not make it. ``kind`` is ``"numpy"`` or ``"torch"``, and the
+        result is an ordinary array of that library with undefined content. Collectives recognise
+        it, its views and slices by their address. Without shared memory it is ordinary memory.
+        Raises MemoryError if there is not enough.
         """
         return self._new_array(parse_form(shape, dtype, kind))
 
     def zeros(self, shape: Any, dtype: Any, kind: str = "numpy") -> Any:
-        """Make an array as ``empty`` does, filled with zeros."""
+        """Make an array like ``empty``, filled with zeros."""
         array = self.empty(shape, dtype, kind)
         array[...] = 0
         return array
 
     def like(self, x: Any) -> Any:
-        """Make an array as ``empty`` does, of the dtype, shape and kind of ``x``."""
+        """Make an array like ``empty``, with the dtype, shape and library of ``x``."""
         return self._new_array(form_like(x))
 
     def _new_array(self, form: Form) -> Any:
@@ -356,11 +356,11 @@ class Backend(CallMethods, abc.ABC):
     def shared(
         self, shape: Any, dtype: Any, kind: str = "numpy", *, timeout: Timeout = DEFAULT
     ) -> Any:
-        """Make one array of zeros per host, which all ranks of the host see; every rank calls it.
+        """Make one array of zeros per host that all ranks of the host share; every rank calls it.
 
-        What a rank writes is seen by those who have come through a ``barrier`` after it. The memory
-        lives until every rank of the host has dropped its array or ended, in any order. If
-        it cannot be had, every rank raises OutOfMemory. Over TCP alone there is none.
+        What a rank writes before a ``barrier``, the others see after it. The memory is freed when
+        all ranks of the host have dropped their array or ended. If a host has not enough memory,
+        every rank raises OutOfMemory. A TcpBackend raises UnsupportedOp.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -412,10 +412,10 @@ class Backend(CallMethods, abc.ABC):
     def split_by(
         self, color: int | None, key: int = 0, *, timeout: Timeout = DEFAULT
     ) -> Self | None:
-        """Make a group of all ranks with the same color; every rank calls it.
+        """Make one group per ``color`` of the ranks that pass it; every rank calls it.
 
-        Ranks follow ``key`` in the new group, and for equal keys their ranks here. A rank whose
-        color is None joins no group and gets None.
+        In the new group, ranks are ordered by ``key``, then by their rank here. A rank that passes
+        None as color joins no group, and None is returned.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -437,7 +437,7 @@ class Backend(CallMethods, abc.ABC):
         return self.split(ranks, timeout=deadline.rest_of(timeout))
 
     def dup(self, *, timeout: Timeout = DEFAULT) -> Self:
-        """Make a group of the same ranks, whose calls and messages are apart from this one's.
+        """Make a group of the same ranks, with calls and messages separate from this group's.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -453,11 +453,11 @@ class Backend(CallMethods, abc.ABC):
         *,
         timeout: Timeout = DEFAULT,
     ) -> Grid:
-        """Arrange the ranks in a grid, row by row; every rank calls it.
+        """Make a group in which the ranks form a Cartesian grid, row by row; every rank calls it.
 
-        The grid is a group of its own that also knows ``shape``, ``coords``, ``shift``, ``sub`` and
-        the exchanges with neighbors. ``periodic`` says, for all axes or for each, whether the
-        last rank along it has the first one as its neighbor.
+        See ``Grid`` for what it adds to a group. ``periodic`` says, for all axes or for each,
+        whether the first and the last rank along it are neighbors. Raises InvalidWorldSize if
+        ``shape`` does not have as many cells as there are ranks.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -617,13 +617,14 @@ class Backend(CallMethods, abc.ABC):
 
     @property
     def is_closed(self) -> bool:
-        """True after close()."""
+        """Whether close() was called."""
         return self._is_closed
 
     def close(self) -> None:
-        """Finish what is in flight and leave the group; raise the error of a Work nobody asked.
+        """Wait for calls in flight and leave the group.
 
-        Not collective: others go on as long as they need nothing more from this rank.
+        Raises the error of a failed call in flight whose Work was never asked for its result. Not
+        collective: the other ranks continue as long as they need nothing more from this one.
         """
         self._finish_and_leave(f"closed at {caller_site()}", Deadline(None))
 

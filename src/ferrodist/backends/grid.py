@@ -103,10 +103,10 @@ class Place:
 
 
 class Grid(Backend):
-    """A group whose ranks stand in a grid, row by row: made by ``backend.grid``, or by ``sub``.
+    """A group whose ranks form a Cartesian grid, row by row; made by ``backend.grid`` and ``sub``.
 
-    All that a backend does it does too. Groups that are split off it are plain ones. *Directions*
-    are ordered axis 0 to lower coordinates, axis 0 to higher ones, axis 1 to lower ones, and so on.
+    It has everything that a Backend has; ``split`` makes groups without a grid. *Directions* are
+    ordered: axis 0 lower, axis 0 higher, axis 1 lower, axis 1 higher, and so on.
     """
 
     # All its names that are not public: any other may be one of the group's class.
@@ -115,23 +115,23 @@ class Grid(Backend):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many ranks there are along each axis."""
+        """The number of ranks along each axis."""
         return self._place.shape
 
     @property
     def periodic(self) -> tuple[bool, ...]:
-        """Whether the last rank along each axis has the first one as its neighbor."""
+        """For each axis, whether its first and last ranks are neighbors."""
         return self._place.periodic
 
     @property
     def coords(self) -> tuple[int, ...]:
-        """Where this rank stands; of any rank it is ``np.unravel_index(rank, grid.shape)``."""
+        """This rank's coordinates, equal to ``np.unravel_index(rank, grid.shape)``."""
         return self._place.coords
 
     def shift(self, axis: int, step: int = 1) -> tuple[Any, Any]:
-        """Return whom to receive from and whom to send to when all send ``step`` ranks further.
+        """Return ``(source, destination)`` of a shift by ``step`` ranks along an axis.
 
-        Beyond an open edge that is ``ferrodist.PROC_NULL``, to which ``sendrecv`` sends nothing.
+        Beyond an open edge it is ``ferrodist.PROC_NULL``: ``sendrecv`` sends nothing there.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -147,9 +147,9 @@ class Grid(Backend):
         return PROC_NULL if src == NOBODY else src, PROC_NULL if dst == NOBODY else dst
 
     def sub(self, axes: int | Sequence[int], *, timeout: Timeout = DEFAULT) -> Grid:
-        """Make the grid of those ranks that differ from this one along ``axes`` only.
+        """Make the subgrid of the ranks that differ from this one only along ``axes``.
 
-        Every rank calls it. ``grid.sub(1)`` is this rank's row; its axes follow the order given.
+        Every rank calls it. ``grid.sub(1)`` is this rank's row. Its axes are in the order given.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -169,7 +169,7 @@ class Grid(Backend):
         return _as_grid(group, members.shape, tuple(self.periodic[axis] for axis in kept))
 
     def split(self, ranks: Sequence[int], *, timeout: Timeout = DEFAULT) -> Any:
-        """Make a group, without a shape, of some ranks; only those call it, with the same list."""
+        """Make a group of some ranks, without a grid, as ``Backend.split`` does."""
         group = super().split(ranks, timeout=timeout)  # type: ignore[safe-super] # of the group's class
         group.__class__ = self._plain  # type: ignore[assignment] # it was made as one like this
         return group
@@ -179,10 +179,10 @@ class Grid(Backend):
     def neighbor_all_gather(
         self, x: Any, *, out: Any = None, timeout: Timeout = DEFAULT
     ) -> list[Any]:
-        """Send ``x`` to all neighbors; return what they send, a list by direction.
+        """Send ``x`` to all neighbors; return a list of what they sent, by direction.
 
-        It is axis 0 lower, axis 0 higher, axis 1 lower and so on, with None beyond open edges.
-        ``out`` may give an array, or None, for each. Only neighbors wait for each other.
+        The list has None beyond open edges. ``out`` may list an array, or None, for each
+        direction. Only neighbors wait for each other.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -195,11 +195,11 @@ class Grid(Backend):
     def neighbor_all_to_all(
         self, parts: Iterable[Any], *, out: Any = None, timeout: Timeout = DEFAULT
     ) -> list[Any]:
-        """Send one part to each neighbor; return what they send here, a list by direction.
+        """Send one part to each neighbor; return a list of what they sent, by direction.
 
-        Parts and results are in the order axis 0 lower, axis 0 higher, axis 1 lower and so on. Of
-        parts beyond an open edge none is looked at, and None comes from there. Neighbors may send
-        other shapes than this rank. ``out`` may give an array, or None, for each.
+        ``parts`` is in the order of directions, too. Parts beyond an open edge are ignored, and
+        the result has None there. Neighbors may send other shapes than this rank. ``out`` may list
+        an array, or None, for each direction.
 
         Example:
             >>> from ferrodist.testing import run_ranks

@@ -37,9 +37,9 @@ from ferrodist.schedules import Lengths
 
 
 class HybridBackend(TcpBackend):
-    """One rank of a group of processes on several hosts.
+    """A group of processes on several hosts: shared memory within a host, TCP between hosts.
 
-    Made by ``ferrodist.init()`` under a launcher whose ranks are on several hosts, or by ``split``.
+    Made by ``ferrodist.init()`` if the launcher started ranks on several hosts, or by ``split``.
     """
 
     _has_fast_path = False  # until the ranks of this host have met
@@ -56,7 +56,7 @@ class HybridBackend(TcpBackend):
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> Self:
-        """Connect all ranks, and let those of each host share memory; every rank calls it."""
+        """Connect to all ranks of a job, and share memory with those on this host."""
         config = Config.from_environment() if config is None else config
         made = super().join(job, config=config)
         try:

@@ -46,7 +46,7 @@ _SCHEDULE_TAG = MAX_TAG + 1  # no user's
 
 
 class SharedMemoryBackend(ProcessMessagingBackend):
-    """One rank of a group of processes on one host.
+    """A group of processes on one host, which communicate in shared memory.
 
     Made by ``ferrodist.init()`` under a launcher, by ``ferrodist.run``, or by ``split``.
     """
@@ -70,7 +70,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> SharedMemoryBackend:
-        """Meet the other ranks of the job and make the group of all; every rank calls it."""
+        """Join a job whose ranks are all on this host; every rank calls it."""
         config = Config.from_environment() if config is None else config
         arena = _native.Arena(job.rank, job.world_size)
         members = meet(job, arena.fd, config.join_timeout)

@@ -44,7 +44,7 @@ _NO_MEMORY = "no memory"  # how native code begins to say so
 
 
 class TcpBackend(ProcessMessagingBackend):
-    """One rank of a group of processes that are connected by TCP.
+    """A group of processes that communicate over TCP.
 
     Made by ``ferrodist.init(backend="tcp")`` under a launcher, or by ``split``.
     """
@@ -71,7 +71,7 @@ class TcpBackend(ProcessMessagingBackend):
 
     @classmethod
     def join(cls, job: Job, *, config: Config | None = None) -> Self:
-        """Connect to the other ranks of the job and make the group of all; every rank calls it."""
+        """Connect to all other ranks of a job; every rank calls it."""
         config = Config.from_environment() if config is None else config
         config = replace(config, message_nbytes=min(config.message_nbytes, _LONGEST_PIECE))
         mesh_peers = join_mesh(job, config)

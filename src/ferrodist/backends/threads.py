@@ -114,7 +114,7 @@ def _with_descendants(control: Control, world_rank: int) -> Iterator[Control]:
 
 
 class SimulatedBackend(ThreadMessagingBackend):
-    """One rank of a world whose ranks are threads of this process.
+    """A group of ranks that are threads of this process, for tests; see ``testing.run_ranks``.
 
     Example:
         >>> import threading, numpy as np, ferrodist

@@ -136,11 +136,10 @@ def _view(array: Any, start: int, leaf: GradientSpec) -> Any:
 
 
 class Bucket:
-    """Leaves in one array.
+    """Several gradients in one array, as a DDP ``hook`` gets them.
 
-    ``array`` is everything, ``gradients`` and ``tail`` are parts of it, ``views`` are the leaves in
-    their own shapes, by number. ``op`` is what the ranks' arrays are to be reduced by. Between
-    rounds ``use`` may put another array in place of all these.
+    ``array`` is the whole memory; ``gradients`` and ``tail`` are parts of it. ``views`` are the
+    gradients in their own shapes, by number. ``op`` is how the arrays of the ranks are reduced.
     """
 
     def __init__(

@@ -25,11 +25,11 @@ _MAX_SHIFT = 64  # so that scaling itself stays within float32
 
 
 class Compress:
-    """A hook for DDP that sends gradients as ``"bfloat16"`` or as ``"float16"``.
+    """A hook for DDP that sends gradients as ``"bfloat16"`` or ``"float16"``.
 
-    bfloat16 keeps 8 binary digits and the range of float32. float16 keeps 11 of them; numbers are
-    scaled by a power of two that all ranks derive from the round before. A round without one, the
-    first, and one in which something does not fit, travels in full, so nothing is ever clipped.
+    bfloat16 keeps 8 bits of precision and the range of float32. float16 keeps 11 bits; gradients
+    are scaled by a power of two that all ranks derive from the previous step. The first step, and
+    a step with values that do not fit, is sent uncompressed, so no value is ever clipped.
 
     Example:
         >>> import torch, ferrodist
@@ -125,13 +125,13 @@ def _largest(array: torch.Tensor) -> float:
 
 
 class TopK:
-    """A hook for DDP that sends the share ``ratio`` of every bucket, one number at least.
+    """A hook for DDP that sends the largest values of each bucket, a share ``ratio`` of them.
 
-    One call per bucket, an all_gather: every rank receives what all others send, so it pays while
-    world_size * ratio is well below 1. Errors belong to a bucket and begin at zero with it: when
-    DDP makes new ones (after the first step, and when parameters are frozen or thawed), and where
-    ``join()`` begins or ends. Where something is inf or nan the whole bucket becomes nan. What
-    is not float32 or float64 travels in full.
+    At least one value per bucket is sent; what is not sent is added to the next step's gradients
+    (error feedback). It makes one all_gather per bucket, so it pays off if world_size * ratio is
+    well below 1. The stored errors are reset when DDP makes new buckets (after the first step, and
+    when parameters are frozen or unfrozen) and where ``join()`` begins or ends. If a bucket has an
+    inf or nan, it becomes nan. Dtypes other than float32 and float64 are sent uncompressed.
 
     Example:
         >>> import torch, ferrodist
@@ -229,13 +229,13 @@ def _sum_rows(rows: torch.Tensor, into: torch.Tensor, op: str) -> None:
 
 
 class PowerSGD:
-    """A hook for DDP that sends matrices as two factors of ``rank`` columns.
+    """A hook for DDP that sends each gradient matrix as two factors P and Q of ``rank`` columns.
 
-    Gradients with fewer than two axes, and those that factors would not make smaller, travel as
-    they are, in the same call as the P; so do those that are not float32 or float64. That makes two
-    calls per bucket. Errors belong to a bucket and begin at zero with it: when DDP makes new
-    ones (after the first step, and when parameters are frozen or thawed), and where ``join()``
-    begins or ends. Where something is inf or nan all matrices of the bucket become nan.
+    It makes two calls per bucket. Gradients with fewer than two axes, those that factors would not
+    make smaller, and dtypes other than float32 and float64 are sent uncompressed together with P.
+    Errors are fed back; they are reset when DDP makes new buckets (after the first step, and when
+    parameters are frozen or unfrozen) and where ``join()`` begins or ends. If a bucket has an inf
+    or nan, all its matrices become nan.
 
     Example:
         >>> import torch, ferrodist

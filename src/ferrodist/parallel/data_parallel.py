@@ -29,11 +29,11 @@ _REAL_PARTS = {DType.COMPLEX64: DType.FLOAT32, DType.COMPLEX128: DType.FLOAT64}
 def average_gradients(
     tree: Any, backend: ferrodist.Backend | None = None, *, weight: float | None = None
 ) -> Any:
-    """Return the mean over all ranks of every leaf of a tree; every rank calls it.
+    """Return the mean over all ranks of each array in a tree; every rank calls it.
 
-    New arrays, of the kinds that were passed, in one collective. All ranks pass the same structure,
-    dtypes and shapes. With a ``weight``, such as this rank's number of samples, the mean is
-    weighted; a rank with weight 0 counts for nothing, whatever its arrays hold.
+    The results are new arrays of the same libraries; one collective computes all of them. All ranks
+    pass the same structure, dtypes and shapes. ``weight``, for example this rank's number of
+    samples, makes the mean a weighted one; arrays of a rank with weight 0 are ignored.
 
     Example:
         >>> import numpy as np, ferrodist
@@ -83,10 +83,10 @@ class _Slot(NamedTuple):
 
 
 class DataParallel:
-    """Average gradients of one tree of parameters, step by step, in buckets made once.
+    """Average the gradients of a tree of parameters (NumPy, JAX, ...) in buckets that are reused.
 
-    ``params`` are those of rank 0, on every rank, as new arrays; every rank makes a DataParallel
-    of a tree with the same structure, dtypes and shapes. ``bucket_mib`` is how much is sent as one.
+    Every rank makes one, of a tree with the same structure, dtypes and shapes. ``self.params`` is
+    the tree of rank 0, as new arrays. ``bucket_mib`` is how many MiB are sent in one call.
 
     Example:
         >>> import numpy as np, ferrodist
@@ -120,24 +120,24 @@ class DataParallel:
 
     @property
     def gradients(self) -> Any:
-        """The tree as NumPy arrays in the buckets themselves: fill them, and average them in place.
+        """The tree as NumPy arrays in the buckets' own memory.
 
-        ``average(parallel.gradients)`` copies nothing, allocates nothing and returns these arrays.
+        Fill them: ``average(parallel.gradients)`` averages them in place, without any copy.
         """
         return self._rebuild(list(self._own))
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
-        """Return the tree of ``root`` as new arrays: parameters, or the state of an optimizer."""
+        """Return the tree of rank ``root`` as new arrays, for example an optimizer's state."""
         return ferrodist.broadcast(tree, self.backend, root)
 
     def average(self, gradients: Any, *, weight: float | None = None) -> Any:
         """Return the mean over all ranks of every gradient; every rank calls it.
 
-        The result has the structure of the parameters and arrays of the kinds that were passed:
-        new ones, which are the caller's to keep, except that those of ``self.gradients`` come back
-        themselves. A leaf that is None or not there counts as zeros, and comes back as None if it
-        is so on all ranks. With a ``weight``, such as this rank's number of samples, the mean is
-        weighted; a rank with weight 0 counts for nothing, whatever its gradients hold.
+        The result has the structure of the parameters, with new arrays of the libraries that were
+        passed; ``self.gradients`` are averaged in place instead. A leaf that is None or missing
+        counts as zeros, and is None in the result if it is so on all ranks. ``weight``, for example
+        this rank's number of samples, makes the mean a weighted one; gradients of a rank with
+        weight 0 are ignored.
         """
         share = None if weight is None else _check_weight(weight, "DataParallel.average")
         given = self._take(gradients)
@@ -164,7 +164,7 @@ class DataParallel:
         return self._rebuild(means)
 
     def check_replicas(self, tree: Any) -> None:
-        """Refuse, on every rank, a tree that is not the same on all, to the bit; costs one call."""
+        """Raise on every rank if a tree is not the same on all, bit for bit; one collective."""
         named, rebuild = flatten(tree, "DataParallel.check_replicas: tree")
         hashes = [
             _hash(as_input(leaf, f"DataParallel.check_replicas: tree{p}")) for p, leaf in named

@@ -25,18 +25,25 @@ NOT_THE_USERS.append(os.path.dirname(torch.__file__) + os.sep)  # errors name th
 
 
 class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not looked at
-    """Wrap a module; after ``backward`` every rank has the mean of all ranks' gradients.
+    """Wrap a torch module so that ``backward`` averages its gradients over all ranks.
 
-    The parameters and buffers of rank 0 are copied into those of the others, so an optimizer made
-    before or after works. Gradients are averaged in buckets of ``bucket_mib`` MiB, the first of
-    ``first_bucket_mib``, while backward still runs. ``overlap=False``: only when ``sync_gradients``
-    is called. ``broadcast_buffers``: after every round the others get rank 0's buffers.
-    ``check_replicas=k`` compares all parameters every k steps, bit for bit. ``hook`` reduces a
-    bucket, instead of a plain allreduce. ``ignored_parameters``, parameters or names of them or of
-    buffers, are left to each rank. The arguments of torch's DDP are taken where they mean
-    something here.
+    The constructor copies the parameters and buffers of rank 0 into those of the other ranks, in
+    place, so the optimizer may be made before or after. Every rank wraps the same model. Attributes
+    and ``state_dict`` are those of the wrapped module, without a prefix.
 
-    Attributes, ``state_dict`` and the like are those of the module inside.
+    Args:
+        module: the model.
+        backend: the group that trains together; by default the one that ``init`` made.
+        bucket_mib: gradients are averaged in buckets of this size in MiB, while backward runs.
+        first_bucket_mib: the size of the first bucket.
+        overlap: if False, gradients are averaged only when ``sync_gradients`` is called.
+        broadcast_buffers: whether the other ranks get rank 0's buffers after every backward.
+        check_replicas: compare the parameters of all ranks, bit for bit, every so many steps.
+        hook: reduces a bucket instead of a plain allreduce, for example ``Compress("bfloat16")``.
+        ignored_parameters: parameters, or names of parameters or buffers, that are not averaged,
+            copied or compared.
+
+    Arguments of torch's DistributedDataParallel are accepted where they have a meaning here.
 
     Example:
         >>> import torch, ferrodist
@@ -111,7 +118,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     @property
     def backend(self) -> ferrodist.Backend:
-        """The ranks that train together. That of a copy is set before its first backward."""
+        """The group that trains together. After copying a DDP, set it before the first backward."""
         if self._backend is None:
             raise ferrodist.NotInitialized(
                 "DDP: a copy of a wrapped module has no backend; set copy.backend on every rank, "
@@ -135,11 +142,11 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
             return getattr(super().__getattr__("module"), name)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """Return that of the module, as if it had never been wrapped."""
+        """Return the state_dict of the wrapped module, without a prefix."""
         return self.module.state_dict(*args, **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Load that of the module, also one that torch's DDP has put ``module.`` before."""
+        """Load a state_dict of the module; the prefix ``module.`` of torch's DDP is removed."""
         return self.module.load_state_dict(
             _without_prefix(state_dict, self.module), *args, **options
         )
@@ -166,7 +173,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
     # -- training -------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the module; its outputs are where backward will begin."""
+        """Run the module; backward of the outputs averages gradients."""
         if not torch.is_grad_enabled():
             return self.module(*args, **options)
         is_compiling = torch.compiler.is_compiling()
@@ -177,7 +184,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backward of what forward computes from now on averages gradients."""
+        """Whether backward of the next forwards averages gradients; False inside ``no_sync``."""
         return self._backend is None or self._gradients.is_on
 
     @require_backward_grad_sync.setter
@@ -187,10 +194,10 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of what forward computes in here add up on this rank alone.
+        """Accumulate gradients locally: backward of forwards in this context does not average.
 
-        The next backward of a forward outside averages the sum. As in torch it is forward that
-        counts, wherever its backward runs.
+        The next backward of a forward outside averages the accumulated sum. As in torch, what
+        counts is where forward runs, not backward.
         """
         was_on, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -199,12 +206,12 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
             self.require_backward_grad_sync = was_on
 
     def sync_gradients(self) -> None:
-        """Make every gradient the mean of all ranks'; every rank calls it."""
+        """Average the gradients over all ranks now; every rank calls it."""
         self.backend._check_usable()
         self._gradients.sync()
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Copy the parameters and buffers of ``root`` into those of all ranks, in place."""
+        """Copy the parameters and buffers of rank ``root`` to all ranks, in place."""
         self.backend._check_rank(root, "DDP.broadcast_parameters: root")
         tensors = self._tensors()
         replicas.check_structure(tensors, self.backend)
@@ -219,13 +226,13 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
         throw_on_early_termination: bool = False,
         enable: bool = True,
     ) -> Iterator[None]:
-        """Let ranks have different numbers of steps; all enter it, around their whole loop.
+        """Allow ranks to train for different numbers of steps; all ranks put their loop into it.
 
-        A rank that is done takes part in the others' rounds with nothing: the mean is over those
-        who still train, weighted by their batches' lengths if ``by_samples``. At the end all have
-        the parameters of the rank with the most steps; optimizers are left as they are. The others
-        are torch's: to divide by the number of all ranks, to raise on all ranks when the first one
-        is done, and to do nothing of all this.
+        A rank that has finished joins the averaging of the others without contributing: the mean
+        is over the ranks that still train, weighted by the lengths of their batches if
+        ``by_samples``. At the end all ranks have the parameters of the rank with the most steps;
+        optimizers are not changed. The other arguments are those of torch: divide by the number of
+        all ranks, raise on all ranks when the first one has finished, do nothing.
         """
         if not enable:
             yield

@@ -68,7 +68,7 @@ class Epochs:
 
     @property
     def consumed(self) -> int:
-        """How many samples all ranks together have been given in this epoch."""
+        """The number of samples that all ranks together have taken in this epoch."""
         return self._position.consumed
 
     def set_epoch(self, epoch: int) -> None:
@@ -170,18 +170,17 @@ class Epochs:
 
 
 class IndexShards(Epochs):
-    """Give a rank its share of every global batch, as NumPy arrays of sample numbers.
+    """Iterate over this rank's share of every global batch, as NumPy arrays of sample indices.
 
-    Iterating goes from the position at hand to the end of the epoch; then the position is the begin
-    of the next one. All ranks get the same number of batches. Either ``global_batch_size`` or
-    ``rank_batch_size`` is given.
+    Iterating continues from the current position to the end of the epoch; the next iteration is
+    the next epoch. All ranks get the same number of batches. Pass either ``global_batch_size`` or
+    ``rank_batch_size``.
 
-    ``remainder`` says what becomes of a batch that the ranks cannot share evenly. ``"uneven"``:
-    shares differ by one, not always on the same ranks, so weigh gradients by ``len(batch)``; a last
-    batch of fewer samples than ranks is added to the one before, so that no share is empty.
-    ``"pad"``: the last batch is filled up with samples of this epoch's begin, ``"drop"``: what is
-    too much for it is left out; with both, shares are equal. ``drop_last`` leaves out a last batch
-    that is not full.
+    ``remainder`` says what to do with a batch that cannot be divided evenly among the ranks.
+    ``"uneven"``: shares differ by one, not always on the same ranks, so weight gradients by
+    ``len(batch)``; a last batch with fewer samples than ranks is merged into the one before, so
+    that no share is empty. ``"pad"``: the last batch is filled with the first samples of the epoch.
+    ``"drop"``: the surplus samples are dropped. ``drop_last`` drops a last batch that is not full.
 
     For torch: ``DataLoader(dataset, batch_sampler=shards)``.
 
@@ -236,10 +235,10 @@ class IndexShards(Epochs):
         self._position = Position(epoch + 1, 0)
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int | bool]:
-        """Return all it takes to go on from here, in a world of any size.
+        """Return the position, to resume from it with any number of ranks.
 
-        ``num_batches``: how many batches of this pass have been used, where more than those have
-        been fetched, as a DataLoader with workers does.
+        ``num_batches``: how many batches of this iteration the program has used, if more than
+        those were fetched, as a DataLoader with workers does.
         """
         if num_batches is None:
             return self._state(self._position)
@@ -317,9 +316,10 @@ def shard_indices(
     remainder: Remainder = "uneven",
     drop_last: bool = False,
 ) -> IndexShards:
-    """Deal the samples 0 to num_samples - 1 to the ranks: none is lost and none comes twice.
+    """Return this rank's IndexShards of the samples 0 to num_samples - 1.
 
-    Gives this rank's IndexShards. Nothing is sent: every rank passes the same arguments.
+    Together, the ranks get every sample exactly once, unless ``remainder`` pads or drops. No
+    communication: every rank passes the same arguments.
 
     Example:
         >>> import ferrodist
@@ -345,18 +345,18 @@ def shard_indices(
 
 
 class ShardedSampler(Epochs):
-    """Give a rank its samples of a dataset, one number after the other; for torch's DataLoader.
+    """A sampler for torch's DataLoader that yields this rank's samples, like DistributedSampler.
 
-    ``DataLoader(dataset, batch_size=32, sampler=ShardedSampler(dataset))``. Nothing is sent: every
+    ``DataLoader(dataset, batch_size=32, sampler=ShardedSampler(dataset))``. No communication: every
     rank passes the same arguments.
 
-    ``remainder`` says what becomes of the samples that the ranks cannot share evenly. ``"pad"``:
-    some come twice, ``"drop"``: they are left out; with both, all ranks have the same number of
-    samples, as DDP needs it. ``"uneven"``: some ranks, others in every epoch, have one more, and
-    none is lost or comes twice.
+    ``remainder`` says what to do with samples that cannot be divided evenly among the ranks.
+    ``"pad"``: some samples are repeated. ``"drop"``: they are dropped. With both, all ranks have
+    the same number of samples, as DDP requires. ``"uneven"``: some ranks, different ones in each
+    epoch, have one more, and every sample is used once.
 
-    Every pass is of a new epoch, with an order of its own if ``shuffle``, also where the pass
-    before was left early.
+    Each iteration is a new epoch, with a new order if ``shuffle``, even if the last iteration was
+    not finished.
 
     Example:
         >>> import ferrodist
@@ -391,7 +391,7 @@ class ShardedSampler(Epochs):
 
     @property
     def consumed(self) -> int:
-        """How many samples all ranks together have been given in this epoch."""
+        """The number of samples that all ranks together have taken in this epoch."""
         return self._after(self._num_given).consumed
 
     def __len__(self) -> int:
@@ -438,11 +438,11 @@ class ShardedSampler(Epochs):
         return Position(epoch, min(consumed + num_given * self.world_size, self.num_samples))
 
     def state_dict(self, num_samples: int | None = None) -> dict[str, int | bool]:
-        """Return all it takes to go on from here, in a world of any size.
+        """Return the position, to resume from it with any number of ranks.
 
-        ``num_samples``: how many samples this rank has used since the pass began, where more than
-        those have been fetched, as a DataLoader with workers does. ``steps * batch_size`` will do:
-        it may be more than there are.
+        ``num_samples``: how many samples of this iteration this rank has used, if more than those
+        were fetched, as a DataLoader with workers does. ``steps * batch_size`` will do, even if it
+        exceeds the number of samples.
         """
         if num_samples is None:
             return self._state(self._after(self._num_given))

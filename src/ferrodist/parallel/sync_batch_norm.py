@@ -22,12 +22,12 @@ from ferrodist.parallel import backend_of
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]  # types of torch are not looked at
-    """Normalize over the batches of all ranks; the arguments are those of torch's BatchNorm.
+    """Batch normalization over the batches of all ranks, with the arguments of torch's BatchNorm.
 
-    For inputs of two dimensions and more, channels second. In training every rank takes part in
-    forward and backward, with a batch of any length, also an empty one; a world of one, and
-    evaluation, make no calls. Statistics are float32, for float64 inputs float64. Without
-    ``backend`` it is that of the DDP around it, or else what ``init`` made.
+    Inputs have two or more dimensions, channels second. In training, all ranks call forward and
+    backward; their batches may have different lengths, even zero. Evaluation, and a world of one,
+    make no calls. Statistics are float32 (float64 for float64 inputs). ``backend`` is by default
+    that of the DDP around the layer, else the one that ``init`` made.
 
     Example:
         >>> import torch, ferrodist
@@ -201,10 +201,10 @@ def _gradient_sums(
 def convert_sync_batchnorm(
     module: torch.nn.Module, backend: ferrodist.Backend | None = None
 ) -> torch.nn.Module:
-    """Replace every BatchNorm in a module by a SyncBatchNorm, and return the module.
+    """Replace every BatchNorm in a module with a SyncBatchNorm, in place, and return the module.
 
-    Parameters, buffers and hooks stay the very same, so optimizers and checkpoints do too. A module
-    that is a BatchNorm itself is returned as a new one.
+    Parameters, buffers and hooks are kept, so optimizers and checkpoints stay valid. If the module
+    itself is a BatchNorm, a new SyncBatchNorm is returned.
 
     Example:
         >>> import torch, ferrodist

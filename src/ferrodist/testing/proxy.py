@@ -31,11 +31,11 @@ class ForwardedBytes(NamedTuple):
 
 
 class FaultProxy:
-    """Forward every connection made to ``address`` to ``target``, and let it suffer ``faults``.
+    """A TCP proxy that forwards connections from ``address`` to ``target`` and injects ``faults``.
 
-    Forwards from the moment it is made until close() or the end of the ``with`` block. The faults
-    count the bytes of each connection apart. freeze(), thaw(), cut() and reset() strike all
-    connections at once and have taken effect when they return.
+    It forwards until close() or the end of the ``with`` block. Faults count the bytes of each
+    connection separately. freeze(), thaw(), cut() and reset() affect all connections and have
+    taken effect when they return.
 
     Example:
         >>> import socket
@@ -90,27 +90,27 @@ class FaultProxy:
 
     @property
     def connections(self) -> int:
-        """How many connections were made so far, all those included that a client has."""
+        """The number of connections made so far."""
         self._order(lambda: None)
         with self._changed:
             return self._made
 
     @property
     def open_connections(self) -> int:
-        """How many of them have not ended."""
+        """The number of connections that are still open."""
         with self._changed:
             return self._open
 
     @property
     def forwarded(self) -> ForwardedBytes:
-        """How many bytes of payload were forwarded so far."""
+        """The number of bytes forwarded so far."""
         with self._changed:
             return ForwardedBytes(self._passed["to_target"], self._passed["from_target"])
 
     def wait_for_bytes(
         self, count: int, timeout: float = 30.0, *, direction: Direction = "both"
     ) -> None:
-        """Wait until so many bytes were forwarded in all; raise TimeoutError if they were not."""
+        """Wait until this many bytes in total were forwarded, or raise TimeoutError."""
 
         def passed() -> int:
             return sum(self._passed.values()) if direction == "both" else self._passed[direction]
@@ -122,7 +122,7 @@ class FaultProxy:
                 )
 
     def wait_for_end(self, timeout: float = 30.0) -> None:
-        """Wait until no connection is open; raise TimeoutError if one still is."""
+        """Wait until no connection is open, or raise TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._open == 0, timeout):
                 raise TimeoutError(
@@ -134,15 +134,15 @@ class FaultProxy:
         self._order(partial(self._set_frozen, True))
 
     def thaw(self) -> None:
-        """Go on forwarding, also what freeze_after had stopped."""
+        """Resume forwarding, also of connections that ``freeze_after`` stopped."""
         self._order(partial(self._set_frozen, False))
 
     def cut(self) -> None:
-        """End all connections with an end-of-file on both sides; what they still send is lost."""
+        """Close all connections in both directions; data not yet forwarded is lost."""
         self._order(partial(self._strike, Link.cut))
 
     def reset(self) -> None:
-        """End all connections with a reset on both sides."""
+        """Reset (RST) all connections in both directions."""
         self._order(partial(self._strike, Link.reset))
 
     def close(self) -> None:

@@ -64,11 +64,11 @@ def run_ranks(
 ) -> list[T]:
     """Run ``fn(backend)`` on every rank of a simulated world and return the results in rank order.
 
-    If ranks fail, raises an ExceptionGroup of all their errors: causes first, by time, then those
-    that only say that another rank failed. ``grace`` seconds after the first failure, or after
-    ``timeout`` for the whole run, every rank blocked in ferrodist is woken; one stuck elsewhere is
-    named with the place it is stuck at. Ranks are threads: what they must not share (a model, a
-    random generator) has to be made inside ``fn``.
+    If ranks fail, raise an ExceptionGroup of all their errors: first the causes, ordered by time,
+    then errors that only say that another rank failed. ``grace`` seconds after the first failure,
+    or ``timeout`` seconds after the start, ranks that are blocked in ferrodist are woken; a rank
+    that is stuck elsewhere is named, with its current line. Ranks are threads: create what they
+    must not share (a model, a random generator) inside ``fn``.
 
     Example:
         >>> from ferrodist.testing import run_ranks
@@ -103,12 +103,12 @@ def run_torch_ranks(
     config: Config | None = None,
     faults: Faults | None = None,
 ) -> list[T]:
-    """Run ``fn(rank)``, a program of torch.distributed, on threads; return the results by rank.
+    """Run ``fn(rank)``, which uses torch.distributed, on threads; return the results in rank order.
 
-    Every thread is a rank of its own world, which ``init_process_group("ferrodist")`` has made when
-    ``fn`` is called. Errors and the other arguments are as in ``run_ranks``. Collectives, groups,
-    DeviceMesh, DTensor and FSDP2 work; what torch keeps once per process does not: torch.compile,
-    checkpoints, and random numbers, whose generator all ranks share.
+    Each thread is a rank; its default process group, of backend "ferrodist", is initialized before
+    ``fn`` is called. Errors and other arguments are those of ``run_ranks``. Collectives, groups,
+    DeviceMesh, DTensor and FSDP2 work. What torch has once per process does not: torch.compile,
+    checkpoints and the global random generator.
 
     Example:
         >>> import torch, torch.distributed as dist

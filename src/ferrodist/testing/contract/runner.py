@@ -93,10 +93,10 @@ _CHECKS: dict[str, Check] = {
 
 
 def run_contract(backend: Backend, cases: Sequence[Case], *, timeout: float = 30.0) -> Report:
-    """Run the cases on this rank of a group; every rank calls it with the same list.
+    """Run contract cases on a backend and return a report; every rank passes the same list.
 
-    Nothing is raised: what failed is in the report. ``timeout`` bounds every call, in seconds; a
-    rank that does not get through ends the run early, because the group is gone then.
+    Failures do not raise: they are in the report. ``timeout`` bounds each call, in seconds. A rank
+    that exceeds it ends the run early, because the group is unusable then.
 
     Example:
         >>> from ferrodist.testing import contract_cases, run_contract, run_ranks
