@@ -37,8 +37,13 @@ class Tells(logging.Handler):
         self.tell(record.getMessage())
 
 
-def tell_of_waits(pipe: Any) -> None:
+def be_patient(backend: Any, pipe: Any, late_rank: int | None = None) -> None:
+    """Use the default timeout, and tell of long waits; a late rank waits until it is told."""
+    backend.barrier()
+    backend.timeout = DEFAULT
     logging.getLogger("ferrodist").addHandler(Tells(pipe.send))
+    if backend.rank == late_rank:
+        pipe.recv()
 
 
 def hear_of_long_wait(rank: Any, words: str) -> list[str]:
@@ -70,11 +75,7 @@ def test_a_rank_that_computes_is_waited_for_beyond_the_default(start):
 
     def body_of(call):
         def body(backend, pipe):
-            backend.barrier()
-            backend.timeout = DEFAULT
-            tell_of_waits(pipe)
-            if backend.rank == 2:
-                pipe.recv()
+            be_patient(backend, pipe, late_rank=2)
             return float(call(backend, np.full(3, backend.rank + 1.0))[-1])
 
         return body
@@ -104,11 +105,7 @@ def last_of(rank: Any) -> Any:
 @pytest.mark.slow
 def test_ranks_that_differ_after_a_long_wait_are_told_of_that(start):
     def body(backend, pipe):
-        backend.barrier()
-        backend.timeout = DEFAULT
-        tell_of_waits(pipe)
-        if backend.rank == 2:
-            pipe.recv()
+        be_patient(backend, pipe, late_rank=2)
         with pytest.raises(CollectiveMismatch):
             ferrodist.allreduce(np.ones(3 + backend.rank // 2), backend)
         return float(ferrodist.allreduce(1.0, backend))
@@ -223,9 +220,7 @@ def test_a_rank_that_waits_for_a_work_is_stuck(start):
 @pytest.mark.slow
 def test_a_call_in_flight_that_nobody_waits_for_holds_nobody(start):
     def body(backend, pipe):
-        backend.barrier()
-        backend.timeout = DEFAULT
-        tell_of_waits(pipe)
+        be_patient(backend, pipe)
         if backend.rank == 2:
             other = ferrodist.recv(1, backend, like=np.ones(1), async_op=True, timeout=20)
             pipe.recv()
@@ -244,9 +239,7 @@ def test_a_call_in_flight_that_nobody_waits_for_holds_nobody(start):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_receive_and_a_large_send_are_patient(start, is_async):
     def body(backend, pipe):
-        backend.barrier()
-        backend.timeout = DEFAULT
-        tell_of_waits(pipe)
+        be_patient(backend, pipe)
         x = np.arange(100_000.0)
         if backend.rank == 2:
             pipe.recv()
@@ -269,13 +262,9 @@ def test_a_receive_and_a_large_send_are_patient(start, is_async):
 @pytest.mark.slow
 def test_a_split_is_patient(start):
     def body(backend, pipe):
-        backend.barrier()
-        backend.timeout = DEFAULT
-        tell_of_waits(pipe)
-        if backend.rank == 2:
-            pipe.recv()
+        be_patient(backend, pipe, late_rank=2)
         group = backend.split([2, 0, 1])
-        assert group.timeout is DEFAULT
+        assert group.timeout is backend.timeout
         return group.rank
 
     with start(3, body, **EARLY_LOG) as job:
@@ -322,11 +311,7 @@ def test_a_rank_without_a_heartbeat_is_lost_as_ever(start):
 @pytest.mark.slow
 def test_a_call_queued_behind_one_that_waits_is_patient_too(start):
     def body(backend, pipe):
-        backend.barrier()
-        backend.timeout = DEFAULT
-        tell_of_waits(pipe)
-        if backend.rank == 2:
-            pipe.recv()
+        be_patient(backend, pipe, late_rank=2)
         first = ferrodist.allreduce(np.ones(3), backend, async_op=True)
         second = float(ferrodist.allreduce({"a": np.full(2, 2.0)}, backend)["a"][0])
         return float(first.wait()[0]) + second

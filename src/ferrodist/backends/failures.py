@@ -134,8 +134,15 @@ _SAME_LINES = (
 _SAME_NUMBER = "every rank must make the same number of calls"
 
 
-def mismatch(sequence: int, calls: Sequence[Call | None]) -> GroupError:
-    """Ranks called different things: the table of who called what and where."""
+def mismatch(
+    sequence: int, calls: Sequence[Call | None], report: MismatchReport | None = None
+) -> GroupError:
+    """Ranks called different things: the table of who called what and where.
+
+    ``report`` is what a rank has found, on arrival, that fingerprints do not show.
+    """
+    if report is not None:
+        return reported_mismatch(sequence, calls, *report)
     present = [call for call in calls if call is not None]
     first = present[0]
     only_sites = all(first.differs_only_in_site(call) for call in present)
@@ -164,10 +171,9 @@ def _advice(call: Call, only_sizes: bool, same_kind: bool) -> str:
 
 
 def reported_mismatch(
-    sequence: int, calls: Sequence[Call], error: type[errors.CollectiveMismatch], text: str
+    sequence: int, calls: Sequence[Call | None], error: type[errors.CollectiveMismatch], text: str
 ) -> GroupError:
-    """A rank found, on arrival, what the fingerprints leave out."""
-    label = calls[0].kind.label
+    label = next(call for call in calls if call is not None).kind.label
     lines = [f"{label} #{sequence}: {text}", *_table(calls)]
     return GroupError(error, sequence, "\n".join(lines), {"op": label}, is_final=False)
 

@@ -267,11 +267,7 @@ class ProcessBackend(MessagingBackend):
         found = self._exchange_descriptors(running, CallDescriptor(running.call, report))
         calls = [descriptor.call for descriptor in found]
         first = next((one.report for one in found if one.report is not None), None)
-        given = (
-            failures.mismatch(running.sequence, calls)
-            if first is None
-            else failures.reported_mismatch(running.sequence, calls, *first)
-        )
+        given = failures.mismatch(running.sequence, calls, first)
         self.settled = running.sequence
         made = given._replace(text=given.text + self.group_name).now(self.rank)
         assert isinstance(made, CollectiveMismatch)

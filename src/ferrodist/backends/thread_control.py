@@ -255,15 +255,9 @@ class Control:
         if any(status.sequence < sequence for status in self.statuses):
             return
         report, self._report = self._report, None
-        fingerprint = self.statuses[0].fingerprint
-        if report is not None:
-            self.set_error(
-                failures.reported_mismatch(
-                    sequence, [status.call for status in self.statuses], *report
-                )
-            )
-        elif any(status.fingerprint != fingerprint for status in self.statuses):
-            self.set_error(failures.mismatch(sequence, [status.call for status in self.statuses]))
+        if report is not None or len({status.fingerprint for status in self.statuses}) > 1:
+            calls = [status.call for status in self.statuses]
+            self.set_error(failures.mismatch(sequence, calls, report))
 
     @property
     def group_name(self) -> str:
