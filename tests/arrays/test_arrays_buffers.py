@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrodist.arrays import Overlap, OverlapKind, as_input, as_output, new_result, overlap
+from ferrodist.arrays import Overlap, OverlapKind, as_input, as_output, overlap
 from ferrodist.buffer import DType
 from ferrodist.errors import InvalidArgument, UnsupportedArray
+from helpers import address, round_trip
 
 FORMATS = {
     "?": DType.BOOL,
@@ -34,17 +35,6 @@ FORMATS = {
     "Zf": DType.COMPLEX64,
     "Zd": DType.COMPLEX128,
 }
-
-
-def round_trip(x: Any) -> Any:
-    taken = as_input(x)
-    result = new_result(taken, taken.buffer.shape)
-    result.buffer.memory[:] = taken.buffer.memory
-    return result.finish()
-
-
-def address(memory: Any) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 @pytest.mark.parametrize("x", [b"", b"ferro", bytearray(), bytearray(b"dist")])

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrodist.arrays import Overlap, OverlapKind, as_input, as_output, new_result, overlap
+from ferrodist.arrays import Overlap, OverlapKind, as_input, as_output, overlap
 from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.errors import InvalidArgument, UnsupportedArray
+from helpers import round_trip
 
 DTYPES = [dtype for dtype in ARRAY_DTYPES if dtype is not DType.BFLOAT16]
 
@@ -33,13 +34,6 @@ class Foreign:
 class WithNamespace(Foreign):
     def __array_namespace__(self) -> Any:
         return types.SimpleNamespace(from_dlpack=lambda x: WithNamespace(np.from_dlpack(x)))
-
-
-def round_trip(x: Any) -> Any:
-    taken = as_input(x)
-    result = new_result(taken, taken.buffer.shape)
-    result.buffer.memory[:] = taken.buffer.memory
-    return result.finish()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (7,), (12, 3)], ids=str)

@@ -16,6 +16,7 @@ import pytest
 from ferrodist.arrays import OverlapKind, as_input, as_output, new_result, overlap
 from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.errors import InvalidArgument, UnsupportedArray
+from helpers import round_trip
 
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (12, 3)]
 
@@ -27,13 +28,6 @@ def values(dtype: DType, shape: tuple[int, ...]) -> Any:
     with jax.enable_x64(True):
         parts = numbers - 1j * numbers if dtype.is_complex else numbers
         return jnp.asarray(parts).astype(dtype.label)
-
-
-def round_trip(x: Any) -> Any:
-    taken = as_input(x)
-    result = new_result(taken, taken.buffer.shape)
-    result.buffer.memory[:] = taken.buffer.memory
-    return result.finish()
 
 
 # JAX arrays of 64 bits exist beside jax_enable_x64=False, and must not come back halved.

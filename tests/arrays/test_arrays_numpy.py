@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ferrodist.arrays import as_input, as_output, new_result
 from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.errors import InvalidArgument, UnsupportedArray
+from helpers import address, round_trip
 
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (12, 3), (2, 3, 4)]
 
@@ -31,19 +32,6 @@ def values(dtype: DType, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return np.asarray(numbers % 3 == 0)
     parts = numbers - 1j * numbers if dtype.is_complex else numbers
     return np.asarray(parts, numpy_dtype(dtype))
-
-
-def round_trip(x: Any) -> Any:
-    taken = as_input(x)
-    result = new_result(taken, taken.buffer.shape)
-    result.buffer.memory[:] = taken.buffer.memory
-    return result.finish()
-
-
-def address(x: Any) -> int:
-    return (
-        int(np.frombuffer(x, np.uint8).ctypes.data) if isinstance(x, memoryview) else x.ctypes.data
-    )
 
 
 def assert_same(found: Any, expected: np.ndarray[Any, Any]) -> None:

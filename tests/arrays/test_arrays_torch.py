@@ -24,6 +24,7 @@ from ferrodist.arrays import (
 )
 from ferrodist.buffer import ARRAY_DTYPES, DType
 from ferrodist.errors import InvalidArgument, UnsupportedArray
+from helpers import address, round_trip
 
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (12, 3)]
 
@@ -33,17 +34,6 @@ def values(dtype: DType, shape: tuple[int, ...]) -> Any:
     if dtype is DType.BOOL:
         return numbers % 3 == 0
     return (numbers - 1j * numbers if dtype.is_complex else numbers).to(getattr(torch, dtype.label))
-
-
-def round_trip(x: Any) -> Any:
-    taken = as_input(x)
-    result = new_result(taken, taken.buffer.shape)
-    result.buffer.memory[:] = taken.buffer.memory
-    return result.finish()
-
-
-def address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def assert_same(found: Any, expected: Any) -> None:

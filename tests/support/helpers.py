@@ -1,4 +1,4 @@
-"""What several test files need: ranks that are expected to fail, threads in a given order."""
+"""What several test files need: ranks that are expected to fail, threads in order, conversions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ferrodist import SimulatedBackend
+from ferrodist.arrays import as_input, new_result
 from ferrodist.testing import run_ranks
 
 
@@ -37,3 +40,17 @@ class Gate:
             assert self._changed.wait_for(lambda: self._next >= number, timeout=20)
             self._next = max(self._next, number + 1)
             self._changed.notify_all()
+
+
+def round_trip(x: Any) -> Any:
+    """Convert an array as the input of a call, and a result of the same content back."""
+    taken = as_input(x)
+    result = new_result(taken, taken.buffer.shape)
+    result.buffer.memory[:] = taken.buffer.memory
+    return result.finish()
+
+
+def address(x: Any) -> int:
+    """Return where a buffer, or a NumPy array, begins."""
+    x = x if isinstance(x, np.ndarray) else np.frombuffer(x, np.uint8)
+    return int(x.ctypes.data)
