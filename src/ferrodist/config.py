@@ -265,7 +265,7 @@ def variable(setting: str) -> str:
 
 
 def unread_variables(environ: Mapping[str, str], others: Collection[str]) -> dict[str, str]:
-    """Find variables that begin as ours and that nobody reads, each with what may have been meant.
+    """Find FERRODIST_ variables that are not settings, each with the setting that may be meant.
 
     ``others`` are those that are read and are no settings.
     """
@@ -276,7 +276,7 @@ def unread_variables(environ: Mapping[str, str], others: Collection[str]) -> dic
 
 
 def _nearest(word: str, settings: Iterable[str]) -> str:
-    from difflib import get_close_matches  # for somebody's mistake only
+    from difflib import get_close_matches  # only after a typing mistake
 
     return " or ".join(map(variable, get_close_matches(word, settings, n=2)))
 
@@ -309,6 +309,6 @@ def check_timeout(timeout: Any) -> float | None:
         )
     try:
         return None if seconds == float("inf") else float(seconds)
-    except OverflowError as error:  # an int, and so long that nobody wants to read it
+    except OverflowError as error:  # an int, too long to be shown
         text = "timeout is more seconds than a float can hold; None waits for ever"
         raise InvalidArgument(text) from error

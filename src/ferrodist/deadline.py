@@ -14,11 +14,10 @@ _SLACK = 0.5  # seconds after which a wait on the fast path is surely noticed
 
 
 class Deadline:
-    """The moment at which a call gives up; ``seconds`` is what the caller asked for.
+    """The moment at which a call gives up; ``seconds`` is its timeout.
 
-    If nobody asked for anything, and there is a ``late_timeout``, the call goes on for so long
-    after its ``start`` as those that it waits for are alive, and have not been held in one other
-    call for ``seconds``.
+    If that is the default timeout, and there is a ``late_timeout``, the call goes on until that,
+    as long as the ranks it waits for are alive and not held in another call for ``seconds``.
     """
 
     __slots__ = ("end", "late_seconds", "seconds")
@@ -38,7 +37,7 @@ class Deadline:
             self.late_seconds = late_timeout
 
     def from_now(self) -> Deadline:
-        """Return that of a call whose ticket has come up; one that somebody chose stays."""
+        """Return the deadline of a call whose ticket has come up; an exact one stays."""
         if not isinstance(self.seconds, DefaultTimeout):
             return self
         return Deadline(self.seconds, self.late_seconds or None)
@@ -50,7 +49,7 @@ class Deadline:
 
     @property
     def is_patient(self) -> bool:
-        """Whether a call may go on after ``end``, for those who live."""
+        """Whether a call may go on after ``end``, for ranks that are alive."""
         return self._waited() < self.late_seconds
 
     def remaining(self) -> float:
@@ -58,7 +57,7 @@ class Deadline:
         return self.end - time.monotonic()
 
     def rest_of(self, timeout: Timeout) -> Timeout:
-        """Return what is left of a timeout for the second part of a call; a default stays one."""
+        """Return the rest of a timeout for the second part of a call; a default stays as it is."""
         is_limited = self.end != math.inf and not isinstance(self.seconds, DefaultTimeout)
         return max(self.remaining(), _LEAST) if is_limited else timeout
 

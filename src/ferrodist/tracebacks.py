@@ -47,7 +47,7 @@ def are_alike(one: BaseException, other: BaseException) -> bool:
 
 @functools.cache
 def install() -> None:
-    """Cut the tracebacks of errors that nobody handles, in the main program and in threads."""
+    """Shorten the tracebacks of unhandled errors, in the main program and in threads."""
     show, show_in_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -38,7 +38,7 @@ class Work(Future[T]):
         self._thread = thread  # the one that will finish it
         self._holding = holding  # shows others that it is waited for
         self._withdraw = cancel  # takes it back, if that is possible at all
-        self.is_asked = False  # whether anybody looked at the outcome, so that no error is lost
+        self.is_asked = False  # whether the result was asked for, so that no error is lost
 
     def cancel(self) -> bool:
         """Cancel a receive that has not been matched with a message; return whether it worked.

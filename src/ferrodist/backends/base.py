@@ -110,7 +110,7 @@ class Backend(CallMethods, abc.ABC):
     _knows_statuses = True  # whether ranks know of each other that they live, and what holds them
 
     def __init__(self, rank: int, world_size: int, config: Config) -> None:
-        importlib.import_module("ferrodist.collectives")  # adds the calls as methods, if nobody did
+        importlib.import_module("ferrodist.collectives")  # adds the calls as methods, once
         self._rank = rank
         self._world_size = world_size
         self.config = config
@@ -173,7 +173,7 @@ class Backend(CallMethods, abc.ABC):
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
     ) -> CollectiveMismatch:
-        """Tell all ranks of a difference the fingerprints leave out; return the error of all."""
+        """Report a mismatch that fingerprints do not show to all ranks; return the error of all."""
 
     @abc.abstractmethod
     def _end_call(self, running: RunningCall) -> None:
@@ -188,7 +188,7 @@ class Backend(CallMethods, abc.ABC):
         """Tell whether the other ranks know how a call ends, or this rank has left."""
 
     def _poll(self, running: RunningCall) -> None:
-        """Do what a wait that lasts does besides waiting."""
+        """Do what a long wait does besides waiting: log it, for example."""
 
     @abc.abstractmethod
     def _send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
@@ -249,7 +249,7 @@ class Backend(CallMethods, abc.ABC):
         raise NotImplementedError
 
     def _release_shared(self, key: int) -> None:
-        """Give memory back that nobody will open."""
+        """Free shared memory that no rank will open."""
 
     @abc.abstractmethod
     def abort(self, reason: str = "abort() was called") -> None:
@@ -263,7 +263,7 @@ class Backend(CallMethods, abc.ABC):
     def _check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
     ) -> str | None:
-        """Refuse an algorithm that is unknown or, with ``reproducible``, out of order; name it."""
+        """Return an algorithm's name; raise if it is unknown or, if required, not reproducible."""
 
     @abc.abstractmethod
     def _announce_closing(self) -> None:
@@ -312,7 +312,7 @@ class Backend(CallMethods, abc.ABC):
         self._note_change()
 
     def _inherit(self, parent: Backend) -> None:
-        """Take over what calls of the group this one is split off go by."""
+        """Take over the settings of the group that this one was split from."""
         self.timeout, self.reproducible = parent.timeout, parent.reproducible
         self._pickle = parent._pickle
 
@@ -323,7 +323,7 @@ class Backend(CallMethods, abc.ABC):
         return Deadline(check_timeout(timeout))
 
     def _note_change(self) -> None:
-        """Hear that timeout, reproducible or is_closed changed."""
+        """Called when timeout, reproducible or is_closed has changed."""
 
     def empty(self, shape: Any, dtype: Any, kind: str = "numpy") -> Any:
         """Make an array in memory from which collectives need no copy, if ranks share memory.
@@ -390,7 +390,7 @@ class Backend(CallMethods, abc.ABC):
         return array_over(self._open_shared(key, nbytes) if nbytes else self._new_memory(0), form)
 
     def _offer_shared(self, running: RunningCall, nbytes: int) -> tuple[int, int | None, str]:
-        """Have one rank per host take memory; return its key, or who could not, and why."""
+        """Allocate memory on one rank per host; return its key, or which rank failed, and why."""
         first, key, why = self._sharing_ranks()[0], _NO_KEY, ""
         if self.rank == first and nbytes:
             try:
@@ -518,17 +518,17 @@ class Backend(CallMethods, abc.ABC):
     ) -> None:
         """Run a call that has its ticket, on a thread of its own or where it is waited for."""
         call, deadline = prepared.call, prepared.deadline
-        if not in_background:  # begins when somebody asks for it
+        if not in_background:  # begins when a thread waits for it
             deadline = deadline.from_now()
         with RunningCall(self, call, deadline, ticket=ticket, in_background=in_background) as one:
             prepared.run(one)
 
     def _finish(self, work: Work[T], run: Callable[[], T]) -> None:
-        """Carry out a Work; an error that nobody asks for is logged now and raised by close()."""
+        """Run a call in flight; an error not asked for is logged now and raised by close()."""
         try:
             result = run()
         except CancelledError:
-            return  # who has cancelled it says so
+            return  # cancel() has set that already
         except BaseException as error:  # noqa: BLE001 -- the top of a thread: the Work carries it on
             is_asked = work.is_asked
             work.set_exception(error)
@@ -538,15 +538,15 @@ class Backend(CallMethods, abc.ABC):
             work.set_result(result)
 
     def _note_unasked(self, work: Work[Any], error: BaseException) -> None:
-        """Log the error of a Work that nobody has asked, and keep it for close()."""
+        """Log the error of a Work that was not asked for its result, and keep it for close()."""
         if isinstance(error, BackendClosed):
-            return  # of calls that its own rank cut short by leaving nobody needs to hear
+            return  # this rank left before the call was done, on purpose
         with self._lock:
             self._unasked = [*(w for w in self._unasked if not w.is_asked), work]
         logger.error("rank %d: %s failed: %s", self.rank, work.describe, failures.describe(error))
 
     def _check_rank(self, rank: Any, what: str) -> int:
-        """Refuse what is not a rank of this group."""
+        """Raise InvalidRank if this is not a rank of the group; return it as an int."""
         number = as_index(rank)
         if number is None or not 0 <= number < self.world_size:
             is_float = isinstance(rank, (float, np.floating))
@@ -571,7 +571,7 @@ class Backend(CallMethods, abc.ABC):
         return f"split({list(members)}){self._group_name}"
 
     def _check_members(self, ranks: Any) -> tuple[int, ...]:
-        """Refuse what is not a list of ranks that this one is in."""
+        """Raise unless this is a list of distinct ranks that includes this one."""
         if not isinstance(ranks, Iterable):
             text = f"split({ranks!r}): expected a list of ranks"
             raise InvalidArgument(text, got=ranks, this_rank=self.rank)

@@ -110,7 +110,7 @@ def describe(error: BaseException) -> str:
     """Name an error with its text, if it has one that can be had."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 -- somebody else's __str__; its failure must not hide the error
+    except Exception:  # noqa: BLE001 -- __str__ is the program's code; its failure must not hide the error
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -137,7 +137,7 @@ _SAME_NUMBER = "every rank must make the same number of calls"
 def mismatch(
     sequence: int, calls: Sequence[Call | None], report: MismatchReport | None = None
 ) -> GroupError:
-    """Ranks called different things: the table of who called what and where.
+    """Ranks called different things: a table of what each rank called, and where.
 
     ``report`` is what a rank has found, on arrival, that fingerprints do not show.
     """
@@ -187,7 +187,7 @@ def timeout(
     *,
     is_barred: bool = False,
 ) -> GroupError:
-    """A deadline ran out: name who did not get through and what each was last seen doing.
+    """A deadline ran out: name the ranks that did not get through, and what each did last.
 
     ``is_barred``: those missing never entered the call, and can no longer.
     """
@@ -205,7 +205,7 @@ def timeout(
 
 
 def split_timeout(what: str, absent: Sequence[int], deadline: Deadline, others: list[str]) -> str:
-    """Say who did not come to a split, and who of them wait in another."""
+    """Say which ranks did not call split, and which of them wait in another split."""
     elsewhere = f" (waiting elsewhere: {', '.join(others)})" if others else ""
     return (
         f"{what}: {names_of_ranks(absent)} did not call it within {deadline}{elsewhere}; every "
@@ -329,7 +329,7 @@ def lost(
 def lost_all(
     what: str, peer: int, this_rank: int, leave_reason: LeaveReason, tags: Sequence[int]
 ) -> RankLost:
-    """Make the error of a receive from any rank when nobody is left who sends."""
+    """Make the error of a receive from any rank when all other ranks have left."""
     text = (
         f"{what}: all other ranks have left, the last of them rank {peer}, which "
         f"{leave_reason.how}{_other_tags(tags)}"

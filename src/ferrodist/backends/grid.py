@@ -69,7 +69,7 @@ class Place:
         return replace(alone, neighbors=tuple(alone.rank_beside(*way) for way in ways))
 
     def rank_beside(self, axis: int, step: int) -> int:
-        """Return who stands so many ranks further along an axis; NOBODY beyond an open edge."""
+        """Return the rank ``step`` places further along an axis; NOBODY beyond an open edge."""
         coords, length = list(self.coords), self.shape[axis]
         coords[axis] += step
         if not 0 <= coords[axis] < length and not self.periodic[axis]:
@@ -78,7 +78,7 @@ class Place:
         return int(np.ravel_multi_index(coords, self.shape))
 
     def check_axis(self, axis: Any, what: str) -> int:
-        """Refuse what is not an axis; count one from the end as NumPy does."""
+        """Return an axis as an index >= 0; raise if there is no such axis."""
         num_axes = len(self.shape)
         number = as_index(axis)
         if number is None or not -num_axes <= number < num_axes:

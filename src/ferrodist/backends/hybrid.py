@@ -50,7 +50,7 @@ class HybridBackend(TcpBackend):
         hosts = [self.mesh_peers[member].host for member in self.members]
         self.host_map = HostMap.of(hosts, self.rank)
         self._inside: SharedMemoryBackend | None = None
-        self.group.leaves_deaths = True  # who shares memory with a rank knows what it has done
+        self.group.leaves_deaths = True  # ranks that share memory know how a rank ended
         self._planners: dict[tuple[int, ...], Planner] = {}
         self._programs: dict[tuple[Any, ...], _native.Program] = {}
 
@@ -226,7 +226,7 @@ class HybridBackend(TcpBackend):
         return self._planners[key]
 
     def _held_up_by(self) -> list[int]:
-        """List the ranks that a call was given up for; between hosts nobody may be waited for."""
+        """List the ranks that a call was given up for; between hosts there may be none."""
         local = [self.host_map.local[rank] for rank in self.inside.group.missing()]
         here = [rank for rank in local if rank != self.rank]
         return self.group.missing() or here or super()._held_up_by()

@@ -138,7 +138,7 @@ def check_settings(backend: ProcessBackend) -> None:
 
 
 def _compare_all(backend: ProcessBackend, deadline: Deadline) -> str:
-    """On rank 0: hear the settings of all, and tell all what differs."""
+    """On rank 0: receive the settings of all ranks, and tell all ranks what differs."""
     peers = range(1, backend.world_size)
     everybody = [_shared_by(backend), *(_receive(backend, peer, deadline) for peer in peers)]
     difference = describe_difference(everybody)
@@ -148,7 +148,7 @@ def _compare_all(backend: ProcessBackend, deadline: Deadline) -> str:
 
 
 def _let_compare(backend: ProcessBackend, deadline: Deadline) -> str:
-    """On the others: tell rank 0, and hear whether anything differs anywhere."""
+    """On the others: send the settings to rank 0, and receive what differs."""
     _send(backend, _shared_by(backend), 0, deadline)
     return str(_receive(backend, 0, deadline)["difference"])
 

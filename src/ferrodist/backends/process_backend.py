@@ -464,7 +464,7 @@ class ProcessBackend(MessagingBackend):
     # -- statistics -----------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """Count what this process has exchanged, and who came late to this group's calls."""
+        """Return what this process has exchanged, and which ranks were late in this group."""
         self._check_process()
         missing = self.group.missing() if not self._tickets.is_idle else []
         return Statistics(

@@ -26,7 +26,7 @@ class ProgressThread(threading.Thread):
     """A thread that finishes Works, and so runs their callbacks."""
 
     def run(self) -> None:
-        """Run, known to native code as a thread on which nobody may communicate."""
+        """Run, marked in native code as a thread that must not communicate."""
         _native.mark_progress_thread()
         super().run()
 
@@ -91,7 +91,7 @@ class LogTimes:
 def log_wait(
     rank: int, where: str, peers: Sequence[int], last_seen: Callable[[int], str], waited: float
 ) -> None:
-    """Log a wait that lasts: for whom, where, and what they did last."""
+    """Log a long wait: which ranks it waits for, where, and what they did last."""
     if not peers:
         return  # they have come meanwhile
     names = failures.names_of_ranks(peers)

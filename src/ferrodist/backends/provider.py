@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Provider: what somebody writes who adds a backend. ``docs/own_backend.md`` leads through one.
+"""Provider: the interface of a third-party backend; ``docs/own_backend.md`` explains an example.
 
 A provider moves messages, and does those collectives that it can do faster than messages do. All
 else is the work of ``ProviderBackend``, which holds it: tickets, calls in flight, comparing calls,
@@ -123,7 +123,7 @@ class Provider(Protocol):
         """Leave the group. What was sent before still arrives. No other method is called after."""
 
     def status(self, rank: int) -> RankStatus:
-        """Tell whether a rank is there; "lost" if its process is gone, "unknown" if nobody knows.
+        """Return "alive", "lost" if the process of a rank has ended, or "unknown".
 
         Ranks that close their backend say so themselves: this is about those that cannot. Where it
         is unknown, a call that needs such a rank ends by its deadline.
@@ -177,4 +177,4 @@ class Engine(Provider, Protocol):
         """
 
     def has_message(self, tag: int) -> bool:
-        """Tell whether a message with this tag has come, of any rank, that nobody receives."""
+        """Tell whether a message with this tag has come from any rank and is not received yet."""

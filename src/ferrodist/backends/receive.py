@@ -119,7 +119,7 @@ class Message(Protocol):
         """Header and content."""
 
     def take(self) -> None:
-        """Hear that a receive has it."""
+        """Called when a receive has the message."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -163,7 +163,7 @@ class MatchQueue:
             self.remove(message)
 
     def deliver(self, message: Message) -> bool:
-        """Give a message to its receive, or keep it; tell whether anybody waited for it."""
+        """Give a message to its receive, or keep it; tell whether a receive waited for it."""
         matching = [one for one in self._posted if one.matches(message.source, message.tag)]
         for receive in sorted(matching, key=lambda one: one.is_probe):  # what is taken is not seen
             self._posted.remove(receive)
@@ -204,7 +204,7 @@ class MatchQueue:
             self._unexpected.pop(key, None)
 
     def tags_of(self, sources: Iterable[int]) -> list[int]:
-        """List the tags of the messages of these sources that nobody has received."""
+        """List the tags of the messages of these sources that are not received yet."""
         wanted = set(sources)
         return sorted({tag for source, tag in self._unexpected if source in wanted})
 

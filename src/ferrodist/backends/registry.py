@@ -67,7 +67,7 @@ _NO_NAME_NEEDED = (
 
 
 def backend_names() -> list[str]:
-    """List every known name, built in or installed by somebody else."""
+    """List every known name, built in or installed by another package."""
     return sorted(_BUILT_IN.keys() | {entry.name for entry in _installed()})
 
 
@@ -226,7 +226,7 @@ def local_rank() -> int:
 
 
 def _made(what: str) -> Backend:
-    """Return what ``init`` made, closed or not: who this process is does not change."""
+    """Return what ``init`` made, closed or not: rank and world size stay valid."""
     if _process.backend is None:
         raise NotInitialized(f"{what}: call ferrodist.init() first")
     return _process.backend
@@ -265,7 +265,7 @@ def _check_same(made: Backend, name: str | None, timeout: Timeout, pickle: bool 
 def _join(name: str | None, config: Config) -> Backend:
     asked = config.backend if name is None else name
     if asked != AUTO:
-        join = _joining(asked, is_setting=name is None)  # refuses it before anybody is waited for
+        join = _joining(asked, is_setting=name is None)  # raises before any rank is waited for
         if getattr(backend_class(asked), "finds_its_job", False):
             return join(_try_find_job(), config=config)
     job = _find_job()
@@ -284,7 +284,7 @@ def join_job(job: Job, name: str, config: Config) -> Backend:
 
 def _find_job() -> Job:
     """Find which rank of which job this is, unless it is a worker that a rank has spawned."""
-    from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job  # only who joins needs it
+    from ferrodist.rendezvous.find_job import NO_SETTINGS, find_job  # only needed to join
 
     for name, meant in unread_variables(environment(), NO_SETTINGS).items():
         hint = f": did you mean {meant}?" if meant else ""

@@ -30,7 +30,7 @@ NO_PEER, ANY_PEER = -1, -2  # as of Peers in native/bind/messages.hpp
 
 
 def source_of(peer: int) -> int:
-    """Say whom a receive is from as names of messages do; below 0 that is anybody."""
+    """Name the source of a receive as in names of messages; below 0 it is any rank."""
     return ANY_PEER if peer < 0 else peer
 
 
@@ -72,7 +72,7 @@ class RequestWork(_native.WorkBase, Work[T]):
                     self.on_complete()
 
     def on_complete(self) -> None:
-        """Hear that the call is over: make its outcome, and tell the Future if there is one."""
+        """Called when the call has ended: make its result, and set that of the Future if any."""
         if self._hear():
             return  # a part of it is not over
         result, error = self._outcome()
@@ -98,7 +98,7 @@ class RequestWork(_native.WorkBase, Work[T]):
 
 
 class _FutureState:
-    """A field of a Future, made with all others when somebody first asks for it."""
+    """A field of a Future, made with all others when it is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name

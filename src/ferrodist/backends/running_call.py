@@ -74,7 +74,7 @@ class Prepared(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def finish(self) -> T:
-        """Make the result, when the ticket has ended: what goes wrong here concerns nobody else."""
+        """Make the result, when the ticket has ended: an error here concerns this rank alone."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -103,7 +103,7 @@ class RunningCall:
 
     @property
     def waiting(self) -> tuple[Deadline, bool, Callable[[], None]]:
-        """How long native code waits in this call, on what thread, and whom it asks meanwhile."""
+        """How long native code waits in this call, on what thread, and what it polls meanwhile."""
         return self.deadline, self.in_background, self.poll
 
     def __enter__(self) -> Self:

@@ -252,7 +252,7 @@ class TcpBackend(ProcessMessagingBackend):
     def _exchange_descriptors(
         self, running: RunningCall, mine: CallDescriptor
     ) -> list[CallDescriptor]:
-        """Tell the group's coordinator what this rank has called; hear from it what all have."""
+        """Send this rank's call to the group's coordinator; receive the calls of all ranks."""
         status, found = self.group.exchange_descriptors(
             running.sequence,
             pack_descriptor(mine),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The control plane of a group of threads: who is in which call, who is gone, and the group errors.
+"""The control plane of a group of threads: which rank is in which call or has left, and errors.
 
 On threads the control plane is a shared object, so a rank reports its call by writing it down when
 it enters. Every method that writes holds the lock of the world's Switch, or says "lock held" and
 expects its caller to.
 
-Why nobody is failed wrongly: no rank finishes call #s before all have entered #s with one
+Why no rank fails without a cause: no rank finishes call #s before all have entered #s with one
 fingerprint. So a difference at #s is seen while every rank is still inside #s, and a loss or a
 timeout at #s is of no concern to a rank still inside #s-1: a final group error counts from its own
 sequence number on, and a rank further behind may still get one of its own.
@@ -39,7 +39,7 @@ STALL = 0.2  # seconds for which nothing may move in a call that all have entere
 
 @dataclass(slots=True, eq=False)
 class RankStatus:
-    """What is known of one rank: its last call, whether it is inside, whom it waits for."""
+    """What is known of one rank: its last call, whether it is inside, which rank it waits for."""
 
     sequence: int = 0
     call: Call = _NOTHING
@@ -108,7 +108,7 @@ class Control:
         self.children: list[Control] = []
         self.sends: list[SendHook] = []  # large sends that wait, each holding its caller
         self.joined: set[int] = set()
-        self.is_complete = False  # whether all members have joined before anybody gave up
+        self.is_complete = False  # whether all members have joined before any gave up
         self._rank_of = {world_rank: rank for rank, world_rank in enumerate(members)}
         self._finals: list[GroupError] = []
         self._mismatch: GroupError | None = None
@@ -140,7 +140,7 @@ class Control:
             return memory
 
     def withdraw(self, key: int) -> None:
-        """Let go of memory that all have, or nobody will take."""
+        """Drop memory that all ranks have, or none will take."""
         with self.switch.lock:
             self._shared.pop(key, None)
 
@@ -208,7 +208,7 @@ class Control:
         self.switch.wake_all()
 
     def leave(self, rank: int, leave_reason: LeaveReason) -> None:
-        """Write down that a rank is gone; who still needs it will find out. Lock held."""
+        """Write down that a rank has left; ranks that still need it will find out. Lock held."""
         if self.statuses[rank].leave_reason is None:
             self.statuses[rank].leave_reason = leave_reason
             self.switch.wake_all()
@@ -280,14 +280,14 @@ class Control:
         return status.last_seen()
 
     def waiting_tags(self, sources: Sequence[int], target: int) -> list[int]:
-        """List the tags of messages to a rank that nobody has received. Lock held."""
+        """List the tags of messages to a rank that are not received yet. Lock held."""
         members = [self.members[source] for source in sources]
         return self.switch.waiting_tags(members, self.members[target], self.group)
 
-    # -- who is to blame ------------------------------------------------------------------------
+    # -- which rank failed ----------------------------------------------------------------------
 
     def missing(self, sequence: int) -> list[int]:
-        """Name the ranks that hold ``sequence`` up: not arrived, not heard, or stuck inside."""
+        """List the ranks that hold ``sequence`` up: not arrived, cut off, or stuck inside."""
         ranks, absent = range(len(self.statuses)), self._absent(sequence)
         waits = {
             rank: self.statuses[rank].waiting_for for rank in ranks if self.statuses[rank].is_inside
@@ -333,7 +333,7 @@ class Control:
 
 
 class _LoggingHook(ProgressHook):
-    """The waits of one rank in one call, of which the log hears when they last."""
+    """The waits of one rank in one call; long ones are logged."""
 
     def __init__(self, control: Control, rank: int, deadline: Deadline) -> None:
         self.control = control
@@ -348,7 +348,7 @@ class _LoggingHook(ProgressHook):
             return min(remaining if remaining > 0 else STALL / 4, self._log_times.next - now)
         text, missing, waited = where(), peers(), now - self._log_times.start
         seen = {rank: self.control.statuses[rank].last_seen() for rank in missing}
-        # A log handler is somebody else's code: it must not run under the lock of the world.
+        # A log handler is the program's code: it must not run under the lock of the world.
         self.control.switch.lock.release()
         try:
             log_wait(self.rank, text, missing, seen.__getitem__, waited)
@@ -377,7 +377,7 @@ class CallHook(_LoggingHook):
             text = f"{self.call.kind.label} #{self.sequence}: rank {self.rank} left while it ran"
             raise BackendClosed(text, this_rank=self.rank)
         group_peer = self._status.waiting_for = control.rank_of(peer)
-        if group_peer == self.rank:  # waits for a group error, not for anybody
+        if group_peer == self.rank:  # waits for a group error, not for a rank
             self._log_times.next = math.inf
         lost = control.lost_rank(self.sequence, group_peer, self.rank)
         if lost is not None:

@@ -34,10 +34,10 @@ class ProgressHook(abc.ABC):
         """Raise if waiting for ``peer`` is over, else give the seconds until the next look."""
 
     def arrived(self) -> None:  # noqa: B027 -- most have nothing to do
-        """Hear that what was waited for is here."""
+        """Called when what was waited for has arrived."""
 
     def damaged(self, peer: int, reason: str) -> None:  # noqa: B027 -- where bytes are awaited
-        """Hear that bytes from ``peer`` cannot be right; raises."""
+        """Called when bytes from ``peer`` are invalid; raises."""
 
 
 class Expected(NamedTuple):
@@ -76,7 +76,7 @@ class SendRequest:
         return self.frame.payload
 
     def take(self) -> None:
-        """Hear that a receive has it. Lock held."""
+        """Called when a receive has the message. Lock held."""
         self.is_taken = True
         self.taken.notify_all()
 
@@ -161,7 +161,7 @@ class Switch:
             self.links.close()
 
     def waiting_tags(self, sources: Iterable[int], target: int, group: int) -> list[int]:
-        """List the tags of messages that nobody has received. Lock held."""
+        """List the tags of messages that are not received yet. Lock held."""
         queue = self.mailboxes[target].queues.get(group)
         return [] if queue is None else queue.tags_of(sources)
 

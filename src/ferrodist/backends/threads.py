@@ -180,7 +180,7 @@ class SimulatedBackend(ThreadMessagingBackend):
             control = self._world.group(parent, world_members, group)
             control.join(rank)
             hook = SplitHook(parent, control, members, self.rank, deadline)
-            peer = parent.members[self.rank]  # nobody in particular
+            peer = parent.members[self.rank]  # no particular rank
             self._transport.sleep_until(lambda: control.is_complete, peer, hook)
         return control
 
@@ -300,7 +300,7 @@ class SimulatedBackend(ThreadMessagingBackend):
     # -- groups, statistics, leaving ------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """Count what this rank's world has exchanged and who came late to this group's calls."""
+        """Return what this rank has exchanged, and which ranks were late in this group."""
         self._check_process()
         switch, statuses = self._world.switch, self._control.statuses
         with switch.lock:
@@ -463,7 +463,7 @@ class Messenger:
                 transport.sleep_until(lambda: posted.is_over, posted.peer, hook)
             except BaseException:  # Ctrl-C too: else it would take a later message
                 if transport.withdraw(posted, group):
-                    posted.is_cancelled = False  # nobody has asked for it
+                    posted.is_cancelled = False  # it was not cancelled by its caller
                 raise
         if posted.is_cancelled:
             raise CancelledError(f"{hook.what} was cancelled")

@@ -278,7 +278,7 @@ class Memories:
         self._before: _Uses | None = None
 
     def are_kept(self, parameters: Sequence[Any]) -> bool:
-        """Tell whether a round would overwrite what somebody keeps.
+        """Tell whether a round would overwrite memory that the program still holds.
 
         A ``.grad`` that still is a view is no such thing: bare torch adds to it in place too.
         """
@@ -293,7 +293,7 @@ class Memories:
         return any(replaced) or (bool(replaced) and self._now.others_by_alias() > 0)
 
     def are_free(self, parameters: Sequence[Any]) -> bool:
-        """Tell whether nobody has any of it, not even a parameter as its gradient."""
+        """Tell whether nothing refers to any of it, not even a parameter's gradient."""
         views = self.bucket.views.items()
         return self._now.are_all_ours(1) and not any(parameters[n].grad is v for n, v in views)
 

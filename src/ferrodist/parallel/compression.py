@@ -202,7 +202,7 @@ def _reduce(bucket: Bucket, state: _State) -> HookSteps:
 
 
 def _keep_unsent(bucket: Bucket, state: _State, sent: torch.Tensor) -> None:
-    """Keep what was not sent; of a gradient that nobody has used, what was kept before."""
+    """Keep what was not sent; of a gradient that no rank has used, what was kept before."""
     bucket.gradients[sent] = 0
     cells = bucket.tail.tolist()
     for start, number, cell in zip(bucket.layout.starts, bucket.layout.leaves, cells, strict=False):
@@ -329,7 +329,7 @@ def _reduce_low_rank(bucket: Bucket, state: _LowRankState) -> HookSteps:
         for gradient in gradients:
             gradient.fill_(torch.nan)
         return
-    state.all_right.zero_()  # that of a matrix nobody has used stays so
+    state.all_right.zero_()  # that of a matrix no rank has used stays so
     used = [
         parts
         for parts in zip(state.matrices, gradients, state.left, state.right, strict=True)

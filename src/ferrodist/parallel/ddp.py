@@ -256,7 +256,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
             yield
             num_steps = gradients.num_rounds - first
             join.is_done = True
-            while gradients.shadow() > 0:  # until a round in which nobody trained
+            while gradients.shadow() > 0:  # until a round in which no rank trained
                 pass
         finally:
             gradients.after_round, gradients.weigh, self._join = after_round, None, None

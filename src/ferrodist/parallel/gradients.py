@@ -185,7 +185,7 @@ class Gradients:
     # -- while backward runs --------------------------------------------------------------------
 
     def _watch(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hear of every gradient as soon as it is there, for as long as somebody needs this."""
+        """Register a hook that is called with every gradient, for as long as this object lives."""
         weak = weakref.ref(self)
 
         def hook_of(number: int) -> Callable[[torch.nn.Parameter], None]:

@@ -32,7 +32,7 @@ _traits_of = attrgetter("requires_grad", "dtype")
 
 _WITHOUT_EFFECT = {
     "find_unused_parameters",  # they are found in any case
-    "gradient_as_bucket_view",  # they are, and who keeps one does not see it change
+    "gradient_as_bucket_view",  # they are, and a gradient that the program keeps does not change
     "static_graph",  # nothing depends on it
     "check_reduction",
     "skip_all_reduce_unused_params",
@@ -51,7 +51,7 @@ _INSTEAD: dict[str, tuple[Any, str]] = {  # what is taken, and what to write for
 
 
 def check_arguments(arguments: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """Refuse what would do something else here. DDP uses bucket_cap_mb and process_group."""
+    """Raise for arguments of torch's DDP that would mean something else here."""
     for name, value in arguments.items():
         if name in _INSTEAD:
             taken, instead = _INSTEAD[name]
@@ -173,7 +173,7 @@ def named_tensors(module: torch.nn.Module, ignored: frozenset[str]) -> dict[str,
 class SharedBuffers:
     """Buffers that become those of one rank on all of them, after every round.
 
-    So forward needs nobody else. ``contents`` are those of the module now.
+    So forward makes no calls. ``contents`` are those of the module now.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def check_structure(tensors: Mapping[str, torch.Tensor], backend: ferrodist.Backend) -> None:
-    """Refuse, on every rank, modules that are not made of the same tensors."""
+    """Raise on every rank if the modules do not have the same tensors."""
     everybodys = ferrodist.all_gather_object(describe(tensors), backend)
     for rank, lines in enumerate(everybodys):
         if lines != everybodys[0]:
@@ -254,7 +254,7 @@ def broadcast(tensors: Sequence[torch.Tensor], backend: ferrodist.Backend, root:
 def check_values(
     tensors: Mapping[str, torch.Tensor], backend: ferrodist.Backend, step: int
 ) -> None:
-    """Refuse, on every rank, replicas that differ by a bit."""
+    """Raise on every rank if the replicas are not the same, bit for bit."""
     hashes = np.array([_hash(tensor) for tensor in tensors.values()], np.uint64)
     everybodys = ferrodist.all_gather(hashes[None], backend)
     for at, name in enumerate(tensors):

@@ -173,7 +173,7 @@ def _large_halos(trial: Trial) -> None:
 
 
 def _uneven_halos(trial: Trial) -> None:
-    """Neighbors may send what they like; of what does not fit ``out`` only that rank hears."""
+    """Neighbors may send any shape; if it does not fit ``out``, only that rank raises."""
     with trial.backend.grid(trial.world, True) as grid:
         lower, higher = grid.shift(0)
         mine = np.full(trial.rank + 1, trial.rank)
@@ -208,7 +208,7 @@ def _in_place_halos(trial: Trial) -> None:
 
 
 def _halos_beside_receives(trial: Trial) -> None:
-    """A receive from anybody, with any tag, takes nothing of an exchange."""
+    """A receive from any rank, with any tag, takes nothing of an exchange."""
     any_source, any_tag = ferrodist.ANY_SOURCE, ferrodist.ANY_TAG
     with trial.backend.grid(trial.world, True) as grid:
         lower, higher = grid.shift(0)

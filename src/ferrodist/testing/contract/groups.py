@@ -163,7 +163,7 @@ def _aborted(trial: Trial) -> None:
 
 
 def _closed_member(trial: Trial) -> None:
-    """A rank that has left is named to those who still call."""
+    """A rank that has left is named on the ranks that still call."""
     group = trial.backend.split(list(range(trial.world)))
     expect_group(trial, group, range(trial.world))
     ferrodist.barrier(trial.backend)  # until all are through with it

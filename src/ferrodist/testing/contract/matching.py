@@ -41,7 +41,7 @@ _SHORT = 0.1  # seconds; for calls that must run out of time
 
 
 def _around(trial: Trial) -> tuple[int, int]:
-    """Return the neighbours in a ring: who is sent to, who is received from."""
+    """Return the next and the previous rank of a ring."""
     return (trial.rank + 1) % trial.world, (trial.rank - 1) % trial.world
 
 
@@ -53,7 +53,7 @@ def _numbers(rank: int, size: int) -> Any:
 
 
 def _any_source(trial: Trial) -> None:
-    """All write to rank 0, which hears each of them and can tell who it was."""
+    """All send to rank 0, which receives from each and knows the source."""
     sizes = (3, LARGE, 0)
     if trial.rank > 0:
         for tag, size in enumerate(sizes):
@@ -79,7 +79,7 @@ def _order_however_received(trial: Trial) -> None:
     ]
     for i in range(count):
         src, tag = (left, ANY_SOURCE)[i % 2], (0, ANY_TAG)[i // 2 % 2]
-        # From any source the rank's own left neighbour is still the only one that sends to it.
+        # From any source the previous rank is still the only one that sends to it.
         if i % 3 == 0:
             got = recv(src, trial.backend, tag=tag, async_op=True).wait(trial.backend.timeout)
         elif i % 3 == 1:
@@ -106,7 +106,7 @@ def _any_tag_is_the_earliest(trial: Trial) -> None:
 
 
 def _fair(trial: Trial) -> None:
-    """Who writes again as soon as it is answered must not keep the others from being heard."""
+    """A rank that sends again as soon as it is answered must not starve the others."""
     count = 30
     if trial.rank > 0:
         for i in range(count):
@@ -277,7 +277,7 @@ def _barrier_in_flight(trial: Trial) -> None:
         trial.expect(work is not None and work.wait(trial.backend.timeout) is None, "a result")
 
 
-# -- oneself, and nobody ---------------------------------------------------------------------------
+# -- self and PROC_NULL ----------------------------------------------------------------------------
 
 
 def _to_itself(trial: Trial) -> None:
@@ -308,7 +308,7 @@ def _with_nobody(trial: Trial) -> None:
     trial.expect(recv_object(PROC_NULL, backend) is None, "an object of nobody")
     trial.expect_equal(probe(PROC_NULL, backend).source, PROC_NULL, "a probe of nobody")
     trial.expect_array(out, np.full(3, 7))
-    # The ends of a line: one has nobody on its left, the other nobody on its right.
+    # The ends of a line: one has no rank on its left, the other none on its right.
     left = PROC_NULL if trial.rank == 0 else trial.rank - 1
     right = PROC_NULL if trial.rank == trial.world - 1 else trial.rank + 1
     for async_op in (False, True):

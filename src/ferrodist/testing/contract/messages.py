@@ -26,7 +26,7 @@ def check_message(trial: Trial) -> None:
 
 
 def _around(trial: Trial) -> tuple[int, int]:
-    """Return the neighbours in a ring: who is sent to, who is received from."""
+    """Return the next and the previous rank of a ring."""
     return (trial.rank + 1) % trial.world, (trial.rank - 1) % trial.world
 
 

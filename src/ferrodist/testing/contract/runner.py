@@ -176,7 +176,7 @@ class _Run:
                     np.full(_RESUME_SHAPE, wish), self._backend, timeout=4 * self._timeout
                 )
             except CollectiveMismatch:
-                continue  # somebody was still in a case
+                continue  # a rank was still in a case
             except DistributedError as error:
                 raise _GroupGone(describe_error(error)) from error
             return int(wishes.max())
