@@ -20,18 +20,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ferrodist.backends import failures
 from ferrodist.backends.failures import GroupError, LeaveReason
 from ferrodist.backends.progress import LogTimes, log_wait
-from ferrodist.backends.receive import ANY
 from ferrodist.backends.thread_links import ProgressHook, Switch
 from ferrodist.call import Call, Kind, caller_site
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
+
+if TYPE_CHECKING:
+    from ferrodist.backends.thread_messages import SendHook
 
 _NOTHING = Call(Kind.BARRIER)
 STALL = 0.2  # seconds for which nothing may move in a call that all have entered and that is late
@@ -332,7 +334,7 @@ class Control:
 # -- waits -----------------------------------------------------------------------------------------
 
 
-class _LoggingHook(ProgressHook):
+class LoggingHook(ProgressHook):
     """The waits of one rank in one call; long ones are logged."""
 
     def __init__(self, control: Control, rank: int, deadline: Deadline) -> None:
@@ -357,7 +359,7 @@ class _LoggingHook(ProgressHook):
         return 0.0  # something may have come meanwhile
 
 
-class CallHook(_LoggingHook):
+class CallHook(LoggingHook):
     """The waits of one rank in one collective."""
 
     def __init__(
@@ -405,121 +407,7 @@ class CallHook(_LoggingHook):
             raise found.now(self.rank)
 
 
-class MessageHook(_LoggingHook):
-    """The waits of one rank in a point-to-point call: its errors are its own, the group goes on."""
-
-    def __init__(
-        self,
-        control: Control,
-        rank: int,
-        call: str,
-        deadline: Deadline,
-        *,
-        is_receiving: bool = False,
-    ) -> None:
-        super().__init__(control, rank, deadline)
-        self.call = call
-        self.is_receiving = is_receiving
-        self._site = caller_site()
-
-    @property
-    def what(self) -> str:
-        """The call as errors show it; made only for them."""
-        return f"{self.call} at {self._site}{self.control.group_name}"
-
-    def poll(self, peer: int) -> float:
-        """Raise if the group was given up, the peer is gone or the time is over."""
-        peers = self._others() if peer == ANY else [self.control.rank_of(peer)]
-        self.control.refuse_if_aborted(self.rank)
-        if self.is_over(peers):
-            raise self.timed_out(peers)
-        self.raise_if_lost(peer)
-        return self._sleep_limit(lambda: f"{self.call} at {self._site}", lambda: peers)
-
-    def raise_if_lost(self, peer: int) -> None:
-        """Raise if nothing can be had any more of a rank, or of any."""
-        if peer == ANY:
-            self._raise_if_any_lost()
-            return
-        group_peer = self.control.rank_of(peer)
-        status = self.control.statuses[group_peer]
-        if group_peer == self.rank:
-            if status.is_closing:
-                raise BackendClosed(f"{self.what}: this rank is closing", this_rank=self.rank)
-            return
-        leave_reason = status.sends_no_more() if self.is_receiving else status.takes_no_more()
-        if leave_reason is not None and not self._is_pending(group_peer):
-            tags = self.control.waiting_tags([group_peer], self.rank)
-            raise failures.lost(self.what, group_peer, self.rank, leave_reason, tags)
-
-    def _raise_if_any_lost(self) -> None:
-        """Raise if a rank has died, or all others have left, and nothing is on its way."""
-        others = self._others()
-        reasons = {rank: self.control.statuses[rank].sends_no_more() for rank in others}
-        left = {rank: why for rank, why in reasons.items() if why and not self._is_pending(rank)}
-        tags = self.control.waiting_tags(others, self.rank)
-        for rank, leave_reason in left.items():
-            if not leave_reason.is_normal:
-                raise failures.lost(self.what, rank, self.rank, leave_reason, tags)
-        if others and len(left) == len(others):
-            last = others[-1]
-            raise failures.lost_all(self.what, last, self.rank, left[last], tags)
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(len(self.control.members)) if rank != self.rank]
-
-    def _is_pending(self, peer: int) -> bool:
-        members = self.control.members
-        return self.control.switch.is_pending(members[peer], members[self.rank])
-
-    def is_over(self, peers: Sequence[int]) -> bool:
-        """Tell whether the deadline ends the wait for a rank, or for any of several."""
-        is_late = self.deadline.remaining() <= 0
-        may_come = (self.control.may_still_come([peer], self.deadline) for peer in peers)
-        return is_late and not any(may_come)
-
-    def damaged(self, peer: int, reason: str) -> None:
-        rank = self.control.rank_of(peer)
-        raise failures.damaged(self.what, rank, self.rank, reason)
-
-    def timed_out(self, peers: Sequence[int]) -> CollectiveTimeout:
-        tags = self.control.waiting_tags(peers, self.rank)
-        return failures.timed_out(self.what, peers, self.rank, self.deadline, tags)
-
-
-class SendHook(MessageHook):
-    """The wait of a large send that holds its caller: a cycle of these is called by its name."""
-
-    def __init__(
-        self, control: Control, rank: int, peer: int, call: str, deadline: Deadline
-    ) -> None:
-        super().__init__(control, rank, call, deadline)
-        self.peer = peer
-        self.cycle: list[int] = []
-
-    def poll(self, peer: int) -> float:
-        """Raise as a message does; the first to find a send cycle tells the others in it."""
-        if not self.cycle and self.is_over([self.peer]):
-            self._find_cycle()
-        leave_reason = self.control.statuses[self.peer].takes_no_more()
-        if self.cycle and (leave_reason is not None or self.is_over([self.peer])):
-            raise failures.send_cycle(self.what, self.peer, self.rank, self.cycle)
-        return super().poll(peer)
-
-    def _find_cycle(self) -> None:
-        """Follow the sends that wait; a way back to this one is a cycle."""
-        sends = {hook.rank: hook for hook in self.control.sends}
-        cycle = [self]
-        while (after := sends.get(cycle[-1].peer)) is not None and after not in cycle:
-            cycle.append(after)
-        if after is self:
-            ranks = [hook.rank for hook in cycle]
-            start = ranks.index(min(ranks))
-            for hook in cycle:
-                hook.cycle = ranks[start:] + ranks[:start]
-
-
-class SplitHook(_LoggingHook):
+class SplitHook(LoggingHook):
     """The wait of a member for the other members; speaks in ranks of the parent group."""
 
     def __init__(
@@ -531,7 +419,6 @@ class SplitHook(_LoggingHook):
         deadline: Deadline,
     ) -> None:
         super().__init__(parent, rank, deadline)
-        self.parent = parent
         self.group = control
         self.members = members
         self.what = f"split({list(members)}){parent.group_name}"
@@ -552,16 +439,16 @@ class SplitHook(_LoggingHook):
         return self._sleep_limit(lambda: f"{self.what} at {self._site}", self.absent)
 
     def _due(self) -> GroupError | None:
-        self.parent.refuse_if_aborted(self.rank)
+        self.control.refuse_if_aborted(self.rank)
         absent = self.absent()
-        gone = next((rank for rank in absent if self.parent.statuses[rank].sends_no_more()), None)
+        gone = next((rank for rank in absent if self.control.statuses[rank].sends_no_more()), None)
         if gone is not None:
-            leave_reason = self.parent.statuses[gone].sends_no_more()
+            leave_reason = self.control.statuses[gone].sends_no_more()
             assert leave_reason is not None
             text = f"{self.what}: rank {gone} {leave_reason.how}"
             return GroupError(RankLost, 0, text, {"rank": gone, "how": leave_reason.how})
         is_late = self.deadline.remaining() <= 0
-        if is_late and not self.parent.may_still_come(absent, self.deadline):
+        if is_late and not self.control.may_still_come(absent, self.deadline):
             others = self._other_splits(absent)
             text = failures.split_timeout(self.what, absent, self.deadline, others)
             return GroupError(CollectiveTimeout, 0, text, {"missing": absent, "rank": absent[0]})
@@ -570,8 +457,8 @@ class SplitHook(_LoggingHook):
     def _other_splits(self, absent: list[int]) -> list[str]:
         """Say which of the absent wait in a split of their own, with another list."""
         found = []
-        for child in self.parent.children:
-            ranks = [self.parent.rank_of(member) for member in child.members]
+        for child in self.control.children:
+            ranks = [self.control.rank_of(member) for member in child.members]
             waiting = [ranks[rank] for rank in child.joined if ranks[rank] in absent]
             if waiting and not child.is_complete and child.final is None:
                 found.append(f"{failures.names_of_ranks(waiting)} in split({ranks})")

@@ -8,48 +8,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
 from ferrodist.backends.executor import Planner, execute_plan
 from ferrodist.backends.failures import LeaveReason
-from ferrodist.backends.framing import Frame, FrameError, split_message
-from ferrodist.backends.p2p import Posted, ThreadMessagingBackend, header_of
-from ferrodist.backends.receive import ANY, Message, Misfit, PostedReceive, Receive, status_of
-from ferrodist.backends.request_work import NO_PEER, name_of_message, source_of
+from ferrodist.backends.framing import Frame
+from ferrodist.backends.p2p import ThreadMessagingBackend
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
-from ferrodist.backends.thread_control import (
-    CallHook,
-    Control,
-    MessageHook,
-    SendHook,
-    SplitHook,
-    Stall,
-)
+from ferrodist.backends.thread_control import CallHook, Control, SplitHook, Stall
 from ferrodist.backends.thread_faults import Faults
-from ferrodist.backends.thread_links import Expected, SendRequest, Switch, ThreadTransport
+from ferrodist.backends.thread_links import Expected, Switch, ThreadTransport
+from ferrodist.backends.thread_messages import Messenger
 from ferrodist.buffer import Buffer
 from ferrodist.call import Kind, as_index
 from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveMismatch,
-    InvalidArgument,
     InvalidWorldSize,
-    ProtocolError,
     RankLost,
-    SelfSend,
-    SizeMismatch,
 )
-from ferrodist.message_status import Status
 from ferrodist.schedules.cost import LinkModel
 
 _WORLD = 0  # the group number of the first group
@@ -324,159 +308,3 @@ class SimulatedBackend(ThreadMessagingBackend):
 
     def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
         self._world.leave(self._control, self.rank, leave_reason)
-
-
-# -- point-to-point calls --------------------------------------------------------------------------
-
-
-class Messenger:
-    """Sends and receives arrays."""
-
-    def __init__(self, transport: ThreadTransport, control: Control, rank: int) -> None:
-        self._transport = transport
-        self._control = control
-        self._rank = rank
-        self._status = control.statuses[rank]
-
-    def send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
-        what = name_of_message(peer, NO_PEER, tag, 0)
-        hook = SendHook(self._control, self._rank, peer, what, deadline)
-        request = self._post(source, peer, tag, hook)
-        sends = self._control.sends
-        sends.append(hook)
-        try:
-            self._transport.wait_taken(request, hook)
-        finally:
-            sends.remove(hook)
-
-    def post(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> Posted:
-        what = name_of_message(peer, NO_PEER, tag, 0)
-        hook = MessageHook(self._control, self._rank, what, deadline)
-        request = self._post(source, peer, tag, hook)
-        wait_taken = partial(self._transport.wait_taken, request, hook)
-        withdraw_send = partial(self._transport.withdraw_send, request)
-        return Posted(what, wait_taken, withdraw_send, request.is_taken)
-
-    def post_receive(self, receive: Receive, deadline: Deadline) -> Posted:
-        name = "recv_object" if receive.takes_object else "recv"
-        hook = self._hook(receive.peer, receive.tag, deadline, name)
-        posted = self._post_receive(receive)
-        finish = partial(self._finish, posted, receive, hook)
-        cancel = partial(self._cancel, posted)
-        return Posted(hook.call, finish, cancel, posted.is_over, is_receive=True)
-
-    def sendrecv(
-        self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
-    ) -> Any:
-        """Send and receive at once; if nothing is received the message is withdrawn.
-
-        A message that came but does not fit is this rank's own affair: its own goes out.
-        """
-        what = name_of_message(to, source_of(receive.peer), tag, receive.tag)
-        sending = MessageHook(self._control, self._rank, what, deadline)
-        receiving = MessageHook(self._control, self._rank, what, deadline, is_receiving=True)
-        request = self._post(source, to, tag, sending)
-        try:
-            posted = self._post_receive(receive)
-            if receive.peer == self._rank and not posted.is_over:
-                self._cancel(posted)
-                text = f"{receiving.what}: rank {self._rank} has sent itself nothing with that tag"
-                raise SelfSend(text, rank=self._rank, this_rank=self._rank)
-            received = self._finish(posted, receive, receiving)
-        except (SizeMismatch, ProtocolError, InvalidArgument):
-            self._transport.wait_taken(request, sending)
-            raise
-        except BaseException:  # Ctrl-C too: a message that was given up must not arrive
-            self._transport.withdraw_send(request)
-            raise
-        self._transport.wait_taken(request, sending)
-        return received
-
-    def probe(self, peer: int, tag: int, deadline: Deadline) -> Status:
-        hook = self._hook(peer, tag, deadline, "probe")
-        source, group = self._world_rank(peer), self._control.group
-        posted = PostedReceive(source, tag, is_probe=True)
-        self._transport.post_receive(posted, group)
-        self._await(posted, hook)
-        return self._status_of(posted.message)
-
-    def try_probe(self, peer: int, tag: int) -> Status | None:
-        """Tell what a receive would get now; raise if nothing can come any more."""
-        source, control = self._world_rank(peer), self._control
-        with control.switch.lock:
-            found = self._transport.find(source, tag, control.group)
-            if found is None:
-                control.refuse_if_aborted(self._rank)
-                self._hook(peer, tag, Deadline(None), "try_probe").raise_if_lost(source)
-                return None
-        return self._status_of(found)
-
-    def _status_of(self, message: Message | None) -> Status:
-        assert message is not None
-        header, _ = split_message(memoryview(message.payload))
-        return status_of(self._control.rank_of(message.source), message.tag, header)
-
-    def _world_rank(self, peer: int) -> int:
-        return ANY if peer == ANY else self._control.members[peer]
-
-    def _hook(self, peer: int, tag: int, deadline: Deadline, name: str) -> MessageHook:
-        call = name_of_message(NO_PEER, source_of(peer), 0, tag, name)
-        return MessageHook(self._control, self._rank, call, deadline, is_receiving=True)
-
-    def _post(self, source: InputArray, peer: int, tag: int, hook: MessageHook) -> SendRequest:
-        to, group, memory = self._control.members[peer], self._control.group, source.buffer.memory
-        return self._transport.post(to, group, tag, header_of(source), memory, hook)
-
-    def _post_receive(self, receive: Receive) -> PostedReceive:
-        self._count_receive(1)
-        peer = self._world_rank(receive.peer)
-        posted = PostedReceive(peer, receive.tag, takes_object=receive.takes_object)
-        self._transport.post_receive(posted, self._control.group)
-        return posted
-
-    def _finish(self, posted: PostedReceive, receive: Receive, hook: MessageHook) -> Any:
-        try:
-            self._await(posted, hook)
-        finally:
-            if not posted.is_cancelled:
-                self._count_receive(-1)
-        message = posted.message
-        assert message is not None
-        source = self._control.rank_of(message.source)
-        if posted.is_refused:
-            is_object = message.is_object
-            raise failures.other_kind(hook.what, source, self._rank, is_object=is_object)
-        try:
-            return receive.finish_message(memoryview(message.payload), source, message.tag)
-        except Misfit as error:
-            found, expected = error.found, error.expected
-            raise failures.unexpected(hook.what, source, self._rank, found, expected) from None
-        except FrameError as error:
-            hook.damaged(message.source, str(error))
-            raise
-
-    def _await(self, posted: PostedReceive, hook: MessageHook) -> None:
-        """Wait for the message of a receive; one that fails is withdrawn."""
-        transport, group = self._transport, self._control.group
-        with self._control.switch.lock:
-            try:
-                transport.sleep_until(lambda: posted.is_over, posted.peer, hook)
-            except BaseException:  # Ctrl-C too: else it would take a later message
-                if transport.withdraw(posted, group):
-                    posted.is_cancelled = False  # it was not cancelled by its caller
-                raise
-        if posted.is_cancelled:
-            raise CancelledError(f"{hook.what} was cancelled")
-
-    def _cancel(self, posted: PostedReceive) -> bool:
-        """Take a receive back, unless it has its message."""
-        is_withdrawn = self._transport.withdraw(posted, self._control.group)
-        if is_withdrawn:
-            self._count_receive(-1)
-        return is_withdrawn
-
-    def _count_receive(self, change: int) -> None:
-        with self._control.switch.lock:
-            self._status.receives += change
-            if self._status.is_closing:  # senders may wait for a receive that never comes
-                self._control.switch.wake_all()
