@@ -36,7 +36,7 @@ class Options(InPlaceOptions, total=False):
 
 
 class AllOptions(Options, total=False):
-    """The same, where nothing hangs on ``async_op``."""
+    """The same, and ``async_op``, where the result type does not depend on it."""
 
     async_op: bool
 
@@ -50,14 +50,14 @@ class ObjectOptions(TypedDict, total=False):
 
 
 class SendOptions(TypedDict, total=False):
-    """The keyword arguments of ``send`` on which its result does not hang."""
+    """The keyword arguments of ``send`` on which its result type does not depend."""
 
     tag: int
     timeout: Timeout
 
 
 class RecvOptions(TypedDict, total=False):
-    """The keyword arguments of ``recv`` on which its result does not hang."""
+    """The keyword arguments of ``recv`` on which its result type does not depend."""
 
     out: Any
     like: Any

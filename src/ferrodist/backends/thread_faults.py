@@ -48,7 +48,7 @@ class Fate(NamedTuple):
 
 @dataclass(frozen=True)
 class Faults:
-    """Which faults to inject: a probability per message for each kind, and ranks to kill or freeze.
+    """Faults to inject into a simulated world: a probability per message, ranks to kill or freeze.
 
     ``kill={1: 5}`` lets rank 1 die when it is about to send its fifth message; ``freeze`` stops it
     there. ``log[sender, receiver]`` lists what happened to each message of a link, in order.
@@ -74,7 +74,7 @@ class Faults:
                 raise InvalidArgument(f"{name} must map a rank to one of its messages, as {{1: 5}}")
 
     def check_world(self, size: int) -> None:
-        """Refuse to kill or freeze a rank that does not exist."""
+        """Raise if a rank to kill or freeze does not exist."""
         for rank in (*self.kill, *self.freeze):
             if rank not in range(size):
                 raise InvalidRank(f"faults: rank {rank} is not in a world of {size}", rank=rank)

@@ -31,13 +31,13 @@ BLOCK = 64 * 1024  # bytes that share one jitter
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFaults:
-    """What happens to every connection through a FaultProxy.
+    """Faults of every connection through a FaultProxy.
 
-    ``delay`` and up to ``jitter`` seconds are added to everything, order kept; ``rate`` limits the
-    bytes per second. The others strike a connection when N bytes of payload have passed it:
-    ``freeze_after`` stops forwarding both ways and keeps the sockets open, ``cut_after`` ends both
-    sides with an end-of-file, ``reset_after`` with a reset; ``flip_after`` flips a bit of the byte
-    behind those N. ``direction`` says which way is slowed, counted and damaged.
+    ``delay`` seconds and up to ``jitter`` more are added to all data, which stays in order;
+    ``rate`` limits the bytes per second. The others happen after N bytes: ``freeze_after`` stops
+    forwarding in both directions and keeps the sockets open, ``cut_after`` closes both sides,
+    ``reset_after`` resets them, ``flip_after`` flips a bit in the next byte. ``direction`` says
+    which direction is slowed, counted and damaged.
     """
 
     seed: int = 0

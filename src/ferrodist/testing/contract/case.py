@@ -17,14 +17,14 @@ from ferrodist.testing.contract.values import Array, find_wrong_kind, real_view,
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Case:
-    """One thing to check: a call, what it is given, and what is looked at.
+    """One case of the contract suite: a call, its arguments, and what is checked.
 
     It can be pickled, printed and run alone: every rank derives its own input, and that of all
     others, from ``(seed, number, rank)``.
 
     Attributes:
         function: The public function, or the subject of a scenario.
-        check: What is looked at: ``result``, ``pair``, ``custom``, ``synchronised``, ``refused``,
+        check: What is checked: ``result``, ``pair``, ``custom``, ``synchronised``, ``refused``,
             ``mismatch``, ``message``, ``object``, ``group`` or ``grid``.
         detail: The name of the scenario, where ``check`` has several.
         shape: The shape of the input. Uneven calls take from it how many rows a rank has.

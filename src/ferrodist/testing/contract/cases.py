@@ -397,16 +397,15 @@ def contract_cases(
     in_order: bool = True,
     libraries: Sequence[str] | None = None,
 ) -> list[Case]:
-    """List what a backend must get right in a world of this size; the same list for one seed.
+    """Return the contract cases for a world of this size; always the same for a seed.
 
     Args:
         world: The number of ranks.
         seed: Decides the values, which pairs meet in one case, and the order of the list.
         algorithms: Whether the backend takes ``algorithm=``.
-        in_order: Whether it reduces in rank order by default; if not, only ``reproducible=True``
-        and
-            algorithms that keep the order are compared to the bit.
-        libraries: The array libraries to use; those installed if not given.
+        in_order: Whether it reduces in rank order by default; if not, only calls with
+            ``reproducible=True`` or an algorithm that keeps the order are compared bit for bit.
+        libraries: The array libraries to use; by default those installed.
     """
     libraries = available_libraries() if libraries is None else tuple(libraries)
     cases = [

@@ -32,7 +32,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A case that failed, and in which way; ``run_contract(backend, [case])`` runs it alone."""
+    """A case that failed, and how; ``run_contract(backend, [case])`` runs it alone."""
 
     case: Case
     text: str
@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank found; printing it tells how to run what failed again."""
+    """The results of a rank's run; printing it shows failures and how to run them again."""
 
     world: int
     rank: int
@@ -55,7 +55,7 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """True if every case was run and none failed."""
+        """Whether all cases were run and none failed."""
         return not self.failures and self.stopped is None
 
     def __str__(self) -> str:

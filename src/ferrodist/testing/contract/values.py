@@ -170,7 +170,7 @@ _SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0])
 def distinct_values(
     rank: int, shape: tuple[int, ...], dtype: str, seed: int, values: str = "distinct"
 ) -> Array:
-    """Return the values of one rank, read-only; ``values`` as in Case."""
+    """Return a read-only array of test values that differ by rank; ``values`` as in Case."""
     keys = _keys(rank, math.prod(shape), seed)
     if dtype == "bool":
         flat = (_scramble(keys) >> np.uint64(40)) % np.uint64(2) == 1
