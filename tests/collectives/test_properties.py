@@ -43,7 +43,7 @@ def legal_ops(dtype):
     return [op for op in REDUCTIONS if op != "mean"]
 
 
-def rank_order_fold(inputs, op):
+def reduce_in_rank_order(inputs, op):
     """Reduce with NumPy alone, left to right; 16-bit floats in float32, rounded once at the end."""
     dtype = inputs[0].dtype
     is_half = dtype.itemsize == 2 and dtype.kind not in "iu"
@@ -105,22 +105,25 @@ def reductions(draw):
 RELAXED = settings(max_examples=120)
 
 
-@pytest.mark.slow
-@given(reductions(), st.sampled_from([None, *IN_ORDER]))
-@RELAXED
-def test_reproducible_sums_are_numpys_fold_in_rank_order_bit_for_bit(case, algorithm):
+def reduced(case, **options):
+    """Return the inputs of all ranks, NumPy's reduction in rank order, and what allreduce gives."""
     world, shape, dtype, op, seed = case
     inputs = [
         random_array(np.random.default_rng([seed, rank]), shape, dtype) for rank in range(world)
     ]
-    expected = rank_order_fold(inputs, op)
     results = run_ranks(
         world,
-        lambda b: ferrodist.allreduce(
-            inputs[b.rank], b, op, algorithm=algorithm, reproducible=True
-        ),
+        lambda b: ferrodist.allreduce(inputs[b.rank], b, op, **options),
         config=SMALL_PIECES,
     )
+    return inputs, reduce_in_rank_order(inputs, op), results
+
+
+@pytest.mark.slow
+@given(reductions(), st.sampled_from([None, *IN_ORDER]))
+@RELAXED
+def test_reproducible_sums_are_those_of_numpy_in_rank_order_bit_for_bit(case, algorithm):
+    _, expected, results = reduced(case, algorithm=algorithm, reproducible=True)
     assert all(same_bits(result, expected) for result in results)
 
 
@@ -130,25 +133,17 @@ def test_reproducible_sums_are_numpys_fold_in_rank_order_bit_for_bit(case, algor
 def test_other_algorithms_stay_within_the_bound_of_reordering_and_agree_on_all_ranks(
     case, algorithm
 ):
-    world, shape, dtype, op, seed = case
-    inputs = [
-        random_array(np.random.default_rng([seed, rank]), shape, dtype) for rank in range(world)
-    ]
-    expected = rank_order_fold(inputs, op)
-    results = run_ranks(
-        world,
-        lambda b: ferrodist.allreduce(inputs[b.rank], b, op, algorithm=algorithm),
-        config=SMALL_PIECES,
-    )
+    world, _, dtype, op, _ = case
+    inputs, expected, results = reduced(case, algorithm=algorithm)
     assert all(same_bits(result, results[0]) for result in results)
     if op not in ("sum", "mean", "prod") or not (dtype.is_float or dtype.is_complex):
         assert same_bits(results[0], expected)
         return
     # Each of the W - 1 operations rounds once, whatever the order: the error of a sum is at most
     # W eps times the sum of magnitudes, that of a product W eps times the product of magnitudes.
-    wide = [np.abs(x.astype(complex)) for x in inputs]
+    magnitudes = [np.abs(x.astype(complex)) for x in inputs]
     eps = 2.0**-8 if dtype is DType.BFLOAT16 else np.finfo(numpy_dtype(dtype)).eps
-    size = np.prod(wide, axis=0) if op == "prod" else np.sum(wide, axis=0)
+    size = np.prod(magnitudes, axis=0) if op == "prod" else np.sum(magnitudes, axis=0)
     limit = 4 * world * eps * size + 2.0**-24  # the last term: 16-bit subnormals
     is_finite = np.isfinite(expected.astype(complex)) & np.isfinite(results[0].astype(complex))
     with np.errstate(invalid="ignore"):
