@@ -114,7 +114,7 @@ class CollectiveTimeout(DistributedError, TimeoutError):
 
 
 class RankLost(DistributedError, ConnectionError):
-    """A rank has ended; ``how`` says in which way. The group is unusable."""
+    """A rank is gone; ``how`` says in which way. The group is unusable."""
 
     how: str | None = None
 

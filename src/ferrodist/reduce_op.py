@@ -71,9 +71,9 @@ class ReduceOp(enum.IntEnum):
         """Turn a function of two arrays into a reduce operation.
 
         ``fn(a, b)`` gets two arrays of the shape of ``x``, ``a`` from lower ranks than ``b``, and
-        returns an array of the same dtype and shape. It must be associative but need not be
-        commutative. One rank applies it, in rank order; it must not communicate. All ranks must
-        use the same ``name``, by default the function's module and name.
+        returns an array of the same dtype and shape. It need not be commutative: one rank applies
+        it, in rank order. It must not communicate. All ranks must use the same ``name``, by default
+        the function's module and name.
 
         Example:
             >>> import numpy as np

@@ -79,7 +79,7 @@ class Work(Future[T]):
             raise self._explain(error, timeout) from None
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
-        """Call ``fn(work)`` when the call is done, on a thread of ferrodist."""
+        """Call ``fn(work)`` when the call is done, or now if it is."""
         self.is_asked = True
         super().add_done_callback(fn)
 

@@ -180,7 +180,8 @@ class IndexShards(Epochs):
     ``"uneven"``: shares differ by one, not always on the same ranks, so weight gradients by
     ``len(batch)``; a last batch with fewer samples than ranks is merged into the one before, so
     that no share is empty. ``"pad"``: the last batch is filled with the first samples of the epoch.
-    ``"drop"``: the surplus samples are dropped. ``drop_last`` drops a last batch that is not full.
+    ``"drop"``: the surplus samples are dropped. With both, shares are equal. ``drop_last`` drops a
+    last batch that is not full.
 
     For torch: ``DataLoader(dataset, batch_sampler=shards)``.
 
