@@ -141,10 +141,13 @@ def mismatch(
 
     ``report`` is what a rank has found, on arrival, that fingerprints do not show.
     """
-    if report is not None:
-        return reported_mismatch(sequence, calls, *report)
     present = [call for call in calls if call is not None]
     first = present[0]
+    if report is not None:
+        reported, text = report
+        lines = [f"{first.kind.label} #{sequence}: {text}", *_table(calls)]
+        facts: dict[str, Any] = {"op": first.kind.label}
+        return GroupError(reported, sequence, "\n".join(lines), facts, is_final=False)
     only_sites = all(first.differs_only_in_site(call) for call in present)
     only_sizes = not only_sites and all(first.differs_only_in_size(call) for call in present)
     what = "sizes differ between ranks" if only_sizes else "ranks disagree"
@@ -168,14 +171,6 @@ def _advice(call: Call, only_sizes: bool, same_kind: bool) -> str:
     if call.kind.label in ("all_gather", "all_to_all"):
         return f"every rank must pass the same shape; {call.kind.label}_uneven takes different ones"
     return "every rank must pass the same shape"
-
-
-def reported_mismatch(
-    sequence: int, calls: Sequence[Call | None], error: type[errors.CollectiveMismatch], text: str
-) -> GroupError:
-    label = next(call for call in calls if call is not None).kind.label
-    lines = [f"{label} #{sequence}: {text}", *_table(calls)]
-    return GroupError(error, sequence, "\n".join(lines), {"op": label}, is_final=False)
 
 
 def timeout(

@@ -387,11 +387,7 @@ class ProviderBackend(ThreadMessagingBackend):
         found = [unpack_descriptor(one) for one in self._tell_all(running, mine, nbytes)]
         calls = [one.call for one in found]
         first = next((one.report for one in found if one.report is not None), None)
-        given = (
-            failures.mismatch(running.sequence, calls)
-            if first is None
-            else failures.reported_mismatch(running.sequence, calls, *first)
-        )
+        given = failures.mismatch(running.sequence, calls, first)
         self._settled = running.sequence
         made = given._replace(text=given.text + self._link.group_name).now(self.rank)
         assert isinstance(made, CollectiveMismatch)
