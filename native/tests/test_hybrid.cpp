@@ -140,18 +140,22 @@ TEST(ranks_of_one_host_that_differ_find_out_there) {
     });
 }
 
-// Ranks 2 and 4 are on one host; 2 is through with the first collective of the call, 4 is not: rank 0 has sent to
-// all but rank 4 when rank 3 finds a mismatch.
-TEST(a_mismatch_reaches_ranks_of_a_host_at_different_stages) {
+// Ranks 2 and 4 are on one host. Rank 3 finds a mismatch when rank 0 has not sent to rank 4 yet, nor to rank 2 unless
+// that one is through with the first collective of the call.
+void find_a_mismatch(bool is_2_through) {
     TwoLevels levels({{0, 1}, {2, 4}, {3}});
-    Gate mismatch_is_known;
+    Gate through, mismatch_is_known;
+    if (!is_2_through) {
+        through.open();
+    }
     run_threads(levels.size(), [&](int rank) {
         std::int64_t number = rank;
+        const bool is_held_up = rank == 4 || (rank == 2 && !is_2_through);
         Program first, second;
         first.add(barrier());
         second.add(barrier());
         if (rank == 0) {
-            for (const int to : {2, 3}) {
+            for (const int to : is_2_through ? std::vector{2, 3} : std::vector{3}) {
                 first.add(hybrid::InterNode{step(levels.size(), 0, to, -1), one_number_in, one_number_out, true});
             }
         } else if (rank >= 2) {
@@ -160,16 +164,18 @@ TEST(a_mismatch_reaches_ranks_of_a_host_at_different_stages) {
         if (rank < 2) {
             second.add(hybrid::InterNode{step(levels.size(), rank, -1, 4), one_number_in, one_number_out, true});
         }
-        core::Status status = levels.execute(rank, first, number);
-        CHECK_EQUAL(status.code, rank == 4 ? StatusCode::mismatch : StatusCode::done);
+        CHECK_EQUAL(levels.execute(rank, first, number).code, is_held_up ? StatusCode::mismatch : StatusCode::done);
+        if (rank == 2) {
+            through.open();
+        }
         if (rank == 0) {  // holds rank 4 up until all others know
             CHECK(mismatch_is_known.pass());
         }
-        if (rank == 3) {
+        if (rank == 3) {  // what it says reaches rank 2 sooner than what rank 0 has sent, if rank 2 is slow
+            CHECK(through.pass());
             CHECK_EQUAL(levels.tell_mismatch(rank).code, StatusCode::mismatch);
-        } else if (rank != 4) {
-            status = levels.execute(rank, second, number, 1);
-            CHECK_EQUAL(status.code, StatusCode::mismatch);
+        } else if (!is_held_up) {
+            CHECK_EQUAL(levels.execute(rank, second, number, 1).code, StatusCode::mismatch);
         }
         if (rank == 4) {
             mismatch_is_known.open();
@@ -179,6 +185,10 @@ TEST(a_mismatch_reaches_ranks_of_a_host_at_different_stages) {
         CHECK_EQUAL(all.at(3), "rank 3");
     });
 }
+
+TEST(a_mismatch_reaches_ranks_of_a_host_at_different_stages) { find_a_mismatch(true); }
+
+TEST(a_mismatch_reaches_ranks_of_a_host_at_the_same_stage) { find_a_mismatch(false); }
 
 TEST(a_rank_lost_on_another_host_ends_waits_on_this_one) {
     TwoLevels levels({{0, 1}, {2}});
