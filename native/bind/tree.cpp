@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "bind/tree.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 namespace nb = nanobind;
@@ -24,136 +25,146 @@ nb::object sorted_keys(PyObject* dict) {
     return keys;
 }
 
-std::string step_of(PyObject* key) {
+// Appends the step to an element.
+void append_step(std::string& path, PyObject* key) {
     const nb::object text = nb::steal(PyObject_Repr(key));
     Py_ssize_t size = 0;
     const char* bytes = text.is_valid() ? PyUnicode_AsUTF8AndSize(text.ptr(), &size) : nullptr;
     if (bytes == nullptr) {
         throw nb::python_error();
     }
-    return "[" + std::string(bytes, static_cast<std::size_t>(size)) + "]";
+    path.append("[").append(bytes, static_cast<std::size_t>(size)).append("]");
+}
+
+// A list or tuple of the same length. Other threads may find it: a list of None, and a tuple as Python's own are while
+// they are made.
+nb::object new_sequence_like(PyObject* like) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(like);
+    if (PyTuple_CheckExact(like)) {
+        return checked(PyTuple_New(size));
+    }
+    nb::object made = checked(PyList_New(size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+        PyList_SET_ITEM(made.ptr(), i, Py_NewRef(Py_None));
+    }
+    return made;
 }
 
 }  // namespace
 
-bool Tree::read(PyObject* tree, std::size_t most_nbytes) {
-    tree_ = tree;
-    most_nbytes_ = most_nbytes;
-    return visit(tree, "", 0) && leaves_.size() > 1;
+void Tree::Slot::set(nb::object value) const {
+    if (key == nullptr) {
+        Py_XSETREF(PySequence_Fast_ITEMS(container)[index], value.release().ptr());
+    } else if (PyDict_SetItem(container, key, value.ptr()) != 0) {
+        throw nb::python_error();
+    }
 }
 
-bool Tree::visit(PyObject* x, const std::string& path, int depth) {
-    if (depth > deepest) {
-        return false;
-    }
-    if (PyDict_CheckExact(x)) {
-        const nb::object keys = sorted_keys(x);
+bool Tree::read(PyObject* tree, std::size_t most_nbytes) {
+    most_nbytes_ = most_nbytes;
+    result_ = visit(tree, 0);
+    return result_.is_valid() && leaves_.size() > 1;
+}
+
+// The same tree with room for the results; invalid: the general path. A dict keeps the order of its keys; its leaves
+// come in sorted order.
+nb::object Tree::visit(PyObject* tree, int depth) {
+    if (PyDict_CheckExact(tree)) {
+        nb::object made = checked(PyDict_Copy(tree));
+        const nb::object keys = sorted_keys(made.ptr());
         for (Py_ssize_t i = 0; keys.is_valid() && i < PyList_GET_SIZE(keys.ptr()); ++i) {
             PyObject* const key = PyList_GET_ITEM(keys.ptr(), i);
-            if (!visit(PyDict_GetItem(x, key), path + step_of(key), depth + 1)) {
-                return false;
+            if (!visit_element(PyDict_GetItem(made.ptr(), key), {made.ptr(), key, 0}, depth)) {
+                return {};
             }
         }
-        return keys.is_valid();
+        return keys.is_valid() ? made : nb::object();
     }
-    if (is_one(x)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(x); ++i) {
-            if (!visit(PySequence_Fast_GET_ITEM(x, i), path + "[" + std::to_string(i) + "]", depth + 1)) {
-                return false;
-            }
+    nb::object made = new_sequence_like(tree);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(made.ptr()); ++i) {
+        if (i >= PySequence_Fast_GET_SIZE(tree) ||
+            !visit_element(PySequence_Fast_GET_ITEM(tree, i), {made.ptr(), nullptr, i}, depth)) {
+            return {};
         }
-        return true;
     }
-    auto leaf = std::make_unique<Leaf>();
-    if (!leaf->array.read(x) || leaf->array.nbytes > most_nbytes_ ||
-        (!leaves_.empty() && leaf->array.dtype != dtype())) {
+    return made;
+}
+
+bool Tree::visit_element(PyObject* x, const Slot& slot, int depth) {
+    const std::size_t length = path_.size();
+    if (slot.key != nullptr) {
+        append_step(path_, slot.key);
+    } else {
+        path_.append("[").append(std::to_string(slot.index)).append("]");
+    }
+    bool is_read = depth < deepest;
+    if (is_read && is_one(x)) {
+        nb::object made = visit(x, depth + 1);
+        is_read = made.is_valid();
+        if (is_read) {
+            slot.set(std::move(made));
+        }
+    } else if (is_read) {
+        is_read = add_leaf(x, slot);
+    }
+    path_.resize(length);
+    return is_read;
+}
+
+bool Tree::add_leaf(PyObject* x, const Slot& slot) {
+    Leaf& leaf = leaves_.emplace_back(x, slot, hash_text(path_));
+    if (!leaf.array.read(x) || leaf.array.nbytes > most_nbytes_ || leaf.array.dtype != dtype()) {
         return false;
     }
-    leaf->path = path;
-    nbytes_ += leaf->array.nbytes;
-    leaves_.push_back(std::move(leaf));
+    nbytes_ += leaf.array.nbytes;
     return true;
 }
 
 void Tree::add_to(Fingerprint& hash) const {
-    for (const auto& leaf : leaves_) {
-        hash.add(hash_text(leaf->path));
-        hash.add(static_cast<std::int64_t>(leaf->array.dtype));
-        hash.add(std::int64_t{leaf->array.num_axes});
-        for (int axis = 0; axis < leaf->array.num_axes; ++axis) {
-            hash.add(std::int64_t{leaf->array.shape[axis]});
+    for (const Leaf& leaf : leaves_) {
+        hash.add(leaf.path_hash);
+        hash.add(static_cast<std::int64_t>(leaf.array.dtype));
+        hash.add(std::int64_t{leaf.array.num_axes});
+        for (int axis = 0; axis < leaf.array.num_axes; ++axis) {
+            hash.add(std::int64_t{leaf.array.shape[axis]});
         }
     }
 }
 
 bool Tree::has_integers() const {
-    for (const auto& leaf : leaves_) {
-        if (leaf->array.kind == ArrayKind::number && leaf->array.dtype == DType::int64) {
-            return true;
-        }
-    }
-    return false;
+    return std::ranges::any_of(leaves_, [](const Leaf& leaf) {
+        return leaf.array.kind == ArrayKind::number && leaf.array.dtype == DType::int64;
+    });
 }
 
 const std::byte* Tree::pack() {
-    input_ = std::make_unique_for_overwrite<std::byte[]>(nbytes_);
-    output_ = std::make_unique_for_overwrite<std::byte[]>(nbytes_);
-    std::byte* into = input_.get();
-    for (const auto& leaf : leaves_) {
-        if (leaf->array.nbytes > 0) {  // else there may be no memory at all
-            std::memcpy(into, leaf->array.data, leaf->array.nbytes);
-            into += leaf->array.nbytes;
+    packed_ = std::make_unique_for_overwrite<std::byte[]>(2 * nbytes_);
+    std::byte* into = packed_.get();
+    for (const Leaf& leaf : leaves_) {
+        if (leaf.array.nbytes > 0) {  // else there may be no memory at all
+            std::memcpy(into, leaf.array.data, leaf.array.nbytes);
+            into += leaf.array.nbytes;
         }
     }
-    return input_.get();
+    return packed_.get();
 }
 
 bool Tree::make_results() {
-    for (const auto& leaf : leaves_) {
-        if (!leaf->result.make(leaf->array, leaf->array.num_axes, leaf->array.shape)) {
-            return false;
-        }
-    }
-    return true;
+    return std::ranges::all_of(leaves_, [](Leaf& leaf) {
+        return leaf.result.make(leaf.array, leaf.array.num_axes, leaf.array.shape);
+    });
 }
 
 nb::object Tree::finish() {
-    const std::byte* from = output_.get();
-    for (const auto& leaf : leaves_) {
-        if (leaf->array.nbytes > 0) {
-            std::memcpy(leaf->result.data, from, leaf->array.nbytes);
-            from += leaf->array.nbytes;
+    const std::byte* from = output();
+    for (Leaf& leaf : leaves_) {
+        if (leaf.array.nbytes > 0) {
+            std::memcpy(leaf.result.data, from, leaf.array.nbytes);
+            from += leaf.array.nbytes;
         }
+        leaf.slot.set(leaf.result.finish(leaf.x.ptr()));
     }
-    std::size_t next = 0;
-    return build(tree_, next);
-}
-
-// A dict comes back in the order of its keys; its leaves stand in sorted order.
-nb::object Tree::build(PyObject* like, std::size_t& next) {
-    if (PyDict_CheckExact(like)) {
-        const nb::object keys = sorted_keys(like);
-        nb::object made = nb::steal(PyDict_Copy(like));
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys.ptr()); ++i) {
-            PyObject* const key = PyList_GET_ITEM(keys.ptr(), i);
-            const nb::object value = build(PyDict_GetItem(like, key), next);
-            if (PyDict_SetItem(made.ptr(), key, value.ptr()) != 0) {
-                throw nb::python_error();
-            }
-        }
-        return made;
-    }
-    if (is_one(like)) {
-        const Py_ssize_t size = PySequence_Fast_GET_SIZE(like);
-        nb::object made = nb::steal(PyList_CheckExact(like) ? PyList_New(size) : PyTuple_New(size));
-        for (Py_ssize_t i = 0; i < size; ++i) {
-            PyObject* const value = build(PySequence_Fast_GET_ITEM(like, i), next).release().ptr();
-            PyList_CheckExact(like) ? PyList_SET_ITEM(made.ptr(), i, value) : PyTuple_SET_ITEM(made.ptr(), i, value);
-        }
-        return made;
-    }
-    Leaf& leaf = *leaves_[next++];
-    return leaf.result.finish(like);
+    return std::move(result_);
 }
 
 }  // namespace ferrodist::bind

@@ -6,16 +6,19 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <list>
 #include <memory>
+#include <memory_resource>
 #include <string>
-#include <vector>
 
 #include "bind/convert.hpp"
 #include "core/hash.hpp"
 
 namespace ferrodist::bind {
 
-class Tree {
+// Nothing of the caller's lists and dicts is looked at again once they are read: other threads may change them while
+// the call waits.
+class Tree : core::NonCopyable {
 public:
     static bool is_one(PyObject* object) {
         return PyList_CheckExact(object) || PyTuple_CheckExact(object) || PyDict_CheckExact(object);
@@ -26,32 +29,50 @@ public:
     // Adds what ranks compare of it: path, dtype and shape of every array.
     void add_to(Fingerprint& hash) const;
 
-    DType dtype() const { return leaves_.front()->array.dtype; }
+    DType dtype() const { return leaves_.front().array.dtype; }
     std::size_t nbytes() const { return nbytes_; }
     bool has_integers() const;
 
     // All arrays, one behind the other; the result goes to memory of the same size.
     const std::byte* pack();
-    std::byte* output() { return output_.get(); }
+    std::byte* output() { return packed_.get() + nbytes_; }
     // Makes room for the results; false: the general path.
     bool make_results();
     // The same tree with the results as its leaves.
     nanobind::object finish();
 
 private:
+    // Where a result goes: an element of a list or tuple, or of a dict if there is a key. The result keeps both.
+    struct Slot {
+        PyObject* container;
+        PyObject* key;
+        Py_ssize_t index;
+
+        void set(nanobind::object value) const;
+    };
     struct Leaf {
-        std::string path;
+        Leaf(PyObject* object, const Slot& its_slot, std::uint64_t hash)
+            : x(nanobind::borrow(object)), slot(its_slot), path_hash(hash) {}
+
+        nanobind::object x;
+        Slot slot;
+        std::uint64_t path_hash;
         InputArray array;
         OutputArray result;
     };
+    static constexpr std::size_t num_near = 4;  // leaves that need no memory of their own, as malloc is slow for such sizes
 
-    bool visit(PyObject* x, const std::string& path, int depth);
-    nanobind::object build(PyObject* like, std::size_t& next);
+    nanobind::object visit(PyObject* tree, int depth);
+    bool visit_element(PyObject* x, const Slot& slot, int depth);
+    bool add_leaf(PyObject* x, const Slot& slot);
 
-    PyObject* tree_ = nullptr;
-    std::vector<std::unique_ptr<Leaf>> leaves_;
+    nanobind::object result_;
+    std::string path_;  // of what is visited
+    alignas(std::max_align_t) std::byte near_[num_near * (sizeof(Leaf) + 2 * sizeof(void*))];
+    std::pmr::monotonic_buffer_resource memory_{near_, sizeof near_};
+    std::pmr::list<Leaf> leaves_{&memory_};
     std::size_t nbytes_ = 0, most_nbytes_ = 0;
-    std::unique_ptr<std::byte[]> input_, output_;
+    std::unique_ptr<std::byte[]> packed_;  // what goes out, then what comes
 };
 
 }  // namespace ferrodist::bind

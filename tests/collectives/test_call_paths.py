@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import ferrodist
-from ferrodist import DistributedError, ReduceOp
+from ferrodist import DistributedError, ReduceOp, _native
+from ferrodist.buffer import ArrayKind
 from ferrodist.testing import distinct_values
 from ferrodist.testing.contract.values import DTYPES, can_hold, legal_ops, numpy_dtype, to_library
 
@@ -451,6 +452,36 @@ def describe_tree(x: Any) -> Any:
 def test_both_paths_give_the_same_trees(start):
     with start(3, lambda backend, pipe: compare_trees(backend)) as job:
         assert job.results() == [[], [], []]
+
+
+class Emptier:
+    """An array in a tree that is emptied while the results are made."""
+
+    def __init__(self, x: np.ndarray[Any, Any], tree: Any) -> None:
+        self.x, self.tree = x, tree
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.x.__dlpack__(**options)
+
+    @staticmethod
+    def from_numpy(x: Emptier, result: Any) -> Any:
+        x.tree.clear()
+        return result
+
+
+def test_a_tree_that_changes_during_its_call_gives_the_result_of_what_it_was(start):
+    def body(backend, pipe):
+        _native.register_adapted(Emptier, Emptier.from_numpy, ArrayKind.NUMPY)
+        a_list, a_dict, x = [], {}, np.full(2, backend.rank + 1.0)
+        a_list += [Emptier(x, a_list), x, (x,)]
+        a_dict |= {"b": [x, x], "a": Emptier(x, a_dict)}
+        found = [make_call("fast", "allreduce", backend, tree) for tree in (a_list, a_dict)]
+        return describe_tree(found), a_list, a_dict
+
+    total = np.full(2, 3.0)
+    expected = describe_tree([[total, total, (total,)], {"b": [total, total], "a": total}])
+    with start(2, body) as job:
+        assert job.results() == [(expected, [], {})] * 2
 
 
 def test_a_difference_between_trees_is_told_in_the_same_words_on_both_paths(start):
