@@ -159,7 +159,7 @@ void Progress::run(State& state) {
             continue;
         }
         FlyingCall& call = *state.queue.front();
-        // Whoever made the call may be about to wait for it, and is quicker.
+        // The thread that made the call may be about to wait for it, and is quicker.
         if (const std::int64_t rest = call.posted_ns_ + head_start_ns - core::now_ns(); rest > 0) {
             nap(lock, rest);
             continue;
@@ -204,7 +204,7 @@ nb::object FlyingCall::wait(std::int64_t end_ns) {
     return hook.error();
 }
 
-// A call whose ticket has ended is complete a moment later: whoever saw that, by a later call, finds it so.
+// A call whose ticket has ended is complete a moment later: a thread that saw that, by a later call, finds it so.
 bool FlyingCall::test() {
     if (is_complete() || calls_.tickets.ended() < ticket_) {
         return is_complete();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // The calls of a group: their order, those that are in flight, and the thread that runs those nobody waits for.
 //
-// A call in flight is a node in a queue; its arrays are pinned by the Python object that owns it. Whoever waits
+// A call in flight is a node in a queue; its arrays are pinned by the Python object that owns it. A thread that waits
 // for a call that has not begun takes it out and runs it; the rest is run by one thread of the group, in
 // the order of their tickets, asleep while there is none. It takes the GIL only when a call fails, or has
 // waited for long. Groups have threads of their own, so their calls never wait for each other.
@@ -166,7 +166,7 @@ protected:
     nanobind::object left_error() const;
     // The last that is done with the call on a thread that does not own it.
     void complete();
-    // At the end of its life: takes it out of the queue, or waits for whoever runs it. `abandon` makes that short.
+    // At the end of its life: takes it out of the queue, or waits for the thread running it. `abandon` makes that short.
     template <class Abandon>
     void withdraw(const Abandon& abandon) {
         if (ticket_ == 0 || is_complete()) {

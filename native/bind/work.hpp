@@ -5,7 +5,7 @@
 // asks for it. Everything that most Works are asked for stands here: wait, result, exception, done. All of it
 // is touched with the GIL held.
 //
-// A Work in flight is held by a registry, whoever else has dropped it: its arrays are in use. It leaves the
+// A Work in flight is held by a registry, also if the program has dropped it: its arrays are in use. It leaves the
 // registry when somebody has asked for its outcome, when the callbacks thread has heard of it, or, if it is
 // done and nobody wants to know, some calls later.
 #pragma once

@@ -2,7 +2,7 @@
 // Messages: the matching engine for the point-to-point calls of one rank in one group.
 //
 // A call is a Request. isend and irecv post it and never wait; it completes when its message has been
-// matched and moved, and whoever makes progress completes it. There is one queue of posted receives and
+// matched and moved, and the thread that makes progress completes it. There is one queue of posted receives and
 // one of unexpected messages per group (MatchQueue), above whatever moves bytes. A message that is an object
 // and one that is an array do not take each other's place: a receive of the other kind fails, and the
 // message stays. What ranks tell each other, in order between any two of them:
@@ -110,7 +110,7 @@ protected:
     virtual void read(int peer) = 0;
     // A request that is unattended was posted: somebody has to make progress.
     virtual void note_posted(const Request& request) = 0;
-    // Requests have completed: whoever waits in this process looks again.
+    // Requests have completed: waiting threads of this process look again.
     virtual void note_completed() = 0;
 
     // What the group and its ranks are up to.

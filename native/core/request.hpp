@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Request: one send or receive, from the moment it is posted until it is done or has failed.
 //
-// Whoever posts a request owns it, and keeps it and the memory it names until it is complete: until then
+// Who posts a request owns it, and keeps it and the memory it names until it is complete: until then
 // the engine holds pointers to it, from then on none. `state` may be read by any thread at any time; what
 // was found may be read once the request is complete.
 #pragma once
@@ -97,7 +97,7 @@ public:
     bool is_probe = false;           // takes nothing: it is done when there is a message that a receive would take
     bool keeps_header = false;       // whether `found` is set in any case
     Place* place = nullptr;          // of a receive that takes any message: sets target and nbytes
-    std::int64_t deadline_ns = 0;    // when it fails by itself, whoever waits; 0: never
+    std::int64_t deadline_ns = 0;    // when it fails by itself, also if nobody waits; 0: never
     std::int64_t last_deadline_ns = 0, stuck_ns = 0;  // as of WaitOptions; 0: the deadline is exact
     std::uint64_t token = 0;         // what Completions is told, not 0, if somebody wants to hear of it
     bool is_heard_if_done = false;   // whether that is so if it goes well, too

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Whether a wait spins, yields its core, or sleeps: measured while it waits, not configured.
 //
-// Who waits for a rank on another core spins. Waking a sleeper takes up to 100 us, and whoever is woken
+// Who waits for a rank on another core spins. Waking a sleeper takes up to 100 us, and a thread that is woken
 // late makes the others wait: unless waits spin for longer than that, all ranks sleep in every round
 // from then on. If the awaited rank was preempted this is in vain, but it is a small part of a time
 // slice; then the waiting rank sleeps, is put first when it is woken, and both run side by side again.

@@ -101,7 +101,7 @@ inline std::int64_t sleep_limit(const WaitOptions& options) {
     return std::clamp<std::int64_t>(rest, 1'000, longest_sleep_ns);
 }
 
-// Waits until `is_ready()`, which depends on `word`. Whoever changes the word wakes its sleepers if
+// Waits until `is_ready()`, which depends on `word`. Who changes the word wakes its sleepers if
 // `sleepers` is not zero. `wait_poll.begin()` hears that this takes a while; `wait_poll.check()`, which
 // must be quick, is asked before the first sleep, `wait_poll.poll()` about every 50 ms; both may end it.
 template <class IsReady, class WaitPoll>

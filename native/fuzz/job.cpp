@@ -232,7 +232,7 @@ void Job::ask_round() {
     const std::vector<int> found = script_.one_in(2) ? group_->missing() : group_->find_send_cycle(peer());
     for (const int rank : found) {
         if (rank < 0 || rank >= size) {
-            std::abort();  // whoever names it would look for a rank that is not there
+            std::abort();  // an error that names it would name a rank that is not there
         }
     }
 }

@@ -31,7 +31,7 @@ inline std::string text_of(Bytes bytes) { return {reinterpret_cast<const char*>(
 
 // -- keyed 64-bit hashes: SipHash-2-4 for headers, and a fast one for payloads, block by block ------
 
-// SipHash-2-4 (Aumasson, Bernstein 2012): whoever does not know the key cannot make the hash of a
+// SipHash-2-4 (Aumasson, Bernstein 2012): who does not know the key cannot make the hash of a
 // message, however many others' hashes they have seen.
 std::uint64_t siphash(const std::array<std::uint64_t, 2>& key, Bytes message);
 

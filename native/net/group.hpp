@@ -3,8 +3,8 @@
 // what was decided about calls that cannot succeed.
 //
 // Its lowest rank that is still there is the *coordinator* of its group errors, in the thread of its mesh: the
-// first one proposed for a call stands, and all get it from there. When ranks differ in a call, whoever
-// finds out tells it; it asks all for their calls and hands everybody all of them.
+// first one proposed for a call stands, and all get it from there. When ranks differ in a call, a rank
+// that finds out tells it; it asks all for their calls and hands everybody all of them.
 //
 // *Barring*: who wants to give a call up at its deadline asks all ranks whether they have entered it. Whose
 // thread is asked answers: yes, or that it is barred from now on: then that rank takes no part in the call any

@@ -83,7 +83,7 @@ std::vector<int> Group::find_missing() const {
     for (int rank = 0; rank < size(); ++rank) {
         const RankStatus& rank_status = rank == rank_ ? own_status_ : peer_of(rank).rank_status;
         if (rank != rank_ && is_gone(rank)) {
-            continue;  // whoever still needs it finds it lost
+            continue;  // a rank that still needs it finds it lost
         }
         if (rank_status.sequence < own_status_.sequence) {
             absent.push_back(rank);
@@ -242,7 +242,7 @@ std::vector<int> Group::find_barred(const std::vector<int>& silent) const {
     std::vector<int> barred;
     for (int rank = 0; rank < size(); ++rank) {
         if (rank == rank_ || is_gone(rank)) {
-            continue;  // whoever still needs it finds it lost
+            continue;  // a rank that still needs it finds it lost
         }
         if (std::find(silent.begin(), silent.end(), rank) == silent.end()) {
             if (peer_of(rank).rank_status.barred_from <= own_status_.sequence) {

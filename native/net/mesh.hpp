@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Mesh: a process's connections to all other ranks, and who reads them.
 //
-// Whoever waits reads: a caller in a wait polls all sockets and handles what comes, for all groups; if
+// Waiting threads read: a caller in a wait polls all sockets and handles what comes, for all groups; if
 // another caller does so already it sleeps until that one has handled something. So a message that is
 // awaited costs no change of threads. While nobody calls, a thread of the mesh reads: it answers
 // questions, keeps group errors and sends heartbeats, without the GIL and whatever the program does.

@@ -55,7 +55,7 @@ protected:
     void count_moved(const core::Request&) override {}  // links count
     void count_received(int peer, std::uint64_t nbytes) override;
     void count_receives(int change) override;
-    void read(int) override {}  // whoever reads a link hands on all that has come
+    void read(int) override {}  // the reader of a link hands on all that has come
     void note_posted(const core::Request& request) override;
     void note_completed() override;
     core::Status group_error() const override;

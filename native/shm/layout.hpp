@@ -25,7 +25,7 @@ constexpr std::size_t line = 64;
 
 // -- arenas ----------------------------------------------------------------------------------------
 
-// A word to sleep on, for whoever waits for something that is said elsewhere.
+// A word to sleep on, for waits for something that is said elsewhere.
 //
 // The sleeper counts itself, reads `rings`, looks once more at what it waits for, and sleeps while
 // `rings` stays the same: that is wait_until(rings, sleepers, ...). The ringer changes what is waited
@@ -153,7 +153,7 @@ struct RankWords {
     Word has_closed;    // it has said that it closes
     Word num_receives;  // point-to-point receives in flight
     Word sending_to;    // rank + 1 whom a blocked send is for; 0: none
-    Word cycle_next;    // rank + 1 of the next in a cycle of sends; written by whoever found it
+    Word cycle_next;    // rank + 1 of the next in a cycle of sends; written by the rank that found it
     Word num_moves;     // parts of large shared memory that this rank has copied or reduced
     std::uint32_t leave_reason_nbytes;
     std::byte leave_reason[leave_reason_capacity];

@@ -235,7 +235,7 @@ void Messages::starve(int peer) {
     }
 }
 
-// A long eager message that is not all there: whoever wants it copies what is.
+// A long eager message that is not all there: its receiver copies what is.
 bool Messages::read_long(int peer, const Message& message) {
     std::optional<Partial>& partial = at(peer).partial;
     if (!partial) {

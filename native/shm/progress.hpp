@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Progress: who moves the messages of a process that shares memory, for all of its groups.
 //
-// Whoever waits for a request moves everybody's. For requests that nobody waits for there is one thread,
+// A thread that waits for a request moves all of them. For requests that nobody waits for there is one thread,
 // started with the first of them:
 //
 //     on duty   there are such requests, and nobody has called for a while: it sleeps on the doorbell of
 //               the process, wakes when it is rung, and every 50 ms to look for ranks that are gone
-//     napping   calls are being made: whoever makes them also moves messages, and who rings the doorbell
+//     napping   calls are being made: their threads also move messages, and who rings the doorbell
 //               should not have to wake a thread that is not needed. It looks again after some ms
 //     parked    there are no such requests: it sleeps until one is posted
 //

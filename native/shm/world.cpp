@@ -232,7 +232,7 @@ void World::sweep() {
         if (is_needed(one)) {
             return false;
         }
-        // Pairs with the acquire in is_needed of whoever has the group's block.
+        // Pairs with the acquire in is_needed, of the rank that has the group's block.
         one.presences[one.mine]->store(Presence::swept, std::memory_order_release);
         for (const std::size_t block : one.blocks) {
             arena_->free(block);

@@ -49,7 +49,7 @@ private:
     std::function<bool()> act_;
 };
 
-// Blocks whoever wants to pass until it is opened.
+// Blocks threads that want to pass until it is opened.
 class Gate {
 public:
     void open() { is_open_ = true; }

@@ -27,7 +27,7 @@ std::vector<int> missing_of(const Group& group) {
 
 }  // namespace
 
-// Whoever is first, the bar or the rank: the other sees it. Some of both have to happen to mean something.
+// Whichever is first, the bar or the rank: the other sees it. Some of both have to happen to mean something.
 TEST(a_rank_is_barred_or_comes_but_never_both) {
     Host host(2);
     Group &waiting = *host.group(0), &late = *host.group(1);
@@ -55,7 +55,7 @@ TEST(a_rank_is_barred_or_comes_but_never_both) {
     CHECK(num_barred > 0 || times(5'000) < 5'000);
 }
 
-// Two whose deadlines are over at once bar whoever they find missing: both find the same ranks.
+// Two whose deadlines are over at once bar the ranks they find missing: both find the same ranks.
 TEST(all_who_bar_find_the_same_ranks_missing) {
     constexpr int world = 6;
     for (std::size_t i = 0; i < times(300); ++i) {

@@ -45,7 +45,7 @@ TEST(what_a_rank_writes_into_a_common_block_all_see_after_a_round) {
     });
 }
 
-TEST(a_common_block_goes_with_the_last_who_drops_it_whoever_that_is) {
+TEST(a_common_block_goes_with_the_last_rank_that_drops_it) {
     for (std::size_t last = 0; last < 3; ++last) {
         Host host(3);
         const std::size_t before = host.arena(0).allocated_nbytes();

@@ -30,7 +30,7 @@ bool is_asleep_for(Group& group, int rank) {
 
 // -- differences -------------------------------------------------------------------------------------
 
-TEST(whoever_differs_all_ranks_find_the_mismatch_and_go_on_in_step) {
+TEST(whichever_rank_differs_all_ranks_find_the_mismatch_and_go_on_in_step) {
     Host host(3);
     host.run([](Group& group) {
         std::uint64_t sequence = 0;

@@ -158,7 +158,7 @@ TEST(messages_of_one_rank_stay_in_order_however_they_are_received) {
 }
 
 TEST(no_rank_starves) {
-    // Each sends again as soon as it was heard: whoever is looked at first must not always be the first.
+    // Each sends again as soon as it was heard: the one looked at first must not always be the first.
     on_both(4, [](Team& team) {
         const std::size_t count = times(300);
         run_threads(4, [&](int rank) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Meshes that are well: pieces cross them, whoever reads, and what was sent arrives though its sender
+// Meshes that are well: pieces cross them, whichever thread reads, and what was sent arrives though its sender
 // is gone.
 #include <sys/socket.h>
 #include <unistd.h>

@@ -30,7 +30,7 @@ Buffer random_bytes(std::size_t size, std::uint64_t seed);
 // A key for the connection of two ranks.
 Buffer session_of(int one, int other);
 
-// Two connected sockets that never block. Whoever takes an end closes it.
+// Two connected sockets that never block. Who takes an end closes it.
 struct Ends {
     int left, right;
 };
