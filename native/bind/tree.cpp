@@ -99,6 +99,7 @@ bool Tree::visit_element(PyObject* x, const Slot& slot, int depth) {
     }
     bool is_read = depth < deepest;
     if (is_read && is_one(x)) {
+        const nb::object held = nb::borrow(x);  // a leaf's own conversion may empty the list that x is in
         nb::object made = visit(x, depth + 1);
         is_read = made.is_valid();
         if (is_read) {
