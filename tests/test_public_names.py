@@ -21,7 +21,7 @@ def test_public_names_are_exactly_the_list():
     packages = {module.name for module in pkgutil.iter_modules(ferrodist.__path__)}
     visible = {name for name in vars(ferrodist) if not name.startswith("_")} - packages
     visible -= {"annotations", "TYPE_CHECKING", "Any", "sys"}
-    # Can only be had where MPI or torch is: "import *" must not ask for them.
+    # Can be named everywhere, but "import *" must not import MPI and torch.
     engines = {"MpiBackend", "TorchDistributedBackend"}
     assert (visible | ferrodist._MODULE_OF.keys()) - engines == set(ferrodist.__all__)
     assert dir(ferrodist) == sorted(ferrodist.__all__)
@@ -82,9 +82,9 @@ for names in ferrodist._NAMES_OF.values():
     name = names.split()[0]
     if os.fork() == 0:
         try:
-            assert getattr(ferrodist, name) is vars(ferrodist)[name]  # a plain global from now on
-        except ModuleNotFoundError as error:
-            os._exit(error.name not in ("torch", "mpi4py"))  # need not be installed
+            found = getattr(ferrodist, name)
+            # A plain global from now on, but for engines whose library is not installed.
+            assert found is vars(ferrodist).get(name) or name in ferrodist._ENGINES
         except BaseException as error:  # the fork must end here, whatever it is
             print(f"{name}: {error!r}", flush=True)
             os._exit(1)
@@ -112,6 +112,34 @@ def test_any_name_may_be_the_first():
     command = [sys.executable, "-c", EACH_FIRST]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+WITHOUT_LIBRARIES = """
+import sys
+sys.modules["mpi4py"] = sys.modules["torch"] = None  # importing them raises ModuleNotFoundError
+import ferrodist
+from ferrodist import MpiBackend, TorchDistributedBackend
+assert MpiBackend is ferrodist.MpiBackend is not TorchDistributedBackend
+assert not isinstance(1, (MpiBackend, TorchDistributedBackend))
+assert not hasattr(MpiBackend, "from_process_group")
+for use in (
+    MpiBackend,
+    lambda: MpiBackend.from_comm(1),
+    lambda: MpiBackend.join(None),
+    lambda: TorchDistributedBackend.from_process_group(1, config=None),
+):
+    try:
+        use()
+    except ferrodist.BackendUnavailable as error:
+        print(error)
+"""
+
+
+def test_engines_can_be_named_without_their_library_and_their_use_names_the_extra():
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES]
+    lines = subprocess.check_output(command, text=True, timeout=60).splitlines()
+    mpi = "backend 'mpi' needs mpi4py: pip install 'ferrodist[mpi]'"
+    assert lines == [mpi] * 3 + ["backend 'gloo' needs torch: pip install 'ferrodist[torch]'"]
 
 
 def test_every_public_name_can_be_had():

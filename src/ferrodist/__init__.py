@@ -117,12 +117,12 @@ _NAMES_OF = {
     "backends.base": "Backend Statistics",
     "backends.grid": "Grid",
     "backends.hybrid": "HybridBackend",
-    "backends.mpi": "MpiBackend",  # not in __all__: it can only be had where MPI is
+    "backends.mpi": "MpiBackend",  # not in __all__: "import *" would import MPI
     "backends.registry": "init is_initialized local_rank rank world_size",
     "backends.shared_memory": "SharedMemoryBackend",
     "backends.tcp": "TcpBackend",
     "backends.threads": "SimulatedBackend",
-    "backends.torch_engine": "TorchDistributedBackend",  # not in __all__ either: it needs torch
+    "backends.torch_engine": "TorchDistributedBackend",  # not in __all__ either: torch
     "collectives": (
         "all_gather all_gather_object all_gather_uneven all_to_all all_to_all_uneven allreduce "
         "allreduce_ barrier broadcast broadcast_ broadcast_object exscan gather gather_object "
@@ -149,6 +149,10 @@ _NAMES_OF = {
     "reduce_op": "ReduceOp",
     "work": "Work wait_all wait_any",
 }
+_ENGINES = {  # classes that can be named where their library is missing; for missing_engine
+    "MpiBackend": ("mpi", "from_comm"),
+    "TorchDistributedBackend": ("gloo", "from_process_group"),
+}
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 _PACKAGES = {module.partition(".")[0] for module in _NAMES_OF}  # ferrodist.errors, to name one
 
@@ -161,7 +165,14 @@ def __getattr__(name: str) -> Any:
 
     if _MODULE_OF.get(name, "").startswith("backends."):
         importlib.import_module("ferrodist.collectives")  # adds the calls to Backend as methods
-    found = importlib.import_module(f"ferrodist.{_MODULE_OF.get(name, name)}")
+    try:
+        found = importlib.import_module(f"ferrodist.{_MODULE_OF.get(name, name)}")
+    except ImportError:
+        if name not in _ENGINES:
+            raise
+        from ferrodist.backends.registry import missing_engine
+
+        return missing_engine(name, *_ENGINES[name])
     if name in _MODULE_OF:
         found = globals()[name] = getattr(found, name)  # next time without this function
     return found

@@ -87,6 +87,22 @@ def backend_class(name: str) -> type[Backend]:
     return found
 
 
+@functools.cache
+def missing_engine(class_name: str, name: str, maker: str) -> type[Backend]:
+    """Make a class that stands for an engine whose library is not installed.
+
+    Programs can name it, also in ``isinstance``. Its use raises what ``init`` with its name does.
+    """
+
+    def refuse(*args: object, **options: object) -> NoReturn:
+        backend_class(name)
+        raise BackendUnavailable(f"backend {name!r} was not available when the program began")
+
+    doc = f"Backend {name!r}, whose library is not installed: every use raises BackendUnavailable."
+    body = dict.fromkeys(("__new__", "join", maker), staticmethod(refuse))
+    return type(Backend)(class_name, (Backend,), {**body, "__doc__": doc, "__module__": __name__})
+
+
 def _unknown(name: str) -> InvalidArgument:
     """Make the error for a name that is torch's, or misspelt."""
     from difflib import get_close_matches
