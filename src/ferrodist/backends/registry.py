@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
+from types import TracebackType, new_class
 from typing import TYPE_CHECKING, NoReturn
 
 from ferrodist import tracebacks
@@ -99,8 +99,12 @@ def missing_engine(class_name: str, name: str, maker: str) -> type[Backend]:
         raise BackendUnavailable(f"backend {name!r} was not available when the program began")
 
     doc = f"Backend {name!r}, whose library is not installed: every use raises BackendUnavailable."
-    body = dict.fromkeys(("__new__", "join", maker), staticmethod(refuse))
-    return type(Backend)(class_name, (Backend,), {**body, "__doc__": doc, "__module__": __name__})
+    body: dict[str, object] = {"__doc__": doc, "__module__": __name__}
+    body.update(dict.fromkeys(("__new__", "join", maker), staticmethod(refuse)))
+    made: type[Backend] = new_class(
+        class_name, (Backend,), exec_body=lambda names: names.update(body)
+    )
+    return made
 
 
 def _unknown(name: str) -> InvalidArgument:
