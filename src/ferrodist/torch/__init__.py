@@ -7,9 +7,9 @@
 Everything that stands on torch.distributed (DDP, FSDP, DTensor, pipelining, checkpoints) then runs
 on ferrodist's collectives, for tensors in CPU memory.
 
-``process_group.py`` has the calls, ``group_base.py`` how they are made, ``joining.py`` how a group
-is, ``operators.py`` what torch's C++ code calls; ``work.py`` is what calls return, ``tensors.py``
-what they take. In this package ``torch`` is torch itself: every import is absolute.
+``process_group.py`` defines the calls and ``group_base.py`` what they share; ``joining.py`` creates
+groups; ``operators.py`` serves torch's C++ code; ``work.py`` has what calls return, ``tensors.py``
+prepares their arguments. In this package ``torch`` is torch itself: every import is absolute.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""GroupBase: who a process group is, how it ends, and how its calls are made."""
+"""GroupBase: names and settings of a process group, how it ends, and how its calls are made."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _NOTHING = nullcontext()
 
 
 class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] # torch has no types
-    """A process group of torch over a backend of ferrodist, which ``backend`` is; without calls."""
+    """A process group of torch on a backend of ferrodist (``backend``), without its calls."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend.rank, backend.world_size)
         self.backend = backend
         self._group_name = self._description = ""
 
-    # -- who it is --------------------------------------------------------------------------------
+    # -- names and settings -----------------------------------------------------------------------
 
     def rank(self) -> int:
         """Return this rank's number in the group."""
         return self.backend.rank
 
     def size(self) -> int:
-        """Return how many ranks the group has."""
+        """Return the number of ranks."""
         return self.backend.world_size
 
     getRank, getSize = rank, size  # noqa: N815 -- what C++ calls them
@@ -49,33 +49,33 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
         """Return the name of the backend, as init_process_group takes it."""
         return "ferrodist"
 
-    getBackendName = _get_backend_name = name  # noqa: N815
+    getBackendName = _get_backend_name = name  # noqa: N815 -- what C++ calls it
 
     @property
     def group_name(self) -> str:
-        """The name by which torch finds the group."""
+        """The name under which torch registered the group."""
         return self._group_name
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
 
-    def getGroupName(self) -> str:  # noqa: N802, D102
+    def getGroupName(self) -> str:  # noqa: N802, D102 -- what C++ calls group_name
         return self._group_name
 
-    setGroupName = _set_group_name  # noqa: N815
+    setGroupName = _set_group_name  # noqa: N815 -- what C++ calls it
 
     @property
     def group_desc(self) -> str:
-        """What the user calls the group."""
+        """The description that the user gave."""
         return self._description
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
-    def getGroupDesc(self) -> str:  # noqa: N802, D102
+    def getGroupDesc(self) -> str:  # noqa: N802, D102 -- what C++ calls group_desc
         return self._description
 
-    setGroupDesc = _set_group_desc  # noqa: N815
+    setGroupDesc = _set_group_desc  # noqa: N815 -- what C++ calls it
 
     bound_device_id = None
     supports_splitting = False
@@ -101,7 +101,7 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
         return self.backend.statistics().collectives
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: calls are numbered from the start."""
+        """Do nothing: ferrodist numbers its calls itself."""
 
     def __repr__(self) -> str:
         return f"<ferrodist.torch.ProcessGroup {self._group_name!r} over {self.backend!r}>"
@@ -109,17 +109,17 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
     # -- its end ----------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of calls that are given none."""
+        """Set the timeout of calls that have none of their own."""
         self.backend.timeout = timeout
 
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        """Give the group up: every rank's call, now and later, raises GroupAborted."""
+        """End the group: pending and later calls of all ranks raise GroupAborted."""
         self.backend.abort("abort() of the process group was called")
 
     def shutdown(self) -> None:
-        """Leave the group; what is in flight is finished first."""
+        """Close the group, after its calls in flight have finished."""
         try:
             self.backend.close()
         except DistributedError as error:  # of a call that nobody waited for; it was logged
@@ -134,7 +134,7 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> Self | None:
-        """Make a group of some ranks of this one; None on those that are not among them."""
+        """Create a group of some ranks of this one; returns None on all other ranks."""
         if self.rank() not in new_ranks:
             return None
         made = type(self)(self.backend.split(list(new_ranks)))

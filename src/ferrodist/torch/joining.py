@@ -42,7 +42,7 @@ _LAUNCHER = Launcher(
 
 
 class _Given(threading.local):
-    """The backend that the next world of this thread is made over, if somebody gives one."""
+    """The backend on which the next world of this thread is made; None to join by the store."""
 
     backend: Backend | None = None
 
@@ -52,7 +52,7 @@ _given = _Given()
 
 @contextmanager
 def over(backend: Backend) -> Iterator[None]:
-    """Let init_process_group, in this thread, make its group over a backend that is there."""
+    """Let init_process_group, in this thread, use an existing backend."""
     _given.backend = backend
     try:
         yield
@@ -61,7 +61,7 @@ def over(backend: Backend) -> Iterator[None]:
 
 
 def create(options: Any, backend_options: Any = None) -> ProcessGroup:
-    """Make the process group that torch asks for: of all ranks, or a part of those."""
+    """Create the process group that torch asks for, of all ranks or of some."""
     _refuse_other_devices()
     config = Config.from_environment()
     timeout = _timeout_of(options, config)
@@ -112,7 +112,7 @@ def _refuse_other_devices() -> None:
 
 
 def join(store: Any, rank: int, world_size: int, config: Config) -> Backend:
-    """Meet the other ranks at a store of torch's and make the group of all; every rank calls it.
+    """Connect to the other ranks through a store of torch; every rank calls it.
 
     Raises RendezvousError naming the ranks that have not come by ``config.join_timeout``.
     """
@@ -126,10 +126,10 @@ def join(store: Any, rank: int, world_size: int, config: Config) -> Backend:
 
 
 def process_group(backend: Backend) -> ProcessGroup:
-    """Make a process group of torch over a backend of ferrodist; every rank of it calls it.
+    """Create a process group of torch on a backend of ferrodist; every rank of it calls it.
 
-    It becomes the default group if torch.distributed has none, and else a group like those that
-    ``new_group`` makes. Its calls and those of the backend must come in one order on all ranks.
+    It becomes the default group if torch.distributed has none; otherwise it is a group like those
+    of ``new_group``. Its calls and the backend's must come in the same order on all ranks.
 
     Example:
         >>> import ferrodist, ferrodist.torch, torch

@@ -49,16 +49,16 @@ _PLAIN_OPS = {hash(c10d.ReduceOp(op)): own for op, own in _OPS.items() if op != 
 
 
 class ProcessGroup(GroupBase):
-    """A process group of torch over a backend of ferrodist, which ``backend`` is.
+    """A process group of torch on a backend of ferrodist (``backend``).
 
-    Made by ``torch.distributed.init_process_group("ferrodist")`` and ``new_group``, or over a
-    backend that you have by ``ferrodist.torch.process_group``.
+    Created by ``torch.distributed.init_process_group("ferrodist")`` and ``new_group``, or on an
+    existing backend by ``ferrodist.torch.process_group``.
     """
 
     # -- reductions --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
-        """Combine a tensor of all ranks in place: ``torch.distributed.all_reduce``."""
+        """Reduce a tensor over all ranks, in place: ``torch.distributed.all_reduce``."""
         if not isinstance(opts, c10d.AllreduceOptions):
             return self._parse("allreduce", tensors, opts, *more, **named)
         if len(tensors) != 1:
@@ -104,7 +104,7 @@ class ProcessGroup(GroupBase):
         return FinishedWork([x])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Combine several tensors of all ranks in place, in one call."""
+        """Reduce several tensors over all ranks, in place, in one call."""
         if opts is None:
             return self._parse("allreduce_coalesced", tensors)
         flats, finishes = flat_outputs(tensors)
@@ -115,7 +115,7 @@ class ProcessGroup(GroupBase):
         return self._call(name, opts, tensors, call, *args, out=flats, finish=finish)
 
     def reduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
-        """Combine a tensor of all ranks on one of them: ``torch.distributed.reduce``."""
+        """Reduce a tensor over all ranks to one of them: ``torch.distributed.reduce``."""
         if not isinstance(opts, c10d.ReduceOptions):
             return self._parse("reduce", tensors, opts, *more, **named)
         (x,) = tensors
@@ -126,7 +126,7 @@ class ProcessGroup(GroupBase):
         return self._call("reduce", opts, tensors, ferrodist.reduce, *args, out=out, finish=finish)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Combine tensors and give rank r part r: ``torch.distributed.reduce_scatter_single``."""
+        """Reduce a tensor; rank r gets part r: ``torch.distributed.reduce_scatter_single``."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
         op = _PLAIN_OPS.get(hash(opts.reduceOp))
         if op is not None and is_plain(output) and is_plain(input) and is_plain_call(opts):
@@ -145,7 +145,7 @@ class ProcessGroup(GroupBase):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Combine lists of tensors, of which rank r gets the r-th of all."""
+        """Reduce lists of tensors; rank r gets item r: ``torch.distributed.reduce_scatter``."""
         if not isinstance(opts, c10d.ReduceScatterOptions):
             return self._parse("reduce_scatter", outputs, inputs, opts, *more)
         (output,), (parts,) = outputs, inputs
@@ -169,7 +169,7 @@ class ProcessGroup(GroupBase):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Any:
-        """Do several of reduce_scatter_single in one call."""
+        """Run reduce_scatter_single on several tensors in one call."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
         flats, finishes = flat_outputs(outputs)
         xs = [self._scaled(flat_input(x), opts.reduceOp) for x in inputs]
@@ -185,7 +185,7 @@ class ProcessGroup(GroupBase):
     # -- copies -----------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
-        """Overwrite a tensor with that of one rank: ``torch.distributed.broadcast``."""
+        """Copy the tensor of one rank to all ranks: ``torch.distributed.broadcast``."""
         if not isinstance(opts, c10d.BroadcastOptions):
             return self._parse("broadcast", tensors, opts, *more, **named)
         (x,) = tensors
@@ -201,7 +201,7 @@ class ProcessGroup(GroupBase):
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Join the tensors of all ranks in one: ``torch.distributed.all_gather_single``."""
+        """Concatenate the tensors of all ranks: ``torch.distributed.all_gather_single``."""
         opts = c10d.AllgatherOptions() if opts is None else opts
         if is_plain(output) and is_plain(input) and is_plain_call(opts):
             call, args = ferrodist.all_gather, (input, self.backend)
@@ -219,7 +219,7 @@ class ProcessGroup(GroupBase):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Any:
-        """Do several of all_gather_single in one call."""
+        """Run all_gather_single on several tensors in one call."""
         opts = c10d.AllgatherOptions() if opts is None else opts
         flats, finishes = flat_outputs(outputs)
         xs = [flat_input(x) for x in inputs]
@@ -231,7 +231,7 @@ class ProcessGroup(GroupBase):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Give every rank the tensors of all, as a list: ``torch.distributed.all_gather``."""
+        """Collect the tensors of all ranks in a list: ``torch.distributed.all_gather``."""
         if not isinstance(opts, c10d.AllgatherOptions):
             return self._parse("allgather", outputs, inputs, opts, *more)
         (parts,), (x,) = outputs, inputs
@@ -245,7 +245,7 @@ class ProcessGroup(GroupBase):
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Any:
-        """Give every rank several tensors of all: ``output_lists[r]`` are those of rank r."""
+        """Collect several tensors of all ranks; ``output_lists[r]`` has those of rank r."""
         opts = c10d.AllgatherOptions() if opts is None else opts
         self._check_list("all_gather_coalesced", output_lists)
         cuts = [cut_into(parts) for parts in zip(*output_lists, strict=True)]
@@ -259,7 +259,7 @@ class ProcessGroup(GroupBase):
         return self._call(name, opts, inputs, call, xs, self.backend, finish=finish)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Give one rank the tensors of all: ``torch.distributed.gather``."""
+        """Collect the tensors of all ranks on one of them: ``torch.distributed.gather``."""
         if not isinstance(opts, c10d.GatherOptions):
             return self._parse("gather", outputs, inputs, opts, *more)
         (x,), root = inputs, opts.rootRank
@@ -273,7 +273,7 @@ class ProcessGroup(GroupBase):
         return self._call("gather", opts, inputs, ferrodist.gather, *args, finish=finish)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Give rank r the r-th tensor of one rank: ``torch.distributed.scatter``."""
+        """Send item r of a list on one rank to rank r: ``torch.distributed.scatter``."""
         if not isinstance(opts, c10d.ScatterOptions):
             return self._parse("scatter", outputs, inputs, opts, *more)
         (output,), root, x = outputs, opts.rootRank, None
@@ -295,7 +295,7 @@ class ProcessGroup(GroupBase):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> Any:
-        """Send part r to rank r, parts being rows: ``torch.distributed.all_to_all_single``."""
+        """Send row block r to rank r: ``torch.distributed.all_to_all_single``."""
         if not isinstance(opts, c10d.AllToAllOptions):
             splits = output_split_sizes or [], input_split_sizes or []
             return self._parse("all_to_all_single", output, input, *splits, opts)
@@ -316,7 +316,7 @@ class ProcessGroup(GroupBase):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Send the r-th tensor to rank r: ``torch.distributed.all_to_all``."""
+        """Send item r of a list to rank r: ``torch.distributed.all_to_all``."""
         if not isinstance(opts, c10d.AllToAllOptions):
             return self._parse("alltoall", outputs, inputs, opts)
         self._check_list("all_to_all", outputs)
@@ -361,7 +361,7 @@ class ProcessGroup(GroupBase):
         return self._start("recv", tensors, call, src, self.backend, **options)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive into a tensor from whoever sends first; ``source_rank()`` says who that was."""
+        """Receive into a tensor from any rank; ``source_rank()`` of the Work names it."""
         (x,) = tensors
         flat, finish = flat_output(x)
         options = {"out": flat, "tag": tag, "with_status": True, "finish": finish}

@@ -23,7 +23,7 @@ HashStore = dist.HashStore
 
 @contextmanager
 def thread_worlds() -> Iterator[None]:
-    """Let every thread have a world of torch.distributed of its own."""
+    """Give every thread its own world of torch.distributed."""
     # What torch tests its own code with; it comes with every torch.
     from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -55,8 +55,8 @@ def run_in_world(backend: Backend, store: dist.Store, fn: Callable[[int], T]) ->
         )
         try:
             return fn(backend.rank)
-        except BaseException as error:
-            backend._fail(error)  # the others hear of it before this rank has left
+        except BaseException as error:  # also SystemExit and Ctrl-C: the others must hear of it
+            backend._fail(error)  # before this rank has left
             raise
         finally:
             if dist.is_initialized():

@@ -2,7 +2,7 @@
 """What torch gets back for a call: a Work, finished or in flight, and errors in torch's words.
 
 A call that blocks is over when it returns, so all of them return one and the same Work. A Future is
-made only for those who ask for it: it costs as much as the call.
+made only on request: it costs as much as the call.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _name_of(dtype: Any) -> str:
 
 
 class FinishedWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torch has no types here
-    """A call that is over, and went well; its results are where the caller has put them."""
+    """A call that has succeeded; its results are in the caller's tensors."""
 
     def __init__(self, tensors: Sequence[Any] = (), source: int = -1) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ class FinishedWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # tor
     synchronize = wait
 
     def is_completed(self) -> bool:
-        """Tell whether the call is over."""
+        """Tell whether the call has ended."""
         return True
 
     is_success = is_completed
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call; None if there is none, or not yet."""
+        """Return the error of the call, or None if it succeeded or has not ended."""
         return None
 
     def result(self) -> list[Any]:
@@ -86,13 +86,13 @@ class FinishedWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # tor
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank that a message came from."""
+        """Return the rank that sent the message."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future that has the tensors."""
+        """Return a future that already has the tensors."""
         future = torch.futures.Future()
         future.set_result(self._tensors)
         return future
@@ -129,7 +129,7 @@ class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torc
         self._lock = None if finish is None else threading.Lock()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the tensors have the result; raises what became of the call."""
+        """Wait until the result is in the tensors; raises the error of the call."""
         try:
             result = self._pending.wait(None if timeout <= _NO_TIMEOUT else timeout)
         except DistributedError as error:
@@ -146,37 +146,37 @@ class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torc
         if self._is_from_any:
             self._source = result[1].source
         if self._finish is not None and self._lock is not None:
-            with self._lock:  # whoever waits, and the future, may come here at the same time
+            with self._lock:  # a thread that waits and the future may come here at the same time
                 if self._finish is not None:
                     self._finish(result)
                 self._finish = None
 
     def is_completed(self) -> bool:
-        """Tell whether the call is over."""
+        """Tell whether the call has ended."""
         return self._pending.done()
 
     def is_success(self) -> bool:
-        """Tell whether the call is over and went well."""
+        """Tell whether the call has succeeded."""
         return self._pending.done() and self._pending.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call; None if there is none, or not yet."""
+        """Return the error of the call, or None if it succeeded or has not ended."""
         error = self._pending.exception() if self._pending.done() else None
         return None if error is None else self._site.explain(error)
 
     def result(self) -> list[Any]:
-        """Return the tensors with the result, when it is there."""
+        """Wait, and return the tensors with the result."""
         self.wait()
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Return the rank that a message came from."""
+        """Return the rank that sent the message."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of the tensors; it fails with a RuntimeError in ferrodist's words."""
+        """Return a future of the tensors; it fails with a RuntimeError with ferrodist's text."""
         done = torch.futures.Future()
         if _callbacks.is_current_thread():
             self.wait()  # a callback may wait for it, and no other thread would finish it
