@@ -159,7 +159,7 @@ def _count_gloo_groups() -> list[int]:
     made: list[int] = []
     original = distributed_c10d.ProcessGroupGloo
 
-    class Counted(original):  # type: ignore[misc, valid-type]
+    class Counted(original):  # type: ignore[misc, valid-type] # a class of torch's, without types
         def __init__(self, *args: Any, **named: Any) -> None:
             made.append(1)
             super().__init__(*args, **named)
@@ -208,9 +208,9 @@ class World:
                 late = sorted(pipes.values())
                 return [Outcome("failed", f"ranks {late} hang"), *outcomes]
             for pipe in ready:
-                rank = pipes.pop(pipe)  # type: ignore[call-overload]
+                rank = pipes.pop(pipe)  # type: ignore[call-overload] # wait() also takes sockets
                 try:
-                    outcomes.append(pipe.recv())  # type: ignore[union-attr]
+                    outcomes.append(pipe.recv())  # type: ignore[union-attr] # the same
                 except (EOFError, OSError):
                     process = self._ranks[rank][0]
                     process.join(5)

@@ -10,7 +10,7 @@ import pytest
 
 import suite
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="these are tests of torch")
 pytest.importorskip("expecttest", reason="torch's own tests import it")
 pytestmark = pytest.mark.timeout(300)
 
