@@ -62,7 +62,7 @@ def keep_contract(job: Any, seconds: float, least: int) -> None:
 
 def leave_all_to_gloo() -> None:
     """Let no array be so small that the exchange before a call carries it, on this rank."""
-    torch_engine.CARRIED_NBYTES = -1
+    torch_engine.CARRIED_NBYTES = torch_engine.CARRIED_ON_ONE_HOST = -1
 
 
 def test_gloo_keeps_the_contract(start_gloo_job):
@@ -154,6 +154,9 @@ def test_reductions_that_gloo_does_otherwise_are_as_promised(start_gloo_job):
         for dtype in (np.int16, np.uint16, np.uint32, np.uint64):
             highest = np.full(2, np.iinfo(dtype).max, dtype) - np.arange(2, dtype=dtype) * rank
             assert backend.allreduce(highest, op="max")[1] == np.iinfo(dtype).max
+            mixed = np.array([np.iinfo(dtype).max if rank == 1 else rank], dtype)  # signed: another
+            found = [backend.allreduce(mixed, op=op)[0] for op in ("min", "max")]
+            assert found == [0, np.iinfo(dtype).max]
             with np.errstate(over="ignore"):
                 assert backend.allreduce(highest)[0] == np.array([highest[0] * dtype(3)])[0]
         z = np.array([1 + 2j, rank + 1j], np.complex64)
@@ -219,6 +222,7 @@ def test_a_closed_group_holds_no_files_or_threads_and_refuses_calls(start_gloo_j
             with pytest.raises(ferrodist.BackendClosed):
                 group.allreduce(np.ones(100_001))  # of a shape that was not used before
 
+        leave_all_to_gloo()
         use_one(None)
         gc.collect()
         gc.disable()  # nothing waits for the garbage collector
@@ -236,12 +240,13 @@ def test_a_closed_group_holds_no_files_or_threads_and_refuses_calls(start_gloo_j
             assert after[1] <= before[1]
 
 
-def test_small_arrays_never_reach_gloo_and_large_ones_do(start_gloo_job):
+@pytest.mark.parametrize("is_one_host", [True, False])
+def test_small_arrays_never_reach_gloo_and_large_ones_do(start_gloo_job, is_one_host):
     """The exchange before a call carries them, whatever they are."""
 
     def body(backend, pipe):
         asked = count_calls(backend)
-        limit = torch_engine.CARRIED_NBYTES // 4
+        limit = (4 * 1024 * 1024 if is_one_host else 64 * 1024) // 4
         for x in (np.ones(limit, np.float32), torch.ones(limit), 1.0, {"a": torch.ones(3)}):
             backend.allreduce(x)
             backend.allreduce(x, async_op=True).wait()
@@ -265,7 +270,7 @@ def test_small_arrays_never_reach_gloo_and_large_ones_do(start_gloo_job):
         halves = torch.full((2 * limit + 1,), float(backend.rank), dtype=torch.bfloat16)
         assert backend.broadcast(halves, 2)[-1] == 2
 
-    with start_gloo_job(3, body) as job:
+    with start_gloo_job(3 if is_one_host else "001", body) as job:
         job.results()
 
 
@@ -277,6 +282,8 @@ def test_without_checks_everything_goes_to_gloo_at_once(start_gloo_job):
         assert len(asked) == 2
         assert backend.scatter(np.arange(6) if backend.rank == 0 else None)[0] == 2 * backend.rank
         assert backend.broadcast_object({"a": backend.rank}, root=1) == {"a": 1}
+        with pytest.raises(ferrodist.SizeMismatch):  # which only the root can see
+            backend.scatter(np.arange(7) if backend.rank == 0 else None)
         backend.barrier()
         if backend.rank == 1:
             return backend.abort("enough")
@@ -305,6 +312,7 @@ def test_ddp_trains_by_gloo_as_one_process_does_on_all_data(start_gloo_job):
         return [one.detach() for one in model.parameters()]
 
     def body(backend, pipe):
+        leave_all_to_gloo()
         asked = count_calls(backend)
         rows = [torch.full((2, 8), rank / 10) for rank in range(3)]
         found = train(ferrodist.DDP(new_model(), backend), rows[backend.rank])
@@ -323,6 +331,7 @@ def test_ddp_trains_by_gloo_as_one_process_does_on_all_data(start_gloo_job):
 
 
 def forever(backend):
+    leave_all_to_gloo()
     while True:
         backend.allreduce(np.ones(100_000), timeout=60)
 
@@ -374,17 +383,25 @@ def test_a_rank_that_does_not_come_is_missing_by_name_on_all(start_gloo_job):
     assert [end.result for end in ends] == [([1], 2)] * 2
 
 
-def hold_gloo(backend: Any, pipe: Any) -> None:
+def hold_gloo(backend: Any, pipe: Any, says: str | None = None) -> None:
     """Let this rank enter collectives, and begin them in Gloo only when the test says so."""
     methods = torch_calls._METHODS
     allreduce = methods[Kind.ALLREDUCE]
-    methods[Kind.ALLREDUCE] = lambda *args: (pipe.recv(), allreduce(*args))[1]
+
+    def hold(*args: Any) -> Any:
+        if says is not None:
+            pipe.send(says)
+        pipe.recv()
+        return allreduce(*args)
+
+    methods[Kind.ALLREDUCE] = hold
 
 
 def test_a_deadline_inside_gloo_ends_the_call_and_what_is_left_there_holds_nobody_up(
     start_gloo_job,
 ):
     def body(backend, pipe):
+        leave_all_to_gloo()
         backend.barrier()
         x = np.ones(100_000)
         if backend.rank == 1:
@@ -400,8 +417,51 @@ def test_a_deadline_inside_gloo_ends_the_call_and_what_is_left_there_holds_nobod
     assert [end.result for end in ends] == [("CollectiveTimeout", 2)] * 3, ends
 
 
+@pytest.mark.parametrize(("world", "lost"), [(2, 1), (4, 2)])
+def test_a_rank_that_is_lost_inside_gloo_is_named(start_gloo_job, world, lost):
+    """Of two, Gloo fails; of four, rank 0 waits for ranks 1 and 3 alone, and Gloo goes on."""
+
+    def body(backend, pipe):
+        leave_all_to_gloo()
+        backend.barrier()
+        if backend.rank:
+            hold_gloo(backend, pipe, says="held")
+        with pytest.raises(RankLost) as found:
+            backend.allreduce(np.ones(100_000), timeout=60)
+        return found.value.rank
+
+    with start_gloo_job(world, body) as job:
+        for rank in job.others(0):
+            assert rank.hear() == "held"
+        job[lost].send_signal(signal.SIGKILL)
+        assert job[0].end().result == lost
+        for rank in job.others(0, lost):
+            rank.tell()
+            assert rank.end().result == lost
+
+
+def test_ctrl_c_inside_gloo_ends_the_call_on_all_ranks(start_gloo_job):
+    def body(backend, pipe):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        leave_all_to_gloo()
+        backend.barrier()
+        if backend.rank == 1:
+            hold_gloo(backend, pipe, says="held")
+        error = GroupAborted if backend.rank else KeyboardInterrupt
+        with pytest.raises(error):
+            backend.allreduce(np.ones(100_000), timeout=60)
+
+    with start_gloo_job(3, body) as job:
+        assert job[1].hear() == "held"
+        job[0].send_signal(signal.SIGINT)
+        assert [job[0].end().error, job[2].end().error] == [None, None]
+        job[1].tell()
+        assert job[1].end().error is None
+
+
 def test_a_timeout_that_nobody_chose_ends_no_call_that_gloo_may_still_move(start_gloo_job):
     def body(backend, pipe):
+        leave_all_to_gloo()
         backend.barrier()
         backend.timeout = DefaultTimeout(0.2)
         if backend.rank == 1:
@@ -451,10 +511,17 @@ def test_ctrl_c_in_a_call_ends_it_on_all_ranks(start_gloo_job):
         assert job[2].end().error is None
 
 
-def test_calls_that_differ_are_named_and_groups_stay_apart(start_gloo_job):
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_calls_that_differ_are_named_and_groups_stay_apart(start_gloo_job, is_tree):
+    """Before Gloo sees them, on the fast path and on the general one."""
+
     def body(backend, pipe):
-        with pytest.raises(CollectiveMismatch) as found:
-            backend.allreduce(np.ones(3 + backend.rank // 2))
+        leave_all_to_gloo()
+        asked = count_calls(backend)
+        x = np.ones(3 + backend.rank // 2)
+        with pytest.raises(CollectiveMismatch, match=r"test_gloo\.py:\d+") as found:
+            backend.allreduce({"x": x} if is_tree else x)
+        assert not asked
         pair = backend.split([2, 0]) if backend.rank != 1 else None
         work = backend.allreduce(np.full(50_000, backend.rank), async_op=True)
         total = None if pair is None else pair.allreduce(10 * backend.rank)
@@ -514,6 +581,37 @@ def test_a_program_that_gave_a_call_up_ends_at_once(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_program_that_gave_a_call_up_inside_gloo_ends_at_once(tmp_path):
+    """Though another rank, which Gloo waits for, stays until the others have ended."""
+    done = run_program(
+        tmp_path,
+        3,
+        """
+        import ferrodist, numpy as np, os, sys, time
+        from ferrodist.backends import torch_calls, torch_engine
+        from ferrodist.call import Kind
+
+        def stay(*args):
+            while any(os.path.exists(f"/proc/{pid}") for pid in (pids[0], pids[2])):
+                time.sleep(0.01)
+            sys.exit(0)
+
+        torch_engine.CARRIED_NBYTES = torch_engine.CARRIED_ON_ONE_HOST = -1
+        backend = ferrodist.init("gloo")
+        pids = backend.all_gather(os.getpid()).tolist()
+        if backend.rank == 1:
+            torch_calls._METHODS[Kind.ALLREDUCE] = stay
+        try:
+            backend.allreduce(np.ones(100_000), timeout=0.3)
+        except ferrodist.CollectiveTimeout:
+            print("gave up", flush=True)
+        """,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.rpartition(": ")[2] for line in done.stdout.splitlines()] == ["gave up"] * 2
+
+
+@pytest.mark.slow
 def test_an_exit_without_close_is_quiet_and_leaves_the_exit_code(tmp_path):
     done = run_program(
         tmp_path,
@@ -543,7 +641,7 @@ def test_ranks_of_mpiexec_meet_and_use_gloo():
         import ferrodist, torch
 
         backend = ferrodist.init("gloo")
-        assert backend.allreduce(torch.ones(50_000))[-1] == 3
+        assert backend.allreduce(torch.ones(1_050_000))[-1] == 3  # by Gloo
         print(type(backend).__name__, backend.split([2, 0, 1]).allreduce(backend.rank), flush=True)
         """,
     )
@@ -618,11 +716,14 @@ class group_of_torch:  # noqa: N801 -- used as a function
 
 def test_a_group_of_the_program_is_used_and_stays_the_programs(start_gloo_job, tmp_path):
     def body(backend, pipe):
+        leave_all_to_gloo()
         assert not dist.is_initialized()  # init made no default group
         with group_of_torch(backend, tmp_path) as group:
             made = TorchDistributedBackend.from_process_group(group)
             twice = ferrodist.TorchDistributedBackend.from_process_group(group)
             assert type(made) is GlooBackend
+            used = group._get_backend(torch.device("cpu"))
+            assert made.engine.group is twice.engine.group is used
             x = torch.full((4,), float(made.rank))
             assert made.allreduce(x).tolist() == [3.0] * 4
             dist.all_reduce(x)

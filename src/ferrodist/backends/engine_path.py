@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The fast path of engines: a plain call on one array of NumPy or torch, in some microseconds.
 
-What is the same for all calls of one kind, operation, root, dtype and shape is made once. Whatever
-is out of the ordinary returns NotImplemented and takes the general path, which also refuses it.
+What all calls of one kind, operation, root, dtype and shape share is made once. Every other call
+returns NotImplemented and takes the general path, which also raises the errors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def call_path(
     root: Any,
     run: Callable[..., None] | None = None,
 ) -> Any:
-    """Do a blocking call, or return NotImplemented; ``run`` stands for ``_run``, if it is given."""
+    """Run a blocking call, or return NotImplemented; ``run`` replaces ``_run`` if it is given."""
     torch = sys.modules.get("torch")
     if torch is None or type(x) is not torch.Tensor:
         return _call(backend, kind, x, out, op, root, run or _run)
@@ -148,7 +148,7 @@ def _run(
             if bound.kind is not Kind.BARRIER or not backend.config.check:  # else all have come
                 run(x, out, in_place)
             return
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too
         if run is not None and getattr(backend.engine, "is_awaited", False):
             run(x, out, in_place)  # the others are in it: this rank was interrupted just before
         if isinstance(error, ConnectionError | TimeoutError):

@@ -71,7 +71,7 @@ _REDUCTIONS = (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
 
 
 class Reduction(NamedTuple):
-    """How an engine reduces a dtype: as which dtype of torch's, by which operation."""
+    """How an engine reduces a dtype: as which dtype of torch, with which operation."""
 
     dtype: Any
     op: Any
@@ -81,9 +81,9 @@ class Reduction(NamedTuple):
 def find_reduction(
     dtype: DType, op: ReduceOp | None, in_order: bool, world: int, on_device: bool
 ) -> Reduction | None:
-    """Return how the engine gives what we promise; None if it does not.
+    """Return how the engine computes what we promise; None if it does not.
 
-    ``on_device`` is NCCL, which has no bit operations, and adds 16-bit floats as torch users know.
+    ``on_device`` means NCCL, which has no bit operations and adds 16-bit floats in 16 bits.
     """
     if op is None:
         return None
@@ -107,16 +107,16 @@ def find_reduction(
 
 
 class EngineCall(NamedTuple):
-    """A call that was started: the Work of torch, and what to do when it is done."""
+    """A call that was started: the Work of torch, and what is left to do after it."""
 
     work: Any  # None if there is nothing to wait for
     finish: Callable[[], object] | None = None
 
 
 class Caller:
-    """Starts the collectives of one process group of torch's, on flat tensors.
+    """Starts the collectives of one process group of torch, on flat tensors.
 
-    ``on_device`` is NCCL, whose tensors are on GPUs.
+    ``on_device`` means NCCL, whose tensors are on GPUs.
     """
 
     def __init__(self, process_group: Any, rank: int, world: int, *, on_device: bool) -> None:
@@ -124,7 +124,7 @@ class Caller:
         self._on_device = on_device
 
     def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
-        """Tell whether the engine gives what we promise; all ranks come to one answer."""
+        """Tell whether the engine meets our guarantees; the answer is the same on all ranks."""
         if args.algorithm is not None:
             return False
         if kind in _REDUCTIONS and args.counts is None:
@@ -134,7 +134,7 @@ class Caller:
     def bind(
         self, kind: Kind, dtype: DType, shape: tuple[int, ...], args: CollectiveArgs
     ) -> Callable[[Any, Any, bool], EngineCall]:
-        """Return what starts such a collective on NumPy arrays."""
+        """Return a function that starts this collective on NumPy arrays."""
         how = self._find(kind, dtype, args)
         seen = np.dtype("uint8" if how is None else str(how.dtype).removeprefix("torch."))
         in_place_args = args._replace(in_place=True)
@@ -150,7 +150,7 @@ class Caller:
     def start(
         self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
     ) -> EngineCall:
-        """Start a collective that ``does`` has said yes to."""
+        """Start a collective for which ``does`` is true."""
         sample = input if input is not None else output
         assert sample is not None, "every rank has a buffer"
         if not sample.count and args.counts is None:
