@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,9 @@ def test_reductions_that_gloo_does_otherwise_are_as_promised(start_gloo_job):
             assert np.isnan(backend.allreduce(x, op="max")[0])
             assert np.isnan(backend.allreduce(x, op="min")[0])
             assert backend.allreduce(x, op="max")[1] == 2
+        whole = np.arange(1000, dtype=np.float32)  # which times 1/3 is not what it is by 3
+        mean = backend.allreduce(whole * (rank == 1), op="mean")
+        assert np.array_equal(mean, whole / np.float32(3))
         flags = torch.tensor([True, rank == 1, False])
         assert backend.allreduce(flags).view(torch.uint8).tolist() == [1, 1, 0]
         assert backend.allreduce(flags, op="prod").tolist() == [True, False, False]
@@ -194,6 +198,7 @@ def test_what_is_given_to_reduce_stays_as_it_was(start_gloo_job):
         assert (found is None) == (backend.rank != 1)
         locked = np.arange(5.0)
         locked.flags.writeable = False
+        warnings.simplefilter("error")  # torch's, about arrays that cannot be written
         return found, backend.allreduce(locked).tolist(), backend.broadcast(locked).tolist()
 
     with start_gloo_job(3, body) as job:
@@ -417,6 +422,22 @@ def test_a_deadline_inside_gloo_ends_the_call_and_what_is_left_there_holds_nobod
     assert [end.result for end in ends] == [("CollectiveTimeout", 2)] * 3, ends
 
 
+def tell_each_look(backend: Any, pipe: Any) -> None:
+    look = backend._look
+    backend._look = lambda *args: (pipe.send("waits"), look(*args))[1]
+
+
+def hold_up(job: Any, seconds: float) -> list[Any]:
+    """Let rank 0 wait in Gloo for rank 1, and return the results of both."""
+    begin = time.monotonic()
+    while time.monotonic() < begin + seconds:
+        assert job[0].hear() == "waits"
+    job[1].tell()
+    while (found := job[0].hear()) == "waits":
+        pass
+    return [found.result, job[1].end().result]
+
+
 @pytest.mark.parametrize(("world", "lost"), [(2, 1), (4, 2)])
 def test_a_rank_that_is_lost_inside_gloo_is_named(start_gloo_job, world, lost):
     """Of two, Gloo fails; of four, rank 0 waits for ranks 1 and 3 alone, and Gloo goes on."""
@@ -467,18 +488,11 @@ def test_a_timeout_that_nobody_chose_ends_no_call_that_gloo_may_still_move(start
         if backend.rank == 1:
             hold_gloo(backend, pipe)
         else:
-            look = backend._look
-            backend._look = lambda *args: (pipe.send("waits"), look(*args))[1]
+            tell_each_look(backend, pipe)
         return float(backend.allreduce(np.full(100_000, backend.rank + 1.0))[-1])
 
     with start_gloo_job(2, body) as job:
-        begin = time.monotonic()
-        while time.monotonic() < begin + 1:  # five times as long
-            assert job[0].hear() == "waits"
-        job[1].tell()
-        while (found := job[0].hear()) == "waits":
-            pass
-        assert [found.result, job[1].end().result] == [3.0, 3.0]
+        assert hold_up(job, 1) == [3.0, 3.0]  # five times as long
 
 
 def test_ctrl_c_in_a_call_ends_it_on_all_ranks(start_gloo_job):
@@ -697,8 +711,8 @@ def test_a_world_of_one_needs_nobody():
 class group_of_torch:  # noqa: N801 -- used as a function
     """Make torch's default group, as a program does."""
 
-    def __init__(self, backend: Any, path: Path) -> None:
-        self._backend, self._path = backend, path
+    def __init__(self, backend: Any, path: Path, seconds: float = 3) -> None:
+        self._backend, self._path, self._seconds = backend, path, seconds
 
     def __enter__(self) -> Any:
         dist.init_process_group(
@@ -706,7 +720,7 @@ class group_of_torch:  # noqa: N801 -- used as a function
             init_method=f"file://{self._path}/store",
             rank=self._backend.rank,
             world_size=self._backend.world_size,
-            timeout=timedelta(seconds=3),  # ours are our own
+            timeout=timedelta(seconds=self._seconds),  # ours are our own
         )
         return dist.group.WORLD
 
@@ -737,6 +751,26 @@ def test_a_group_of_the_program_is_used_and_stays_the_programs(start_gloo_job, t
 
     with start_gloo_job(3, body) as job:
         assert job.results() == [[9.0] * 4] * 3
+
+
+def test_the_timeout_of_a_group_of_the_program_ends_no_call_of_the_backend(
+    start_gloo_job, tmp_path
+):
+    def body(backend, pipe):
+        leave_all_to_gloo()
+        with group_of_torch(backend, tmp_path, seconds=1) as group:
+            made = TorchDistributedBackend.from_process_group(group)
+            made.barrier()
+            if made.rank == 1:
+                hold_gloo(made, pipe)
+            else:
+                tell_each_look(made, pipe)
+            found = made.allreduce(np.full(100_000, made.rank + 1.0), timeout=60)
+            made.close()
+            return float(found[-1])
+
+    with start_gloo_job(2, body) as job:
+        assert hold_up(job, 1.5) == [3.0, 3.0]
 
 
 def test_what_is_no_group_of_torch_is_refused():
