@@ -187,6 +187,31 @@ def test_strided_tensors_are_packed_before_gloo_sees_them(start_gloo_job):
         job.results()
 
 
+def test_arrays_that_gloo_cannot_take_as_they_are(start_gloo_job):
+    """Results with gaps or read-only are refused; empty ones and uneven parts are right."""
+
+    def body(backend, pipe):
+        leave_all_to_gloo()
+        rank = backend.rank
+        view = np.full((3, 4), rank + 1.0)[:, ::2]
+        with pytest.raises(InvalidArgument, match="out is not C-contiguous"):
+            backend.allreduce(view, out=view)
+        locked = np.arange(5.0)
+        locked.flags.writeable = False
+        with pytest.raises(InvalidArgument, match="read-only"):
+            backend.allreduce(locked, out=locked)
+        assert locked.tolist() == [0, 1, 2, 3, 4]
+        assert backend.allreduce(np.ones(0)).shape == (0,)
+        counts = [1 + (rank + peer) % 3 + rank for peer in range(3)]
+        sent = np.repeat(10.0 * rank + np.arange(3), counts)
+        found, _ = backend.all_to_all_uneven(sent, counts)
+        parts = [np.full(1 + (peer + rank) % 3 + peer, 10.0 * peer + rank) for peer in range(3)]
+        assert found.tolist() == np.concatenate(parts).tolist()
+
+    with start_gloo_job(3, body) as job:
+        job.results()
+
+
 def test_what_is_given_to_reduce_stays_as_it_was(start_gloo_job):
     """Gloo leaves partial sums in it."""
 
