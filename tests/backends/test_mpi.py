@@ -384,7 +384,7 @@ def test_ctrl_c_before_the_call_of_mpi_leaves_nobody_waiting_in_it(mpi: str) -> 
 
 ABORTS = """
 import signal, threading, pytest, numpy as np, ferrodist
-from ferrodist import CollectiveTimeout, GroupAborted
+from ferrodist import CollectiveTimeout, GroupAborted, RankLost
 from ferrodist.backends.mpi_calls import MPI
 
 world = ferrodist.init("mpi")
@@ -420,19 +420,64 @@ for end in (abort_from_a_thread, abort_from_a_signal_handler, queue_a_call):
         if rank == 1:
             MPI.COMM_WORLD.send(0, 0)
 
-# Rank 0 knows that all have come to a split, but rank 1 has given it up.
+# Rank 1 has given up two splits when rank 0 comes to one: it waits for the third.
 if rank == 1:
-    with pytest.raises(CollectiveTimeout) as found:
-        world.split([1, 0], timeout=0.1)
-    assert found.value.missing == [0]
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout) as found:
+            world.split([1, 0], timeout=0.1)
+        assert found.value.missing == [0]
     MPI.COMM_WORLD.send(0, 0)
 elif rank == 0:
     MPI.COMM_WORLD.recv(source=1)
-    with pytest.raises(CollectiveTimeout, match="rank 1 called it, and gave up") as found:
-        world.split([1, 0])
-    assert found.value.missing == [1]
 if rank < 2:
     assert world.split([1, 0]).allreduce(rank) == 1
+    assert not [key for _, key in world._link.splits if len(key) == 3 * 8]  # all forgotten
+
+# Rank 1 gives a split up while rank 0 knows that all have come.
+if rank == 1:
+    tell_members = type(world)._tell_members
+    def stop(self, members, key, mine, check):
+        tell_members(self, members, key, mine, check)
+        raise KeyboardInterrupt
+    group = world.split([1, 0])
+    type(world)._tell_members = stop
+    with pytest.raises(KeyboardInterrupt):
+        group.split([1, 0])
+    type(world)._tell_members = tell_members
+elif rank == 0:
+    group = world.split([1, 0])
+    with pytest.raises((CollectiveTimeout, GroupAborted)) as found:
+        group.split([1, 0])
+    assert "rank 0 called it, and gave up" in str(found.value) or "Keyboard" in str(found.value)
+
+# A thread closes the group of rank 1 while it waits in a collective, or in a split; rank 0 is late.
+for call in (lambda g: g.allreduce(np.ones(3)), lambda g: g.split([2, 1, 0])):
+    group = world.dup()
+    if rank == 1:
+        threading.Timer(0.2, group.close).start()
+        with pytest.raises(ferrodist.BackendClosed):
+            call(group)
+        MPI.COMM_WORLD.send(0, 0)
+    else:
+        rank or MPI.COMM_WORLD.recv(source=1)
+        with pytest.raises((RankLost, GroupAborted, CollectiveTimeout)):
+            call(group)
+
+# Ctrl-C three times while the group is given up: the others still hear of it.
+group = world.dup()
+if rank == 1:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            group.allreduce(np.ones(3))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    MPI.COMM_WORLD.send(0, 0)
+else:
+    rank or MPI.COMM_WORLD.recv(source=1)
+    with pytest.raises(GroupAborted, match="KeyboardInterrupt"):
+        group.allreduce(np.ones(3))
 
 # Rank 1 is held up after it knew that all had come: the others wait for it.
 if rank == 1:

@@ -29,6 +29,7 @@ from ferrodist import CollectiveMismatch, CollectiveTimeout, GroupAborted, RankL
 from ferrodist.backends import registry
 from ferrodist.backends.provider import Provider, RankStatus, Request
 from ferrodist.backends.provider_backend import ProviderBackend
+from ferrodist.backends.provider_link import GIVING_UP
 from ferrodist.backends.running_call import CollectiveArgs
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
@@ -527,7 +528,7 @@ def test_a_rank_that_comes_while_others_listen_is_not_too_late() -> None:
 
     class Listening(ThreadsEngine):
         def isend(self, data: memoryview, peer: int, tag: int) -> Request:
-            if bytes(data[:1]) == b"D":
+            if bytes(data[:1]) == GIVING_UP:
                 is_past.set()
             return super().isend(data, peer, tag)
 

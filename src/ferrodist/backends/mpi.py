@@ -291,9 +291,15 @@ class MpiEngine:
             return NotImplemented
         with self._naming():
             methods = [(getattr(self._collectives, name), rest) for name, rest in call.parts]
+            interrupt = None
             self.is_awaited = False
             for method, arguments in methods:
-                method(*arguments)
+                try:
+                    method(*arguments)
+                except KeyboardInterrupt as error:  # when this part was done: others do the next
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
         if call.finish is not None:
             call.finish()
         return None

@@ -8,6 +8,7 @@ or are missing are known by name, and a rank that finds a difference later can t
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 import time
@@ -364,10 +365,10 @@ class ProviderBackend(ThreadMessagingBackend):
             time.sleep(_FIRST_LOOK)
 
     def _end_call(self, running: RunningCall) -> None:
-        """Raise what has interrupted the call when the others were already in it."""
-        if self._entrance is not None and (interrupt := self._entrance.interrupt) is not None:
-            self._entrance.interrupt = None
-            raise interrupt
+        """Raise what was to end the call when the others were already in it."""
+        if self._entrance is not None and (late := self._entrance.late_error) is not None:
+            self._entrance.late_error = None
+            raise late
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
@@ -429,7 +430,7 @@ class ProviderBackend(ThreadMessagingBackend):
         self._check_usable()
         members = self._check_members(ranks)
         deadline = self._deadline(timeout)
-        with self._aborting_on_interrupt("split"):
+        with self._aborting_on_interrupt("split"), self._link.before_leaving():
             self._link.poll()
             self._link.refuse_if_aborted()
             provider = self._meet(members, deadline)
@@ -447,7 +448,7 @@ class ProviderBackend(ThreadMessagingBackend):
         A member that comes late would find the words of those that have given up. So each says
         whether it goes on as soon as it knows that all have come, and waits for all to say so.
         """
-        nth = self._splits[members] = self._splits.get(members, 0) + 1
+        nth = self._splits[members] = self._next_attempt(members)
         propose = getattr(self._provider, "propose_split", None)
         mine = b"" if propose is None else propose(self._link.gone())
         first, second = _split_key(nth, members), _split_key(-nth, members)
@@ -455,8 +456,9 @@ class ProviderBackend(ThreadMessagingBackend):
             told = self._tell_members(
                 members, first, mine, lambda absent: self._check_split(members, absent, deadline)
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the others wait for an answer
             self._link.tell_of_split(second, _GAVE_UP, self._others(members))
+            self._forget_split(members, nth)
             raise
         # Nothing but an answer ends this wait: others may have all of them, and go on.
         self._tell_members(
@@ -465,6 +467,20 @@ class ProviderBackend(ThreadMessagingBackend):
         if propose is None:
             return self._provider.split(members)
         return cast(Engine, self._provider).split(members, told)
+
+    def _next_attempt(self, members: tuple[int, ...]) -> int:
+        """Number a split among those with the same list; drop those that other members gave up."""
+        nth, splits = self._splits.get(members, 0) + 1, self._link.splits
+        while True:
+            second = _split_key(-nth, members)
+            if _GAVE_UP not in [splits.get((member, second)) for member in members]:
+                return nth
+            self._forget_split(members, nth)
+            nth += 1
+
+    def _forget_split(self, members: tuple[int, ...], nth: int) -> None:
+        for member, number in itertools.product(members, (nth, -nth)):
+            self._link.splits.pop((member, _split_key(number, members)), None)
 
     def _others(self, members: Sequence[int]) -> list[int]:
         return [member for member in members if member != self.rank]
@@ -485,6 +501,7 @@ class ProviderBackend(ThreadMessagingBackend):
         for member, word in zip(members, told, strict=True):
             if word == _GAVE_UP:
                 self._link.refuse_if_aborted()
+                self._check_lost(members, [member])
                 text = (
                     f"{self._name_split(members)}: rank {member} called it, and gave up before it "
                     "knew that all members had; call it again on all of them"
@@ -495,6 +512,9 @@ class ProviderBackend(ThreadMessagingBackend):
     def _check_split(self, members: Sequence[int], absent: list[int], deadline: Deadline) -> None:
         """Raise if a split cannot succeed that waits for these members, or its time is up."""
         self._link.refuse_if_aborted()
+        if self._link.has_left:
+            text = f"{self._name_split(members)}: rank {self.rank} left while it ran"
+            raise BackendClosed(text, this_rank=self.rank)
         self._check_lost(members, absent)
         if deadline.remaining() <= 0:
             text = (

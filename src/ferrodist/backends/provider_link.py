@@ -61,9 +61,9 @@ MESSAGE_TAG = CONTROL_TAG + 3  # point-to-point messages of users, whatever thei
 
 EAGER_NBYTES = 64 * 1024  # up to here a send does not wait for its receiver
 _ERROR, _LEFT, _SPLIT = b"E", b"L", b"S"
-# What ranks tell of the nth entry of an engine: that they are in it; that they are leaving it, and
-# then whether they stay after all or gave up.
-INSIDE, LEAVING, STAYS, GAVE_UP = b"I", b"D", b"C", b"G"
+# What ranks tell of the nth entry of an engine: that they are in it; that they are giving it up,
+# and then whether they stay after all or gave up.
+INSIDE, GIVING_UP, STAYS, GAVE_UP = b"I", b"W", b"Y", b"G"
 _NUMBER = struct.Struct("<Q")
 _FIRST_NAP = 2e-5  # seconds between two looks at a request that cannot wait; doubled every time
 _LAST_NAP = 1e-3
@@ -85,6 +85,10 @@ class ProviderLink:
         self.waiting_for: int | None = None
         self.sent_nbytes = self.received_nbytes = 0
         self.busy: set[int] = set()  # threads that may hold locks of the provider
+        self.staying: set[int] = (
+            set()
+        )  # threads in an entry or a split, before whose end none leaves
+        self._last_words = b""  # for the others, when this rank leaves
         self._parent = parent
         self._errors: list[GroupError] = []
         self._abort = b""  # why the group was aborted, for the groups split off it
@@ -92,7 +96,7 @@ class ProviderLink:
         self._left_after: dict[int, int] = {}  # how many entries those had made who said good-bye
         self.num_entered = 0  # how many entries of an engine this rank has made
         self.inside: dict[int, int] = {}  # the last entry that each peer has said to be in
-        self.leaving: dict[int, int] = {}  # the entries that peers may be about to give up
+        self.giving_up: dict[int, int] = {}  # the entries that peers may be about to give up
         self.gave_up: dict[int, int] = {}  # the first entry that each rank will not go through with
         self.splits: dict[tuple[int, bytes], bytes] = {}  # what peers tell of splits, by their keys
         self._told: list[Request] = []  # control messages that may be on their way
@@ -178,7 +182,7 @@ class ProviderLink:
         if self._is_quiet():
             return
         with self._busy(), self._lock:
-            if self.has_left:
+            if self.has_left and not self.staying:
                 return
             for peer in self.peers:
                 while (memory := self.try_read(peer, CONTROL_TAG)) is not None:
@@ -191,7 +195,8 @@ class ProviderLink:
         if self._has_message is None:
             return False
         is_told = self._parent is not None and self._parent._abort and not self._abort
-        return not is_told and (self.has_left or not self._has_message(CONTROL_TAG))
+        is_deaf = self.has_left and not self.staying
+        return not is_told and (is_deaf or not self._has_message(CONTROL_TAG))
 
     def try_read(self, peer: int, tag: int) -> memoryview | None:
         """Receive the next message of a rank with this tag if there is one; else return None."""
@@ -231,10 +236,10 @@ class ProviderLink:
 
     def _hear_of_entry(self, peer: int, word: bytes, entry: int) -> None:
         self.inside[peer] = max(entry, self.inside.get(peer, 0))
-        if word == LEAVING:
-            self.leaving[peer] = entry
-        elif word == STAYS and self.leaving.get(peer) == entry:
-            del self.leaving[peer]
+        if word == GIVING_UP:
+            self.giving_up[peer] = entry
+        elif word == STAYS and self.giving_up.get(peer) == entry:
+            del self.giving_up[peer]
         elif word == GAVE_UP:
             self._note_gave_up(peer, entry)
 
@@ -283,10 +288,11 @@ class ProviderLink:
         return found
 
     def _tell(self, words: bytes, peers: Sequence[int]) -> None:
-        self._told = [request for request in self._told if not _is_sent(request)]
-        for peer in peers:
-            with suppress(ConnectionError):
-                self._told.append(self.provider.isend(memoryview(words), peer, CONTROL_TAG))
+        with self._lock:
+            self._told = [request for request in self._told if not _is_sent(request)]
+            for peer in peers:
+                with suppress(ConnectionError):
+                    self._told.append(self.provider.isend(memoryview(words), peer, CONTROL_TAG))
 
     def error_of(self, sequence: int) -> GroupError | None:
         """Return what a rank inside ``sequence`` has to raise, if anything."""
@@ -338,13 +344,34 @@ class ProviderLink:
         try:
             if not self.has_left:
                 self.has_left = True
-                words = _LEFT + _NUMBER.pack(self.num_entered) + pack_leave_reason(leave_reason)
-                self._tell(words, self.peers)
-                self.provider.close()
-                if self._free_after is not None:
-                    self._free_after(self._is_over)
+                self._last_words = pack_leave_reason(leave_reason)
+                if not self.staying:
+                    self.say_good_bye()
         finally:
             self._lock.release()
+
+    @contextmanager
+    def before_leaving(self) -> Iterator[None]:
+        """Put off the good-bye of a close() on another thread: others may count on this one."""
+        me = threading.get_ident()
+        self.staying.add(me)
+        try:
+            yield
+        finally:
+            self.staying.discard(me)
+            if self.has_left:
+                self.say_good_bye()
+
+    def say_good_bye(self) -> None:
+        """Tell the others, once, that this rank has left."""
+        with self._busy(), self._lock:
+            if not self._last_words or self.staying:
+                return
+            self._tell(_LEFT + _NUMBER.pack(self.num_entered) + self._last_words, self.peers)
+            self._last_words = b""
+            self.provider.close()
+            if self._free_after is not None:
+                self._free_after(self._is_over)
 
     def _is_over(self) -> bool:
         """Read on after leaving: tell whether all have left, so that nothing can come any more.
