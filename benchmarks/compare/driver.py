@@ -79,7 +79,8 @@ class Outcome:
     def add(self, other: Outcome) -> None:
         """Take over what was measured elsewhere."""
         self.results += other.results
-        self.versions |= other.versions
+        for engine, versions in other.versions.items():
+            self.versions[engine] = self.versions.get(engine, {}) | versions
         self.failures += other.failures
 
     def as_dict(self) -> dict[str, Any]:
