@@ -460,4 +460,5 @@ def test_a_rank_of_ferrodist_run_that_ends_before_it_joins_is_named_at_once(code
     assert ended == code, errors
     said = [line for line in output.splitlines() if "SAID" in line]
     assert len(said) == 2, output
+    assert any(f"SAID {text}" in line for line in said), output
     assert all(text in line for line in said), output  # a late rank also finds the first one gone

@@ -365,7 +365,7 @@ def check_all(rank: int, pipe: Any) -> None:
         if name != "check_all":
             try:
                 check(rank, pipe)
-            except BaseException as error:
+            except BaseException as error:  # of any kind: raised again, with a note
                 error.add_note(f"in {name}")
                 raise
 

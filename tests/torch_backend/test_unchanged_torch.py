@@ -404,7 +404,7 @@ def run_checks(names: list[str], rank: int, _: Any) -> None:
         try:
             with nullcontext():
                 CHECKS[name](rank)
-        except BaseException as error:
+        except BaseException as error:  # of any kind: raised again, with a note
             error.add_note(f"in {name}")
             raise
         dist.barrier()

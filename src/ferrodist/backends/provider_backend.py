@@ -163,7 +163,7 @@ class ProviderBackend(ThreadMessagingBackend):
         """Be there for ranks inside the engine's call, although this one is interrupted before."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the others are in the engine's call
             is_awaited = getattr(self.engine, "is_awaited", False) and kind is not Kind.BARRIER
             if is_awaited and args.algorithm is None:
                 self._provider.collective(kind, input, output, args, Deadline(None))

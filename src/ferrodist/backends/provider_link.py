@@ -140,7 +140,7 @@ class ProviderLink:
             cancelled = [request.cancel() for _, request in waiting]
             if any(cancelled):
                 raise
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the memory of the requests is in use until then
             for _, request in waiting:
                 request.cancel()
             raise
@@ -643,7 +643,7 @@ class ProviderMessenger:
         except (SizeMismatch, ProtocolError, InvalidArgument):
             call.wait(request, to)
             raise
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a message that was given up must not arrive
             request.cancel()
             raise
         call.wait(request, to)

@@ -144,7 +144,7 @@ class CustomReduction:
         applying.backend = running.backend
         try:
             return self.op.fn(left, right)
-        except Exception as error:
+        except Exception as error:  # whatever the function of the program raises
             what = f"raised {type(error).__name__}: {error}"
             raise self._error(running, what) from error
         finally:
