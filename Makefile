@@ -1,5 +1,6 @@
 # One word per chore. Each makes its own environment in .venv with plain pip, and reuses it.
-# A fresh machine needs Python >= 3.11 with pip, a C++20 compiler and make.
+# A fresh machine needs Python >= 3.11 with its headers and venv module, a C++20 compiler and make; the first
+# line of stamps/venv says what is missing.
 
 PYTHON ?= python3
 VENV := .venv
@@ -102,6 +103,7 @@ clean:
 	rm -rf $(VENV) build docs/_build
 
 $(STAMPS)/venv:
+	@$(PYTHON) native/build_backend.py
 	$(PYTHON) -m venv $(VENV)
 	mkdir -p $(STAMPS)
 	touch $@
@@ -116,8 +118,12 @@ $(STAMPS)/package: $(STAMPS)/cmake $(NATIVE)
 	$(BIN)/pip install --quiet --no-build-isolation --editable .
 	touch $@
 
+ABOUT_TORCH := This installs torch. PyPI's build of it brings CUDA: 3 GB to download, 6 GB on disk. \
+	For the CPU build set PIP_EXTRA_INDEX_URL, as README.md says, or ignore this if you have.
+
 # The package is there: what is left to install are the requirements of the extra.
 $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STAMPS)/package
+	$(if $(filter test bench,$*),@echo "$(ABOUT_TORCH)")
 	$(BIN)/pip install --quiet "ferrodist[$*]"
 	touch $@
 
