@@ -375,14 +375,17 @@ def test_before_init_nobody_knows_its_rank() -> None:
             fact()
 
 
-def test_a_rank_is_known_from_init_on_and_does_not_change() -> None:
+def test_a_rank_is_known_from_init_to_close() -> None:
     backend = ferrodist.init()
     facts = (backend.rank, backend.world_size, backend.local_rank)
     assert ferrodist.is_initialized()
     assert tuple(fact() for fact in FACTS) == facts
     backend.close()
     assert not ferrodist.is_initialized()
-    assert tuple(fact() for fact in FACTS) == facts
+    for fact in FACTS:
+        with pytest.raises(NotInitialized, match=rf"closed; backend\.{fact.__name__} stays valid"):
+            fact()
+    assert (backend.rank, backend.world_size, backend.local_rank) == facts
 
 
 def test_a_forked_child_is_not_initialized() -> None:

@@ -123,6 +123,7 @@ def expected_lines(size: int) -> list[str]:
 
 def program(tmp_path: Path, text: str) -> str:
     path = tmp_path / "program.py"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(
         "import os, signal, subprocess, sys\nimport ferrodist\n" + textwrap.dedent(text)
     )
@@ -335,6 +336,45 @@ def test_ranks_without_rank_0_say_that_it_is_missing(new_port):
     assert "or has another MASTER_PORT or WORLD_SIZE=1. If it was not started, start one" in errors
 
 
+NAMES = "ferrodist.init(); print(sorted(set(ferrodist.all_gather_object(__file__))), flush=True)"
+
+
+@pytest.mark.parametrize("backend", ["auto", "tcp"])
+def test_two_jobs_with_one_port_do_not_become_one_world(tmp_path, new_port, backend):
+    ours, theirs = (program(tmp_path / folder, NAMES) for folder in "ab")
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": new_port(), "WORLD_SIZE": "2"}
+    place |= {"FERRODIST_BACKEND": backend}
+    with contextlib.ExitStack() as stack:
+
+        def start(script: str, rank: str) -> subprocess.Popen[str]:
+            command = [sys.executable, script]
+            return stack.enter_context(started(command, RANK=rank, **place))
+
+        first, stranger = start(ours, "0"), start(theirs, "1")
+        _, errors = stranger.communicate(timeout=LIMIT)  # it ends alone
+        assert f"rank 1 (pid {stranger.pid}) runs {theirs}, rank 0 (pid {first.pid}) of " in errors
+        assert f"runs {ours}: these are two jobs with one MASTER_PORT, or" in errors
+        assert "set FERRODIST_JOB, on all ranks of a job, to a name" in errors
+        second = start(ours, "1")
+        texts = [rank.communicate(timeout=LIMIT) for rank in (first, second)]
+    assert [text for text, _ in texts] == [f"{[ours]}\n"] * 2, texts
+
+
+def test_ferrodist_job_lets_two_jobs_have_one_port_and_one_job_two_scripts(tmp_path, new_port):
+    one, other = (program(tmp_path / folder, NAMES) for folder in "ab")
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": new_port(), "WORLD_SIZE": "2"}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                started([sys.executable, script], RANK=rank, FERRODIST_JOB=job, **place)
+            )
+            for job in ("yours", "mine")
+            for rank, script in (("0", one), ("1", other))
+        ]
+        texts = [rank.communicate(timeout=LIMIT) for rank in ranks]
+    assert [text for text, _ in texts] == [f"{[one, other]}\n"] * 4, texts
+
+
 def test_a_rank_that_was_started_twice_is_named_with_both_pids(new_port):
     first, second, _ = places(3, new_port())
     ranks = run_by_hand([str(SCRIPT)], first, second, second, FERRODIST_JOIN_TIMEOUT="4")
@@ -462,3 +502,34 @@ def test_a_rank_of_ferrodist_run_that_ends_before_it_joins_is_named_at_once(code
     assert len(said) == 2, output
     assert any(f"SAID {text}" in line for line in said), output
     assert all(text in line for line in said), output  # a late rank also finds the first one gone
+
+
+OF_TORCH = """
+import torch.distributed as dist
+try:
+    dist.init_process_group("ferrodist")
+    names = [None, None]
+    dist.all_gather_object(names, os.path.basename(sys.argv[0]))
+    print(*names, flush=True)
+except ferrodist.RendezvousError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("job", ["", "mine"])
+def test_a_store_of_torch_does_not_make_one_world_of_two_scripts(tmp_path, job):
+    scripts = [program(tmp_path / folder, OF_TORCH) for folder in "ab"]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                started([sys.executable, script], RANK=str(rank), FERRODIST_JOB=job, **place)
+            )
+            for rank, script in enumerate(scripts)
+        ]
+        texts = [rank.communicate(timeout=LIMIT) for rank in ranks]
+    if job:
+        assert [text for text, _ in texts] == ["program.py program.py\n"] * 2, texts
+    else:
+        refusal = f"rank 1 runs {scripts[1]}, rank 0 runs {scripts[0]}: these are two jobs with one"
+        assert all(refusal in errors for _, errors in texts), texts

@@ -234,3 +234,15 @@ def test_a_rank_that_fails_while_the_roster_goes_round_is_named():
         with pytest.raises(RendezvousError, match="no port is free") as caught:
             wire.run_steps(steps, wire.Channel(ours), Deadline(10))
         assert caught.value.rank == 1
+
+
+def test_a_rank_that_takes_the_roster_before_it_is_waited_for_is_not_waited_for(monkeypatch):
+    jobs = new_jobs(2)
+    server = Server(jobs[0], UnixPoint(jobs[0]), Deadline(20))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server._clients[1] = meeting._JoinedRank(wire.Channel(ours), 1, 0, "pid 1")
+        wire.Channel(theirs).send(MessageKind.TAKEN)
+        monkeypatch.setattr(server._selector, "select", pytest.fail)
+        server._hand_out([wire.RosterEntry(rank, 1, b"", []) for rank in range(2)])
+    server.close()

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from ctypes.util import find_library
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ SLURM = {
     "SLURM_STEP_NODELIST": "n[1-2]",
 }
 
+needs_library = pytest.mark.skipif(
+    find_library("munge") is None, reason="libmunge is not installed: apt-get install libmunge2"
+)
 needs_network = pytest.mark.skipif(not HERE, reason="this host has loopback alone")
 
 
@@ -407,9 +411,18 @@ def test_the_credential_of_another_cluster_is_refused(munge):
         munge.decode(credential)
 
 
+@needs_library
 def test_a_munge_that_has_gone_is_named():
     with pytest.raises(AuthenticationError, match="MUNGE, at /nonexistent, did not make"):
         Munge("/nonexistent").encode(b"")
+
+
+def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch):
+    monkeypatch.setattr(handshake.munge, "_LIBRARY", "libmunge.so.2.nonexistent")
+    for call in (Munge("/nonexistent").encode, Munge("/nonexistent").decode):
+        with pytest.raises(AuthenticationError, match=r"nonexistent.*install .* libmunge2"):
+            call(b"")
+    assert try_munge() is None
 
 
 @needs_network

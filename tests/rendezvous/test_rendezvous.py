@@ -19,10 +19,12 @@ from dataclasses import replace
 import pytest
 
 from ferrodist import AuthenticationError, InvalidArgument, ProtocolError, RendezvousError
+from ferrodist.config import Config, DefaultTimeout
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import (
     Job,
     Member,
+    errors,
     handshake,
     meet,
     meeting,
@@ -471,6 +473,27 @@ def test_ranks_that_wait_for_rank_0_are_told_of_an_end_at_once(ended, ends):
         assert rank.seconds < 5.0
 
 
+def test_ranks_that_the_launcher_sees_running_are_waited_for_and_named(ends, monkeypatch, caplog):
+    monkeypatch.setattr(errors, "_LINE_SECONDS", 0.2)
+    jobs = [replace(job, status_board=ends) for job in new_jobs(3)]
+    patient = Config(join_timeout=DefaultTimeout(0.1), late_timeout=30.0)
+    ranks = [Rank(job, job.join_seconds(patient)) for job in jobs[:2]]
+    text = "rank 0: still waiting for rank 2, running, to call ferrodist.init() after 0 s"
+    while text not in caplog.messages:
+        assert ranks[0].is_alive()
+    ranks.append(Rank(jobs[2]))
+    check_met([rank.end() for rank in ranks])
+
+
+def test_only_the_default_waits_for_ranks_that_run(ends):
+    job = new_jobs(2)[0]
+    watched, elsewhere = replace(job, status_board=ends), replace(job, hosts="two hosts")
+    assert watched.join_seconds(Config()) == Config().late_timeout
+    assert watched.join_seconds(Config(join_timeout=60.0)) == 60.0
+    assert job.join_seconds(Config()) == 60.0
+    assert replace(elsewhere, status_board=ends).join_seconds(Config()) == 60.0
+
+
 def test_all_that_ended_before_they_joined_are_named(ends):
     job = replace(new_jobs(4)[1], status_board=ends)
     ends.set_exit_code(0, 1)
@@ -754,7 +777,7 @@ def test_a_large_roster_is_cut_into_messages_that_the_kernel_takes(pair):
         assert len(files) <= 253
         left.send(MessageKind.ROSTER, body, files)
         message = run_steps(right.receive(MessageKind.ROSTER), right, Deadline(5))
-        received += unpack_roster(message, files_per_rank=2)
+        received += unpack_roster(message, 200, files_per_rank=2)
     assert [entry._replace(files=[0, 1]) for entry in received] == entries
     assert {len(entry.files) for entry in received} == {2}
     close_roster(received)

@@ -48,12 +48,15 @@ def run_mpi(
     environment = environment_of(mpi) | variables
     launcher = launcher or mpi
     mpiexec = [str(PEERS / launcher / "bin" / "mpiexec"), *OPTIONS[launcher], *options]
-    return subprocess.run(
-        [*mpiexec, "-n", str(ranks), sys.executable, "-c", textwrap.dedent(program)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    try:
+        return subprocess.run(
+            [*mpiexec, "-n", str(ranks), sys.executable, "-c", textwrap.dedent(program)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:  # whose text is without what the ranks have printed
+        pytest.fail(f"not done after {seconds:g} s; stdout {late.stdout!r}, stderr {late.stderr!r}")

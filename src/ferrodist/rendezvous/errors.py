@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import time
@@ -22,23 +23,41 @@ from ferrodist.rendezvous.watch import describe_exit
 if TYPE_CHECKING:
     from ferrodist.rendezvous.mesh import PeerAddress
 
+logger = logging.getLogger("ferrodist")
+
 _MAX_RANKS_SHOWN = 16
 _MAX_PEERS_SHOWN = 8
 _LOOK_SECONDS = 0.1  # between two looks at the status board
+_LINE_SECONDS = 60.0  # between two log lines
 
 
 class EarlyExits:
-    """Looks for ranks that ended before they joined, on the status board if there is one."""
+    """Looks for ranks that ended before they joined, on the status board if there is one.
+
+    Every minute it logs which of them live and have not joined.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._start = time.monotonic()
         self._next_look = 0.0
+        self._next_line = self._start + _LINE_SECONDS
 
-    def check(self, ranks: Iterable[int]) -> None:
-        """Raise RendezvousError if one of these ranks has ended, unless the last look was now."""
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + _LOOK_SECONDS
-            self.check_now(ranks)
+    def check(self, ranks: Iterable[int], missing: Sequence[int] = ()) -> None:
+        """Raise RendezvousError if one of the ranks has ended, unless the last look was now.
+
+        ``missing`` are those that have not joined, for the log.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        self.check_now(ranks)
+        if missing and now >= self._next_line and self._job.status_board is not None:
+            self._next_line = now + _LINE_SECONDS
+            names = _listed([f"rank {rank}" for rank in missing])
+            text = "rank %d: still waiting for %s, running, to call ferrodist.init() after %.0f s"
+            logger.warning(text, self._job.rank, names, now - self._start)
 
     def check_now(self, ranks: Iterable[int]) -> None:
         board = self._job.status_board
@@ -232,6 +251,24 @@ def wrong_world_size(job: Job, rank: int, size: int, who: str, server: str) -> R
     )
 
 
+def different_scripts(job: Job, rank: int, script: str, who: str, server: str) -> RendezvousError:
+    return RendezvousError(
+        f"rank {rank} ({who}) runs {script}, rank 0 ({server}) of job {job.name!r} runs "
+        f"{job.script}: {how_to_tell_apart(job)}",
+        rank=rank,
+        got=script,
+        expected=job.script,
+    )
+
+
+def how_to_tell_apart(job: Job) -> str:
+    return (
+        "these are two jobs with one MASTER_PORT, or one job of several scripts. Give every job "
+        f"its own MASTER_PORT; or set {variable('job')}, on all ranks of a job, to a name that no "
+        f"other job has; or use 'ferrodist run -n {job.world_size} script.py'"
+    )
+
+
 def different_backends(job: Job, rank: int, who: str) -> RendezvousError:
     return RendezvousError(
         f"rank {rank} ({who}) and rank 0 of job {job.name!r} do not make the same backend: one "
@@ -252,11 +289,20 @@ def several_hosts(job: Job) -> RendezvousError:
     )
 
 
-def no_file_limit_left(what: str) -> RendezvousError:
+def files_needed(num_ranks: int) -> int:
+    """Return about how many files a rank opens: its program's, and up to three for every peer.
+
+    These are its memory and its watch on one host, a connection between hosts.
+    """
+    return 64 + 3 * num_ranks
+
+
+def no_file_limit_left(what: str, num_ranks: int) -> RendezvousError:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = files_needed(num_ranks)
     return RendezvousError(
-        f"{what}: a process may open {limit} files here, and needs two per rank; raise the limit "
-        "with ulimit -n"
+        f"{what}: a process may open {limit} files here, and each of {num_ranks} ranks needs about "
+        f"{need}; 'ulimit -n {need}' in the shell that starts the ranks"
     )
 
 
@@ -335,7 +381,7 @@ def peer_left(job: Job, peer: PeerAddress) -> RendezvousError:
 
 
 def no_file_limit_left_for(job: Job, peer: PeerAddress) -> RendezvousError:
-    error = no_file_limit_left(f"rank {job.rank} cannot connect to {peer}")
+    error = no_file_limit_left(f"rank {job.rank} cannot connect to {peer}", job.world_size)
     return RendezvousError(str(error), rank=job.rank, this_rank=job.rank)
 
 

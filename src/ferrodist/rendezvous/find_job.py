@@ -319,7 +319,7 @@ def try_run_job(environ: Environment) -> Job | None:
     Raises InvalidArgument for variables that are incomplete, out of bounds or contradictory.
     """
     absent = [name for name in RUN_VARIABLES if name not in environ]
-    if len(absent) == len(RUN_VARIABLES):
+    if {*RUN_VARIABLES} - {*absent} <= {variable("job")}:  # it alone names a job started by hand
         return None
     if absent:
         raise InvalidArgument(

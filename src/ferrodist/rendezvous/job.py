@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ferrodist.config import variable
+from ferrodist.config import Config, DefaultTimeout, variable
 from ferrodist.errors import AuthenticationError, InvalidArgument, InvalidRank, InvalidWorldSize
 from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.watch import StatusBoard
@@ -96,7 +96,8 @@ class Job:
     ``hosts`` is what shows that there are ranks on other hosts, as far as can be known before they
     have met; it is '' if there are none, and None if the launcher does not say, which ``find_job``
     then finds out. With several hosts, ``endpoint`` is where rank 0 listens, unless they use
-    another ``bootstrap``, or an ``exchange`` that the program has. ``local_rank`` and
+    another ``bootstrap``, or an ``exchange`` that the program has. ``script`` is what all ranks
+    must run, '' if the name alone shows that they belong together. ``local_rank`` and
     ``local_world_size`` are the rank among those of this host, if the launcher says. Without
     ``has_secret`` the secret follows from the name, and keeps nobody out; with ``munge`` the ranks
     of several hosts then get one from rank 0.
@@ -115,6 +116,7 @@ class Job:
     local_world_size: int | None = None
     has_secret: bool = field(default=True, repr=False)
     exchange: Exchange | None = field(default=None, repr=False, compare=False)
+    script: str = field(default="", repr=False, compare=False)
     munge: Munge | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +132,17 @@ class Job:
             raise InvalidArgument(
                 f"the secret of a job is {SECRET_NBYTES} bytes, got {len(self.secret)}"
             )
+
+    def join_seconds(self, config: Config) -> float:
+        """Return how long to wait for ranks that do not join.
+
+        A launcher that records how ranks end shows which of them live: unless the user has set a
+        limit, these may take as long to join as they may be late in a call.
+        """
+        is_watched = self.status_board is not None and not self.several_hosts
+        if is_watched and isinstance(config.join_timeout, DefaultTimeout):
+            return max(config.join_timeout, config.late_timeout)
+        return config.join_timeout
 
     @property
     def several_hosts(self) -> bool:

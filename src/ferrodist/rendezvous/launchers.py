@@ -45,6 +45,7 @@ from ferrodist.rendezvous.job import (
     try_number,
     without_brackets,
 )
+from ferrodist.rendezvous.script import running_script
 from ferrodist.rendezvous.sockets import peer_credentials
 
 _RUN_ID, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
@@ -181,10 +182,24 @@ def read_plain(environ: Environment) -> Job | None:
         return None
     ranks = read_rank(environ, PLAIN)
     # Not named after the address: one rank says localhost, another 127.0.0.1, and both are right.
-    name = f"plain-{environ[MASTER_PORT]}"
+    given = given_name(environ)
+    name = f"plain-{environ[MASTER_PORT]}" + (given and f"-{given}")
     is_told = is_set(environ, PLAIN.local_world_size)
     hosts = show_difference(environ, PLAIN) if is_told else None
-    return _job(environ, PLAIN, ranks, name, hosts)
+    # Two jobs may have got the same port.
+    script = "" if given else running_script()
+    return replace(_job(environ, PLAIN, ranks, name, hosts), script=script)
+
+
+def given_name(environ: Environment) -> str:
+    """Return the name that the user gives a job by hand; '' for none, or that of ferrodist run."""
+    return "" if variable("rank") in environ else environ.get(variable("job"), "")
+
+
+def script_of_unnamed_job(environ: Environment) -> str:
+    """Return what all ranks must run if nothing but an address names their job; '' otherwise."""
+    is_unnamed = all(environ.get(name) for name in PLAIN.required) and not is_set(environ, _RUN_ID)
+    return (given_name(environ) or running_script()) if is_unnamed else ""
 
 
 def check_plain_agrees(environ: Environment, job: Job) -> None:

@@ -2,7 +2,7 @@
 """The ranks of a job meet at rank 0: while they do, it is the Server, and the others are Clients.
 
     client                                          server
-    HELLO: pid, how long it can wait, its host  ->
+    HELLO: pid, patience, its host and script   ->
                                                 <-  TAKEN
     RECORD: what it tells all, and its files    ->
                                                 <-  ROSTER: records and files of some ranks
@@ -38,6 +38,7 @@ from ferrodist.rendezvous.handshake import (
     greet_server,
 )
 from ferrodist.rendezvous.job import Job, Member
+from ferrodist.rendezvous.script import is_same_script
 from ferrodist.rendezvous.sockets import MeetingPoint, UnixPoint
 from ferrodist.rendezvous.watch import Lifeline, close_files, open_own_watch, try_peer_pidfd
 from ferrodist.rendezvous.wire import (
@@ -193,6 +194,8 @@ class Server(Exchange):
                 rank = waiting.pop()
                 under_way[rank] = _send_roster(self._clients[rank].channel, roster)
                 self._continue(rank, under_way)
+            if not under_way:
+                return  # the last answered before it was waited for, and nothing else will come
             for key, _ in self._selector.select(wait_seconds(self._deadline.remaining())):
                 if key.data in under_way:
                     self._continue(key.data, under_way)
@@ -239,7 +242,8 @@ class Server(Exchange):
                 if not self._acceptor.handle(key.data):
                     self._read(key.data)
             self._acceptor.close_overdue()
-            self._early_exits.check(rank for rank in self._others() if rank not in self._clients)
+            missing = [rank for rank in self._others() if rank not in self._clients]
+            self._early_exits.check(missing, missing)
             if self._fatal is not None:
                 raise self._fatal
             if self._deadline.remaining() <= 0:
@@ -282,7 +286,8 @@ class Server(Exchange):
         files, expected = message.files, 2 if self._shares_memory else 0
         if len(files) != expected:
             close_files(files)
-            raise errors.no_file_limit_left(f"{len(files)} of {expected} files of a rank arrived")
+            what = f"{len(files)} of {expected} files of a rank arrived"
+            raise errors.no_file_limit_left(what, self._job.world_size)
         if not files:
             return RosterEntry(rank, client.pid, message.body, [])
         arena, lifeline = files
@@ -323,14 +328,23 @@ class Server(Exchange):
             first = self._clients[rank].who
             raise self._refused(errors.second_process(self._job, rank, first, who))
 
+    def _check_script(self, rank: int, who: str, host: str, script: str) -> None:
+        """Refuse a rank of another job that has the name of this one; ours may still come."""
+        is_here = host == _host_name().decode(errors="replace")
+        if self._job.script and not is_same_script(self._job.script, script, on_one_host=is_here):
+            raise self._refused(
+                errors.different_scripts(self._job, rank, script, who, self._own_name)
+            )
+
     def _refused(self, error: RendezvousError) -> RendezvousError:
         """Remember a refusal: if a rank is missing in the end, it says why."""
         self._refusals = [*self._refusals[-3:], f"refused: {error}"]
         return error
 
     def _admit(self, channel: Channel, peer: PeerIdentity, rank: int, hello: bytes) -> None:
-        pid, seconds, shares_memory, name = _read_hello(hello)
+        pid, seconds, shares_memory, name, script = _read_hello(hello)
         who = f"pid {pid} on {name}, {peer.address}" if peer.address else f"pid {peer.pid or pid}"
+        self._check_script(rank, who, name, script)
         self._check_is_new(rank, who)
         if shares_memory != self._shares_memory:
             self._fatal = errors.different_backends(self._job, rank, who)
@@ -349,14 +363,19 @@ def _send_roster(channel: Channel, roster: list[RosterEntry]) -> Steps[None]:
         yield from receive_answer(channel, MessageKind.TAKEN)
 
 
-def _read_hello(body: bytes) -> tuple[int, float, bool, str]:
+def _read_hello(body: bytes) -> tuple[int, float, bool, str, str]:
     try:
         pid, seconds, shares_memory = HELLO.unpack_from(body)
     except struct.error as error:
         raise ProtocolError("a hello that cannot be decoded") from error
     if not seconds > 0:  # not a number, perhaps
         raise ProtocolError("a hello with an impossible time limit")
-    return pid, seconds, shares_memory, body[HELLO.size :].decode(errors="replace")
+    host, _, script = body[HELLO.size :].decode(errors="replace").partition("\0")
+    return pid, seconds, shares_memory, host, script
+
+
+def _host_name() -> bytes:
+    return socket.gethostname().encode()[:MAX_HOST_NAME]
 
 
 # -- the other ranks ------------------------------------------------------------------------------
@@ -422,7 +441,8 @@ class Client(Exchange):
         remaining = self._deadline.remaining()
         seconds = remaining - min(0.5, remaining / 10)
         hello = HELLO.pack(os.getpid(), seconds, self._shares_memory)
-        channel.send(MessageKind.HELLO, hello + socket.gethostname().encode()[:MAX_HOST_NAME])
+        where = _host_name() + b"\0" + self._job.script.encode()
+        channel.send(MessageKind.HELLO, hello + where)
         yield from receive_answer(channel, MessageKind.TAKEN)
 
     def _connect(self) -> Channel:
@@ -432,7 +452,7 @@ class Client(Exchange):
                 if self._who:
                     raise errors.no_answer(job, self._who, self._deadline)
                 raise errors.missing_server(job, self._point.address, self._deadline)
-            early_exits.check(_others(job))
+            early_exits.check(_others(job), missing=[0])
             time.sleep(min(pause, max(0.0, self._deadline.remaining())))
             pause = min(2 * pause, self._point.max_pause)
         try:
@@ -461,7 +481,7 @@ def _swap(channel: Channel, job: Job, own: bytes, files: Sequence[int]) -> Steps
     try:
         while len(roster) < job.world_size:
             message = yield from receive_answer(channel, MessageKind.ROSTER)
-            roster += unpack_roster(message, files_per_rank=len(files))
+            roster += unpack_roster(message, job.world_size, files_per_rank=len(files))
             channel.send(MessageKind.TAKEN)
         if [entry.rank for entry in roster] != list(range(job.world_size)):
             raise ProtocolError("rank 0 sent a roster that is not of this world", rank=0)

@@ -88,7 +88,7 @@ def join_mesh(job: Job, config: Config) -> list[MeshPeer]:
     if job.world_size == 1:
         return [_this_rank(PeerAddress.of_this_process(0, Endpoint("", 0), config.host_id))]
     try:
-        return _join(job, config, Deadline(config.join_timeout))
+        return _join(job, config, Deadline(job.join_seconds(config)))
     except DistributedError:
         raise
     except OSError as error:
@@ -102,6 +102,8 @@ def _join(job: Job, config: Config, deadline: Deadline) -> list[MeshPeer]:
             addresses = exchange_addresses(exchange, job, own)
             mesh_job = _job_of_mesh(job, exchange.secret, addresses[0])
             channels = exchange.failure_channels
+            if deadline.remaining() > config.join_timeout:  # for late ranks: all have joined now
+                deadline = Deadline(config.join_timeout)
             builder = MeshBuilder(mesh_job, listener, addresses, channels, config, deadline)
             links = builder.build()
     return [_peer(address, own, links.get(address.rank)) for address in addresses]

@@ -106,12 +106,18 @@ def try_munge(socket_path: str = "") -> Munge | None:
     try:
         path = socket_path or _usual_socket(_load())
         return Munge(path) if stat.S_ISSOCK(os.stat(path).st_mode) else None
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # AuthenticationError, for want of the library, is one
         return None
 
 
 def _load() -> ctypes.CDLL:
-    library = ctypes.CDLL(_LIBRARY)
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise AuthenticationError(
+            f"MUNGE cannot be used: {_LIBRARY} cannot be loaded ({error}); install the package "
+            "libmunge2 (Debian and Ubuntu; munge-libs on Fedora), or use a secret file"
+        ) from error
     library.munge_ctx_create.restype = ctypes.c_void_p
     for name in ("munge_strerror", "munge_ctx_strerror"):
         getattr(library, name).restype = ctypes.c_char_p

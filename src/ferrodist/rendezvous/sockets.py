@@ -46,6 +46,8 @@ _BACKLOG = 4096  # who comes when it is full comes a second later; a flood must 
 _ROUND_SECONDS = 5.0  # that one try to connect takes at most
 _FIRST_PAUSE = 0.25  # seconds before a name that was not found is resolved again; it doubles
 _MAX_PAUSE = 4.0
+_MAX_KEEPALIVE = 32767  # seconds that Linux accepts
+_MAX_INT = 2**31 - 1
 
 
 # -- one host: Unix sockets -----------------------------------------------------------------------
@@ -382,10 +384,12 @@ def set_limits(connection: socket.socket, timeout: float) -> None:
     Keepalive finds a silent peer while nothing is sent, TCP_USER_TIMEOUT one that does not
     acknowledge what is.
     """
-    idle, pause = max(1, round(timeout / 2)), max(1, round(timeout / 6))
+    idle, pause = (min(max(1, round(timeout / part)), _MAX_KEEPALIVE) for part in (2, 6))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout))
+    connection.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(1000 * timeout), _MAX_INT)
+    )

@@ -7,13 +7,15 @@ import json
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from ferrodist.config import Config
+from ferrodist.config import Config, environment
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, ProtocolError, RendezvousError
+from ferrodist.rendezvous.errors import how_to_tell_apart
 from ferrodist.rendezvous.exchange import StoreExchange, TorchStore, first_line
 from ferrodist.rendezvous.job import (
     Job,
@@ -22,7 +24,9 @@ from ferrodist.rendezvous.job import (
     known_secret,
     secret_from_file,
 )
+from ferrodist.rendezvous.launchers import script_of_unnamed_job
 from ferrodist.rendezvous.mesh import host_id
+from ferrodist.rendezvous.script import is_same_script
 
 _LONGEST = 3650 * 86400.0  # seconds
 
@@ -46,7 +50,13 @@ def job_at_store(
     if world_size == 1:
         return job, False
     at = TorchStore(store, f"ferrodist/{nth}/hosts/")
+    job = replace(job, script=script_of_unnamed_job(environment()))
     facts = _tell_facts(StoreExchange(job, at, deadline, call=launcher.name), job, config)
+    if (refusal := _find_other_script(job, facts)) is not None:
+        at = TorchStore(store, f"ferrodist/{nth}/refused/")
+        with suppress(RendezvousError):  # a rank that serves the store stays until all have read
+            StoreExchange(job, at, Deadline(1.0), call=launcher.name).gather(b"")
+        raise refusal
     job = _with_facts(job, facts)
     at = TorchStore(store, f"ferrodist/{nth}/mesh/")
     exchange = StoreExchange(job, at, deadline, _host_of(store), launcher.name)
@@ -61,8 +71,9 @@ def _tell_facts(exchange: StoreExchange, job: Job, config: Config) -> list[dict[
         "shown": config.host_id or here,
         "name": job.name,
         "has_secret": job.has_secret,
+        "script": job.script,
     }
-    found = exchange.gather(json.dumps(own).encode())
+    found = exchange.gather(json.dumps(own, ensure_ascii=False).encode())
     try:
         facts = [json.loads(record) for record in found]
         if not all(fact.keys() == own.keys() for fact in facts):
@@ -73,6 +84,23 @@ def _tell_facts(exchange: StoreExchange, job: Job, config: Config) -> list[dict[
             "ranks have the same version of ferrodist?"
         ) from error
     return facts
+
+
+def _find_other_script(job: Job, facts: list[dict[str, Any]]) -> RendezvousError | None:
+    """Find ranks of another job that have found the same store; the same error on all ranks."""
+    first = facts[0]
+    for rank, fact in enumerate(facts):
+        is_near = fact["host"] == first["host"]
+        if not is_same_script(first["script"], fact["script"], on_one_host=is_near):
+            return RendezvousError(
+                f"rank {rank} runs {fact['script']}, rank 0 runs {first['script']}: "
+                f"{how_to_tell_apart(job)}",
+                rank=rank,
+                this_rank=job.rank,
+                got=fact["script"],
+                expected=first["script"],
+            )
+    return None
 
 
 def _with_facts(job: Job, facts: list[dict[str, Any]]) -> Job:

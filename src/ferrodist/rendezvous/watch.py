@@ -165,14 +165,24 @@ def try_exit_code(pid: int, watch: int) -> int | None:
     return None if status is None else os.waitstatus_to_exitcode(status)
 
 
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process of this host is stopped: by Ctrl-Z, SIGSTOP or a debugger."""
+    return _facts_of(pid)[:1] in (["T"], ["t"])
+
+
 def _status_of_zombie(pid: int) -> int | None:
     """Ask for the status of a process that its parent has not waited for yet."""
+    facts = _facts_of(pid)
+    return int(facts[-1]) if facts[:1] in (["Z"], ["X"]) else None
+
+
+def _facts_of(pid: int) -> list[str]:
+    """Return what /proc shows of a process, from its state to its exit status; [] if it is gone."""
     try:
         _, _, facts = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     except OSError:
-        return None
-    state, *_, status = facts.split()
-    return int(status) if state in ("Z", "X") else None
+        return []
+    return facts.split()
 
 
 def _status_of_reaped(pidfd: int) -> int | None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, ProtocolError, RendezvousError
 from ferrodist.rendezvous.errors import no_file_limit_left
+from ferrodist.rendezvous.script import MAX_SCRIPT
 from ferrodist.rendezvous.watch import close_files
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ _COUNTER = struct.Struct("!Q")
 _TAG_NBYTES = 16
 
 HELLO = struct.Struct("!Qd?")  # pid, seconds within which rank 0 has to decide, shares memory
-MAX_HOST_NAME = 64  # bytes
+MAX_HOST_NAME = 64  # bytes; after it a zero and the script
 MAX_RECORD = 1024  # bytes that a rank tells the others
 _ROSTER_ENTRY = struct.Struct("!IQ?H")  # rank, pid, whether its watch is a lifeline, its record's
 RANKS_PER_ROSTER = 60  # a message carries at most 253 files, a rank has two
@@ -67,7 +68,7 @@ class MessageKind(enum.IntEnum):
     GREETING = 1, 72  # who I say I am, and a nonce
     PROOF = 2, 32  # that I know the secret
     WELCOME = 3  # your proof is right
-    HELLO = 4, HELLO.size + MAX_HOST_NAME  # who I am
+    HELLO = 4, HELLO.size + MAX_HOST_NAME + 1 + MAX_SCRIPT  # who I am
     ROSTER = 5, MAX_ROSTER, 2 * RANKS_PER_ROSTER  # everybody's records and files, in parts
     TAKEN = 6  # I have it
     GO = 7  # all have everything
@@ -277,7 +278,7 @@ def pack_roster(entries: Sequence[RosterEntry]) -> Iterator[tuple[bytes, list[in
         yield body, [file for entry in part for file in entry.files]
 
 
-def unpack_roster(message: Message, *, files_per_rank: int) -> list[RosterEntry]:
+def unpack_roster(message: Message, num_ranks: int, *, files_per_rank: int) -> list[RosterEntry]:
     body, files, at = message.body, message.files, 0
     entries: list[RosterEntry] = []
     with suppress(struct.error):
@@ -293,7 +294,8 @@ def unpack_roster(message: Message, *, files_per_rank: int) -> list[RosterEntry]
         raise ProtocolError("rank 0 sent a roster that cannot be decoded", rank=0)
     if len(files) < num_files:
         close_files(files)
-        raise no_file_limit_left(f"{len(files)} of {num_files} files of the other ranks arrived")
+        what = f"{len(files)} of {num_files} files of the other ranks arrived"
+        raise no_file_limit_left(what, num_ranks)
     return entries
 
 
