@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed import ReduceOp
 
 import ferrodist
 import ferrodist.torch
+from ferrodist.backends.request_work import RequestWork
+from ferrodist.collectives import dense
 from torch_worlds import torch_job
 
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
 DTYPES = [
@@ -116,6 +122,119 @@ def check_odd_tensors(rank: int, _: Any) -> None:
     assert torch.equal(x.float(), own(world - 1).to(torch.float8_e4m3fn).float())
 
 
+def check_dtypes_that_only_move(rank: int, _: Any) -> None:
+    """What ferrodist cannot add is refused by every reduction, and arrives by every copy."""
+    world = dist.get_world_size()
+    dtypes = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    dtypes -= {*DTYPES, torch.bool, torch.uint64, torch.complex64, torch.complex128}
+    assert {torch.float8_e4m3fn, torch.complex32, torch.int4, torch.quint8} <= dtypes
+    for dtype in dtypes:
+        for is_async in (False, True):
+            expect_refusals(rank, dtype, is_async)
+        for pick in (lambda x: x, lambda x: x[0]):  # also without an axis
+            found = [pick(bits(99, dtype)) for _ in range(world)]
+            dist.all_gather(found, pick(bits(rank, dtype)))
+            sent = [pick(bits(r, dtype)) for r in range(world)]
+            assert list(map(bits_in, found)) == list(map(bits_in, sent)), dtype
+            x = pick(bits(rank, dtype))
+            dist.broadcast(x, world - 1)
+            assert bits_in(x) == bits_in(sent[-1]), dtype
+
+
+def expect_refusals(rank: int, dtype: torch.dtype, is_async: bool) -> None:
+    world, group = dist.get_world_size(), dist.group.WORLD
+    x, whole = bits(rank, dtype), bits(rank, dtype, 4 * world)
+    # Calls of the group: those of dist split complex numbers first.
+    opts = dist.AllreduceOptions(), dist.AllreduceCoalescedOptions()
+    for one in opts:
+        one.asyncOp = is_async
+
+    def reduce_together() -> None:
+        with dist._coalescing_manager(async_ops=is_async):
+            dist.reduce_scatter_single(x, whole)
+            dist.reduce_scatter_single(x, whole)
+
+    reductions: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: group.allreduce([x], opts[0]),
+        "all_reduce_coalesced": lambda: group.allreduce_coalesced([x, x], opts[1]),
+        "reduce": lambda: dist.reduce(x, 0, async_op=is_async),
+        "reduce_scatter": lambda: dist.reduce_scatter(x, [x] * world, async_op=is_async),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_single(x, whole, async_op=is_async),
+        "reduce_scatter_single_coalesced": reduce_together,
+    }
+    for name, reduce in reductions.items():
+        text = f"{name}: a {dtype} tensor can be sent but not reduced"
+        with pytest.raises(ferrodist.UnsupportedOp, match=text):
+            reduce()
+    if dtype.is_floating_point:  # torch splits complex numbers, and cannot copy the others
+        with pytest.raises(RuntimeError, match="can be sent but not reduced"):
+            functional.all_reduce(x, "sum", group)
+    assert bits_in(x) == bits_in(bits(rank, dtype))
+
+
+def bits(rank: int, dtype: torch.dtype, length: int = 4) -> torch.Tensor:
+    """Make a tensor of any dtype whose bits no other rank has."""
+    return (torch.arange(length * dtype.itemsize, dtype=torch.uint8) + 9 * rank).view(dtype)
+
+
+def bits_in(x: torch.Tensor) -> list[int]:
+    return x.reshape(-1).view(torch.uint8).tolist()
+
+
+def check_means_of_integers(rank: int, _: Any) -> None:
+    """They are rounded toward zero, as by NCCL, and right where the sum does not fit."""
+    world = dist.get_world_size()
+    small = [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32]
+    for dtype in (*small, torch.int64, torch.uint64):
+        limit = torch.iinfo(dtype)
+        values = [[-(7 + r) if limit.min < 0 else 7 + r, r, 5] for r in range(world)]
+        if dtype in small:
+            values = [[*one, limit.max - r] for r, one in enumerate(values)]
+        sums = [sum(column) for column in zip(*values, strict=True)]
+        means = [abs(total) // world * (1 if total > 0 else -1) for total in sums]
+        for is_async in (False, True):
+            expect_means(torch.tensor(values[rank], dtype=dtype), means, is_async)
+    x = torch.sparse_coo_tensor([[0, 1]], [7 + rank, -7 - rank], (3,))
+    dist.all_reduce(x, ReduceOp.AVG)
+    mean = sum(7 + r for r in range(world)) // world
+    assert x.to_dense().tolist() == [mean, -mean, 0]
+    for refused in ([torch.tensor([True])], [torch.ones(1), torch.ones(1, dtype=torch.int64)]):
+        opts = dist.AllreduceCoalescedOptions()
+        opts.reduceOp, opts.asyncOp = ReduceOp.AVG, False
+        with pytest.raises(ferrodist.UnsupportedOp, match="mean"):
+            dist.group.WORLD.allreduce_coalesced(refused, opts)
+
+
+def expect_means(x: torch.Tensor, means: list[int], is_async: bool) -> None:
+    """Make every reduction with AVG."""
+    world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    op, both = ReduceOp.AVG, [x.clone(), x.clone().reshape(1, -1)]
+    strided, at_root, part = x.repeat_interleave(2)[::2], x.clone(), torch.zeros_like(x)
+    uneven, whole = torch.zeros_like(x)[: rank % 2 + 1], x.repeat(world)
+    opts = dist.AllreduceCoalescedOptions()
+    opts.reduceOp, opts.asyncOp = op, is_async
+    parts = [x[: r % 2 + 1] for r in range(world)]
+    flat = x.clone()
+    for call in (
+        lambda: dist.all_reduce(flat, op, async_op=is_async),
+        lambda: dist.all_reduce(strided, op, async_op=is_async),
+        lambda: dist.reduce(at_root, 0, op, async_op=is_async),
+        lambda: dist.reduce_scatter(part, [x] * world, op, async_op=is_async),
+        lambda: dist.reduce_scatter(uneven, parts, op, async_op=is_async),
+        lambda: group.allreduce_coalesced(both, opts),
+    ):
+        work = call()
+        if work is not None:
+            work.wait()
+    assert flat.tolist() == strided.tolist() == part.tolist() == means, (x.dtype, flat)
+    assert uneven.tolist() == means[: rank % 2 + 1]
+    assert at_root.tolist() == (x.tolist() if rank else means)
+    assert [both[0].tolist(), both[1][0].tolist()] == [means, means]
+    dist.reduce_scatter_single(part.zero_(), whole, op)
+    assert part.tolist() == means
+    assert functional.all_reduce(x, "avg", group).tolist() == means
+
+
 def check_sparse(rank: int, _: Any) -> None:
     world = dist.get_world_size()
     x = torch.sparse_coo_tensor([[rank, 4]], [[1.0 + rank], [2.0]], (5, 1))
@@ -169,6 +288,50 @@ def check_copies(rank: int, _: Any) -> None:
     parts = [torch.empty(r + 1) for r in range(world)]  # each rank another size
     dist.all_gather(parts, torch.full((rank + 1,), float(rank)))
     assert [ranks_in(p) for p in parts] == [[float(r)] * (r + 1) for r in range(world)]
+
+
+def check_what_is_only_read_is_not_marked_as_changed(rank: int, _: Any) -> None:
+    """Autograd may have saved it for backward."""
+    for lay_out in (LAYOUTS["flat"], LAYOUTS["matrix"], LAYOUTS["transposed"]):
+        for is_async in (False, True):
+            compare_versions(rank, lay_out, {"async_op": is_async})
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * weight).sum()
+    dist.broadcast(weight.detach(), 0)
+    if rank == 0:
+        loss.backward()
+        assert weight.grad.tolist() == [2.0] * 3
+
+
+def compare_versions(rank: int, lay_out: Callable[[Any], Any], options: dict[str, Any]) -> None:
+    """Make every call; what is read keeps its version, what is written gets another."""
+    world = dist.get_world_size()
+    x, outs = lay_out(own(rank)), [lay_out(own(rank)) for _ in range(world)]
+    row, whole = own(rank), own(rank).repeat(world)
+    whole_out, part = torch.empty(6 * world), torch.empty(6)
+    at_root, elsewhere = ([], [x]) if rank else ([x], [])
+    calls: list[tuple[Callable[[], Any], list[Any], list[Any]]] = [
+        (lambda: dist.broadcast(x, 0, **options), at_root, elsewhere),
+        (lambda: dist.reduce(x, 0, **options), elsewhere, at_root),
+        (lambda: dist.all_reduce(x, **options), [], [x]),
+        (lambda: dist.all_gather(outs, x, **options), [x], outs),
+        (lambda: dist.gather(x, None if rank else outs, **options), [x], outs[rank:1]),
+        (lambda: dist.scatter(x, None if rank else outs, **options), outs, [x]),
+        (lambda: dist.reduce_scatter(x, outs, **options), outs, [x]),
+        (lambda: dist.all_to_all(outs, [row] * world, **options), [row], outs),
+        (lambda: dist.all_gather_single(whole_out, row, **options), [row], [whole_out]),
+        (lambda: dist.reduce_scatter_single(part, whole, **options), [whole], [part]),
+        (lambda: dist.all_to_all_single(whole_out, whole, **options), [whole], [whole_out]),
+        (lambda: dist.isend(x, (rank + 1) % world), [x], []),
+        (lambda: dist.irecv(x, (rank - 1) % world), [], [x]),
+    ]
+    for number, (call, read, written) in enumerate(calls):
+        before = [[one._version for one in some] for some in (read, written)]
+        work = call()
+        if work is not None:
+            work.wait()
+        assert before[0] == [one._version for one in read], number
+        assert all(map(int.__lt__, before[1], [one._version for one in written])), number
 
 
 def check_all_to_all(rank: int, _: Any) -> None:
@@ -287,6 +450,91 @@ def check_works(rank: int, _: Any) -> None:
     group.barrier(timeout=timedelta(seconds=5)).wait()
     group.monitored_barrier(timedelta(seconds=5))
     group._allgather_base(torch.empty(2 * world), torch.ones(2)).wait()
+
+
+def check_futures_of_calls_that_are_over(rank: int, _: Any) -> None:
+    for _ in range(30):
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+        threads: list[threading.Thread] = []
+        future = work.get_future()
+        assert future.done()
+        future.add_done_callback(lambda _, seen=threads: seen.append(threading.current_thread()))
+        assert threads == [threading.current_thread()]
+        assert future.value()[0].tolist() == [dist.get_world_size()] * 2
+
+
+def check_futures_do_not_wait_for_each_other(rank: int, _: Any) -> None:
+    """A future is done when its call is, whatever messages and other groups are in flight."""
+    world = dist.get_world_size()
+    groups = [dist.new_group(range(world)) for _ in range(2)]
+    token = torch.tensor([float(rank)])
+    if rank == 0:
+        received = torch.zeros(1)
+        message = dist.irecv(received, 1).get_future()
+        first = dist.all_reduce(torch.ones(1), group=groups[0], async_op=True).get_future()
+        dist.all_reduce(torch.ones(1), group=groups[1], async_op=True).get_future().wait()
+        for other in range(1, world):
+            dist.send(token, other)
+        first.wait()
+        message.wait()
+        assert received.item() == 1
+    else:
+        dist.all_reduce(torch.ones(1), group=groups[1], async_op=True).get_future().wait()
+        dist.recv(token, 0)
+        dist.all_reduce(torch.ones(1), group=groups[0])
+        if rank == 1:
+            dist.send(torch.ones(1), 0)
+
+
+def check_callbacks_communicate(rank: int, _: Any) -> None:
+    world = dist.get_world_size()
+
+    def again(future: Any) -> Any:
+        (x,) = future.value()
+        dist.all_reduce(x)
+        return dist.all_reduce(x, async_op=True).get_future().wait()[0]
+
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(again)
+    assert future.wait().item() == world**3
+
+
+def check_futures_of_a_group_take_one_thread(rank: int, _: Any) -> None:
+    """The thread of ferrodist's callbacks has no part in it: the one that did the call goes on."""
+    made, make = [], RequestWork.make_state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestWork, "make_state", lambda self: (made.append(self), make(self)))
+        for size in (2, 40_000):
+            work = dist.all_reduce(torch.ones(size), async_op=True)
+            work.get_future().then(lambda future: future.value()).wait()
+    assert made == []
+
+
+def check_functional_collectives_take_the_fast_path(rank: int, _: Any) -> None:
+    world, group = dist.get_world_size(), dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "execute", pytest.fail)
+        x = functional.all_gather_single(torch.tensor([float(rank)]), 0, group)
+        assert x.tolist() == list(range(world))
+        x = functional.reduce_scatter_single(torch.arange(float(world)), "sum", 0, group)
+        assert x.tolist() == [float(rank * world)]
+        x = functional.all_reduce(torch.tensor([float(rank)]), "sum", group)
+        assert x.tolist() == [sum(range(world))]
+
+
+def check_works_of_operators_outlive_their_call(rank: int, _: Any) -> None:
+    """C++ code holds them, and waits when it likes."""
+    world = dist.get_world_size()
+    outs = [torch.zeros(world) for _ in range(20)]
+    works = [
+        dist.all_gather_single(out, torch.tensor([float(rank + i)]), async_op=True)
+        for i, out in enumerate(outs)
+    ]
+    gc.collect()
+    for i, (work, out) in enumerate(zip(works, outs, strict=True)):
+        work.wait()
+        assert out.tolist() == [float(r + i) for r in range(world)]
+    assert all(work.is_completed() for work in works)
 
 
 def check_profiler(rank: int, _: Any) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,14 +16,24 @@ from torch import Tensor
 
 from ferrodist.backends.base import Backend
 from ferrodist.errors import DistributedError, InvalidArgument
-from ferrodist.torch.tensors import Finish, flat_output
-from ferrodist.torch.work import FINISHED, CallSite, PendingWork
+from ferrodist.torch.tensors import Finish
+from ferrodist.torch.work import FINISHED, CallSite, FuturesThread, PendingWork
 
 logger = logging.getLogger("ferrodist")
 
 c10d = torch._C._distributed_c10d
 _is_profiled = torch.autograd._profiler_enabled
 _NOTHING = nullcontext()
+_NO_OPTIONS = c10d.BarrierOptions()
+
+
+class _HandedOver(threading.local):
+    """The Work that a thread hands to torch."""
+
+    work: Any = None
+
+
+_handed_over = _HandedOver()
 
 
 class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] # torch has no types
@@ -32,6 +43,7 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
         super().__init__(backend.rank, backend.world_size)
         self.backend = backend
         self._group_name = self._description = ""
+        self._futures = FuturesThread()
 
     # -- names and settings -----------------------------------------------------------------------
 
@@ -197,9 +209,10 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
         *args: Any,
         finish: Finish | None = None,
         source: int = -1,
+        thread: FuturesThread | None = None,
         **options: Any,
     ) -> PendingWork:
-        """Put a call of ferrodist in flight."""
+        """Put a call of ferrodist in flight; ``thread`` finishes its future, if not the group's."""
         site = CallSite(name, tensors, self.backend)
         event = torch.profiler.record_function(f"ferrodist:{name}") if _is_profiled() else None
         try:
@@ -211,7 +224,22 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
             site.explain(error)
             raise
         is_from_any = "with_status" in options
-        return PendingWork(pending, tensors, site, finish, source, is_from_any)
+        thread = thread or self._futures
+        return PendingWork(pending, tensors, site, finish, source, is_from_any, thread=thread)
+
+    def kept_by_torch(self, work: Any) -> Any:
+        """Return a Work of C++ that keeps one written in Python, which else ends with its caller.
+
+        torch makes it of what a method returns that its C++ code has called, as ``barrier``.
+        """
+        _handed_over.work = work
+        return super().barrier(_NO_OPTIONS)
+
+    @staticmethod
+    def handed_over() -> Any:
+        """Return what this thread hands to torch in ``kept_by_torch``, once; None if nothing."""
+        work, _handed_over.work = _handed_over.work, None
+        return work
 
     # -- what can be seen to be wrong before anything is sent -------------------------------------
 
@@ -267,24 +295,6 @@ class GroupBase(torch._C._distributed_c10d.ProcessGroup):  # type: ignore[misc] 
 def is_plain_call(opts: Any) -> bool:
     """Tell whether a call blocks and has the timeout of its group: one before zero."""
     return not opts.asyncOp and opts.timeout.days < 0
-
-
-def flat_outputs(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Finish]]:
-    """As flat_output, for several tensors."""
-    pairs = [flat_output(x) for x in tensors]
-    return [flat for flat, _ in pairs], [finish for _, finish in pairs if finish is not None]
-
-
-def all_of(finishes: Sequence[Finish]) -> Finish | None:
-    """Make one of several."""
-    if not finishes:
-        return None
-
-    def finish(result: Any) -> None:
-        for one in finishes:
-            one(result)
-
-    return finish
 
 
 def _also_end(event: Any, finish: Finish | None) -> Finish:

@@ -93,9 +93,7 @@ def _dispatch(operator: _Operator, original: Any, keyset: Any, *args: Any) -> An
         for field, value in zip(operator.fields, rest, strict=False):  # defaults may be omitted
             setattr(options, field, _unboxed(field, value))
         rest = (options,)
-    work = getattr(group, operator.method)(*passed, *rest)
-    # A Work written in Python would be gone before torch waits for it.
-    boxed = c10d._create_work_from_future(work.get_future()).boxed()
+    boxed = group.kept_by_torch(getattr(group, operator.method)(*passed, *rest)).boxed()
     return (passed[0], boxed) if operator.gives_output else boxed
 
 

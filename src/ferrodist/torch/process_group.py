@@ -19,33 +19,19 @@ import ferrodist
 from ferrodist.backends.base import Backend
 from ferrodist.errors import CollectiveTimeout, InvalidArgument, UnsupportedOp
 from ferrodist.reduce_op import ReduceOp
-from ferrodist.torch.group_base import GroupBase, all_of, c10d, flat_outputs, is_plain_call
+from ferrodist.torch.group_base import GroupBase, c10d, is_plain_call
+from ferrodist.torch.reductions import OP, Reduction, plain_op
 from ferrodist.torch.tensors import (
     Finish,
+    all_of,
     cut_into,
     flat_input,
     flat_output,
+    flat_outputs,
     is_plain,
     join_inputs,
 )
-from ferrodist.torch.work import FINISHED, FinishedWork
-
-_OP = c10d.ReduceOp.RedOpType
-_OPS = {
-    _OP.SUM: ReduceOp.SUM,
-    _OP.AVG: ReduceOp.MEAN,
-    _OP.PRODUCT: ReduceOp.PROD,
-    _OP.MIN: ReduceOp.MIN,
-    _OP.MAX: ReduceOp.MAX,
-    _OP.BAND: ReduceOp.BAND,
-    _OP.BOR: ReduceOp.BOR,
-    _OP.BXOR: ReduceOp.BXOR,
-    _OP.PREMUL_SUM: ReduceOp.SUM,
-}
-
-
-# By what hash(opts.reduceOp) gives, which is quicker than to ask for the member.
-_PLAIN_OPS = {hash(c10d.ReduceOp(op)): own for op, own in _OPS.items() if op != _OP.PREMUL_SUM}
+from ferrodist.torch.work import FINISHED, MESSAGES, FinishedWork
 
 
 class ProcessGroup(GroupBase):
@@ -64,7 +50,7 @@ class ProcessGroup(GroupBase):
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         x = tensors[0]
-        op = _PLAIN_OPS.get(hash(opts.reduceOp))
+        op = plain_op(opts.reduceOp, x)
         if op is None or not is_plain(x) or opts.timeout.days >= 0:
             return self._allreduce(x, opts)
         run = self._start if opts.asyncOp else self._run
@@ -74,31 +60,29 @@ class ProcessGroup(GroupBase):
     def _allreduce(self, x: Tensor, opts: Any) -> Any:
         if x.layout is not torch.strided:
             return self._allreduce_sparse(x, opts)
+        reduction = self._reduction("all_reduce", opts, [x])
         flat, finish = flat_output(x)
-        call, scaled = ferrodist.allreduce, self._scaled(flat, opts.reduceOp)
-        op = _OPS[opts.reduceOp.op]
-        return self._call(
-            "all_reduce", opts, [x], call, scaled, self.backend, op, out=flat, finish=finish
-        )
+        args = reduction.input(flat), self.backend, reduction.op
+        out, finish = reduction.output(flat, finish)
+        call = ferrodist.allreduce
+        return self._call("all_reduce", opts, [x], call, *args, out=out, finish=finish)
 
-    def _scaled(self, flat: Tensor, op: Any) -> Tensor:
-        """Multiply a tensor with the factor of PREMUL_SUM; other operations have none."""
-        if op.op != _OP.PREMUL_SUM:
-            return flat
-        _, factor = op.__getstate__()
-        return (flat * factor).to(flat.dtype)
+    def _reduction(self, name: str, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
+        return Reduction(name, opts.reduceOp, tensors, self.size())
 
     def _allreduce_sparse(self, x: Tensor, opts: Any) -> Any:
         """Add up sparse tensors: every rank gets the indices and values of all."""
-        if opts.reduceOp.op not in (_OP.SUM, _OP.AVG):
+        reduction = self._reduction("all_reduce", opts, [x])
+        if opts.reduceOp.op not in (OP.SUM, OP.AVG):
             raise UnsupportedOp(f"all_reduce of a sparse tensor is sum or avg, got {opts.reduceOp}")
         own = x.detach().coalesce()
         indices, call = own.indices().t().contiguous(), ferrodist.all_gather_uneven
         rows = self._run("all_reduce", [x], call, indices, self.backend)
         values = self._run("all_reduce", [x], call, own.values(), self.backend)
         total = torch.sparse_coo_tensor(rows.t(), values, x.shape).coalesce()
-        if opts.reduceOp.op == _OP.AVG:
-            total = total / self.size()
+        is_mean, found = reduction.op is ReduceOp.MEAN, total.values()
+        found = found / self.size() if is_mean else reduction.result(found)
+        total = torch.sparse_coo_tensor(total.indices(), found, x.shape)
         with torch.no_grad():  # of a sparse tensor detach() is a copy
             x.copy_(total)
         return FinishedWork([x])
@@ -107,40 +91,41 @@ class ProcessGroup(GroupBase):
         """Reduce several tensors over all ranks, in place, in one call."""
         if opts is None:
             return self._parse("allreduce_coalesced", tensors)
-        flats, finishes = flat_outputs(tensors)
-        scaled = [self._scaled(flat, opts.reduceOp) for flat in flats]
-        args = scaled, self.backend, _OPS[opts.reduceOp.op]
-        call, finish = ferrodist.allreduce, all_of(finishes)
+        if len(tensors) == 1:
+            return self._allreduce(tensors[0], opts)
         name = "all_reduce_coalesced"
-        return self._call(name, opts, tensors, call, *args, out=flats, finish=finish)
+        reduction = self._reduction(name, opts, tensors)
+        rows = [flat_output(x) for x in tensors]
+        args = [reduction.input(flat) for flat, _ in rows], self.backend, reduction.op
+        outs, finish = reduction.outputs(rows)
+        return self._call(name, opts, tensors, ferrodist.allreduce, *args, out=outs, finish=finish)
 
     def reduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Reduce a tensor over all ranks to one of them: ``torch.distributed.reduce``."""
         if not isinstance(opts, c10d.ReduceOptions):
             return self._parse("reduce", tensors, opts, *more, **named)
         (x,) = tensors
+        root, reduction = opts.rootRank, self._reduction("reduce", opts, tensors)
         flat, finish = flat_output(x)
-        root = opts.rootRank
-        args = self._scaled(flat, opts.reduceOp), self.backend, root, _OPS[opts.reduceOp.op]
-        out, finish = (flat, finish) if root == self.rank() else (None, None)
+        args = reduction.input(flat), self.backend, root, reduction.op
+        out, finish = reduction.output(flat, finish) if root == self.rank() else (None, None)
         return self._call("reduce", opts, tensors, ferrodist.reduce, *args, out=out, finish=finish)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Reduce a tensor; rank r gets part r: ``torch.distributed.reduce_scatter_single``."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
-        op = _PLAIN_OPS.get(hash(opts.reduceOp))
+        op = plain_op(opts.reduceOp, input)
         if op is not None and is_plain(output) and is_plain(input) and is_plain_call(opts):
             call, args = ferrodist.reduce_scatter, (input, self.backend, op)
             self._run("reduce_scatter_single", (output, input), call, *args, out=output)
             return FINISHED
-        out, finish = flat_output(output)
-        x = self._scaled(flat_input(input), opts.reduceOp)
-        self._check_parts("reduce_scatter_single", x, out)
-        call, args = ferrodist.reduce_scatter, (x, self.backend, _OPS[opts.reduceOp.op])
-        tensors = [output, input]
-        return self._call(
-            "reduce_scatter_single", opts, tensors, call, *args, out=out, finish=finish
-        )
+        name, tensors = "reduce_scatter_single", [output, input]
+        reduction = self._reduction(name, opts, tensors)
+        x, (flat, finish) = flat_input(input), flat_output(output)
+        self._check_parts(name, x, flat)
+        out, finish = reduction.output(flat, finish)
+        call, args = ferrodist.reduce_scatter, (reduction.input(x), self.backend, reduction.op)
+        return self._call(name, opts, tensors, call, *args, out=out, finish=finish)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -150,18 +135,20 @@ class ProcessGroup(GroupBase):
             return self._parse("reduce_scatter", outputs, inputs, opts, *more)
         (output,), (parts,) = outputs, inputs
         self._check_list("reduce_scatter", parts)
-        x = self._scaled(join_inputs(parts), opts.reduceOp)
-        args = x, self.backend, _OPS[opts.reduceOp.op]
+        reduction = self._reduction("reduce_scatter", opts, [output, *parts])
+        x = join_inputs(parts)
+        args = reduction.input(x), self.backend, reduction.op
         if len({part.numel() for part in parts}) == 1:
-            out, finish = flat_output(output)
-            self._check_parts("reduce_scatter", x, out)
+            flat, finish = flat_output(output)
+            self._check_parts("reduce_scatter", x, flat)
+            out, finish = reduction.output(flat, finish)
             call, options = ferrodist.reduce_scatter, {"out": out}
         else:  # everybody gets everything, and takes a part
             start = sum(part.numel() for part in parts[: self.rank()])
             take, call, options = cut_into([output]), ferrodist.allreduce, {}
 
             def finish(total: Tensor) -> None:
-                take(total[start : start + output.numel()])
+                take(reduction.result(total[start : start + output.numel()]))
 
         shown = [output, *parts]
         return self._call("reduce_scatter", opts, shown, call, *args, finish=finish, **options)
@@ -171,14 +158,18 @@ class ProcessGroup(GroupBase):
     ) -> Any:
         """Run reduce_scatter_single on several tensors in one call."""
         opts = c10d.ReduceScatterOptions() if opts is None else opts
-        flats, finishes = flat_outputs(outputs)
-        xs = [self._scaled(flat_input(x), opts.reduceOp) for x in inputs]
-        for x, flat in zip(xs, flats, strict=True):
-            self._check_parts("reduce_scatter_single", x, flat)
-        args = xs, self.backend, _OPS[opts.reduceOp.op]
-        call, finish = ferrodist.reduce_scatter, all_of(finishes)
+        if len(inputs) == 1:  # as torch's functional collectives call it
+            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         name = "reduce_scatter_single_coalesced"
-        return self._call(name, opts, inputs, call, *args, out=flats, finish=finish)
+        reduction = self._reduction(name, opts, [*outputs, *inputs])
+        rows, xs = [flat_output(x) for x in outputs], [flat_input(x) for x in inputs]
+        for x, (flat, _) in zip(xs, rows, strict=True):
+            self._check_parts("reduce_scatter_single", x, flat)
+        args = [reduction.input(x) for x in xs], self.backend, reduction.op
+        outs, finish = reduction.outputs(rows)
+        return self._call(
+            name, opts, inputs, ferrodist.reduce_scatter, *args, out=outs, finish=finish
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -190,11 +181,14 @@ class ProcessGroup(GroupBase):
             return self._parse("broadcast", tensors, opts, *more, **named)
         (x,) = tensors
         root = opts.rootRank
+        is_root = root == self.rank()
         if is_plain(x) and is_plain_call(opts):
-            self._run("broadcast", tensors, ferrodist.broadcast, x, self.backend, root, out=x)
+            row = x.data if is_root else x
+            self._run("broadcast", tensors, ferrodist.broadcast, row, self.backend, root, out=row)
             return FINISHED
         flat, finish = flat_output(x)
-        finish = None if root == self.rank() else finish
+        if is_root:  # it is only read: a view with a version of its own is marked as changed
+            flat, finish = flat.data, None
         args = flat, self.backend, root
         return self._call(
             "broadcast", opts, tensors, ferrodist.broadcast, *args, out=flat, finish=finish
@@ -221,6 +215,8 @@ class ProcessGroup(GroupBase):
     ) -> Any:
         """Run all_gather_single on several tensors in one call."""
         opts = c10d.AllgatherOptions() if opts is None else opts
+        if len(inputs) == 1:  # as torch's functional collectives call it
+            return self.all_gather_single(outputs[0], inputs[0], opts)
         flats, finishes = flat_outputs(outputs)
         xs = [flat_input(x) for x in inputs]
         for x, flat in zip(xs, flats, strict=True):
@@ -351,27 +347,29 @@ class ProcessGroup(GroupBase):
         """Send a tensor; the Work is over when it may change."""
         (x,) = tensors
         args = flat_input(x), dst, self.backend
-        return self._start("send", tensors, ferrodist.send, *args, tag=tag)
+        return self._start("send", tensors, ferrodist.send, *args, tag=tag, thread=MESSAGES)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
         """Receive into a tensor."""
         (x,) = tensors
         flat, finish = flat_output(x)
         call, options = ferrodist.recv, {"out": flat, "tag": tag, "source": src, "finish": finish}
-        return self._start("recv", tensors, call, src, self.backend, **options)
+        return self._start("recv", tensors, call, src, self.backend, thread=MESSAGES, **options)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive into a tensor from any rank; ``source_rank()`` of the Work names it."""
         (x,) = tensors
         flat, finish = flat_output(x)
         options = {"out": flat, "tag": tag, "with_status": True, "finish": finish}
-        call = ferrodist.recv
-        return self._start("recv", tensors, call, ferrodist.ANY_SOURCE, self.backend, **options)
+        call, source = ferrodist.recv, ferrodist.ANY_SOURCE
+        return self._start("recv", tensors, call, source, self.backend, thread=MESSAGES, **options)
 
     # -- barriers ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, **named: Any) -> Any:
         """Wait until all ranks have come; a timeout names those that have not."""
+        if opts is not None and (work := self.handed_over()) is not None:
+            return work
         if not isinstance(opts, c10d.BarrierOptions):
             return self._parse("barrier", opts, **named)
         return self._call("barrier", opts, [], ferrodist.barrier, self.backend)

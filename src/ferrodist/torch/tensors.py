@@ -24,14 +24,15 @@ _ELSEWHERE = (
     'dist.new_group(backend="nccl"), whose group you pass to calls on them'
 )
 _STRIDED = torch.strided
-# What ferrodist has no name for moves as bytes; it cannot be reduced.
-_OWN_DTYPES = {
+# What ferrodist has no name for moves as integers of its size; it cannot be reduced.
+OWN_DTYPES = {
     torch.bool,
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 }
+_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def is_plain(x: Tensor) -> bool:
@@ -43,7 +44,7 @@ def is_plain(x: Tensor) -> bool:
         and x.layout is _STRIDED
         and x.is_contiguous()
         and not x.requires_grad
-        and x.dtype in _OWN_DTYPES
+        and x.dtype in OWN_DTYPES
     )
 
 
@@ -64,6 +65,24 @@ def flat_output(x: Tensor) -> tuple[Tensor, Finish | None]:
     if bare.is_contiguous():
         return flat, None
     return flat, lambda _: _write(bare, flat.view(bare.shape))
+
+
+def flat_outputs(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Finish]]:
+    """As flat_output, for several tensors."""
+    pairs = [flat_output(x) for x in tensors]
+    return [flat for flat, _ in pairs], [finish for _, finish in pairs if finish is not None]
+
+
+def all_of(finishes: Sequence[Finish]) -> Finish | None:
+    """Make one of several."""
+    if not finishes:
+        return None
+
+    def finish(result: Any) -> None:
+        for one in finishes:
+            one(result)
+
+    return finish
 
 
 def join_inputs(tensors: Sequence[Tensor]) -> Tensor:
@@ -99,7 +118,7 @@ def _bare(x: Tensor) -> Tensor:
         bare = bare.as_subclass(Tensor)
     if bare.is_conj() or bare.is_neg():
         bare = bare.resolve_conj().resolve_neg()
-    return bare if bare.dtype in _OWN_DTYPES else bare.view(torch.uint8)
+    return bare if bare.dtype in OWN_DTYPES else bare.view(_BY_SIZE[bare.element_size()])
 
 
 def _write(x: Tensor, value: Tensor) -> None:

@@ -107,7 +107,7 @@ class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torc
 
     ``pending`` is the Work of ferrodist, ``finish`` what is left to do when it is done: copies into
     tensors that are not contiguous. The tensors belong to the call until then. The result of a
-    receive that ``is_from_any`` source has a Status that names it.
+    receive that ``is_from_any`` source has a Status that names it. ``thread`` finishes its future.
     """
 
     def __init__(
@@ -118,9 +118,12 @@ class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torc
         finish: Finish | None = None,
         source: int = -1,
         is_from_any: bool = False,
+        *,
+        thread: FuturesThread,
     ) -> None:
         super().__init__()
         self._pending = pending
+        self._thread = thread
         self._tensors = tensors
         self._site = site
         self._finish = finish
@@ -177,51 +180,66 @@ class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torc
 
     def get_future(self) -> Any:
         """Return a future of the tensors; it fails with a RuntimeError with ferrodist's text."""
-        done = torch.futures.Future()
-        if _callbacks.is_current_thread():
-            self.wait()  # a callback may wait for it, and no other thread would finish it
-            done.set_result(list(self._tensors))
-            return done
 
         def take(_: Any) -> list[Any]:
-            self.wait()  # over: it returns at once
+            self.wait()
             return list(self._tensors)
 
         # An exception set on a Future of torch is taken for a value by its own C++ code, and a
         # callback that raises is not.
-        taken = done.then(take)
-        self._pending.add_done_callback(lambda _: _callbacks.finish(done))
+        over = torch.futures.Future()
+        taken = over.then(take)
+        thread = self._thread
+        is_alone = self._site.backend.world_size == 1 and thread is not MESSAGES
+        # A callback may wait for the future, and no other thread would finish it.
+        if self._pending.done() or is_alone or thread.is_current():
+            over.set_result(None)
+        elif thread is MESSAGES:
+            self._pending.add_done_callback(lambda _: thread.finish(over))
+        else:
+            thread.finish(over)
         return taken
 
 
-class _Callbacks:
+class FuturesThread:
     """The thread that finishes futures of torch, and so runs their callbacks, one at a time.
 
-    Those may communicate, which callbacks of ferrodist's own thread must not.
+    Those may communicate, which callbacks of ferrodist's own thread must not. The calls of a group
+    end in their order, so its thread waits for one after the other, and runs those that nobody has
+    begun: the program that waits for the future is woken by the thread that did the call. Messages
+    end in any order; their futures get here when they are over.
     """
+
+    _IDLE = 5.0  # seconds after which the thread ends
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._futures: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def is_current_thread(self) -> bool:
-        """Tell whether a callback asks."""
+    def is_current(self) -> bool:
+        """Tell whether this is a callback of a future that the thread has finished."""
         return threading.current_thread() is self._thread
 
     def finish(self, future: Any) -> None:
         """Finish a future, after those that were given before."""
         with self._lock:
+            self._futures.put(future)
             if self._thread is None:
-                name = "ferrodist-torch-callbacks"
+                name = "ferrodist-torch-futures"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
-        self._finished.put(future)
 
     def _run(self) -> None:
         while True:
-            self._finished.get().set_result(None)
+            try:
+                self._futures.get(timeout=self._IDLE).set_result(None)
+            except queue.Empty:
+                with self._lock:
+                    if self._futures.empty():
+                        self._thread = None
+                        return
 
 
-_callbacks = _Callbacks()
-os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc] # the thread is gone
+MESSAGES = FuturesThread()
+os.register_at_fork(after_in_child=MESSAGES.__init__)  # type: ignore[misc] # the thread is gone
