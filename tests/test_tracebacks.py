@@ -219,3 +219,21 @@ def test_pytest_hides_our_frames_unless_all_are_asked_for(tmp_path):
     assert "ferrodist/collectives" not in text
     assert "test_of_a_user.py:6: UnsupportedArray" in text
     assert "ferrodist/collectives" in pytest_output(tmp_path, body, FERRODIST_FULL_TRACEBACK="1")
+
+
+@pytest.mark.slow
+def test_pytest_shows_the_error_of_a_rank_without_the_source_of_run(tmp_path):
+    body = """
+        import ferrodist
+
+        def fail(backend):
+            raise ValueError(f"from rank {backend.rank}")
+
+        def test_that_fails():
+            ferrodist.run(fail, ranks=1)
+    """
+    text = pytest_output(tmp_path, body)
+    assert "ValueError: from rank 0" in text
+    assert "ferrodist.run(fail, ranks=1)" in text
+    assert "def run(" not in text
+    assert "def run(" in pytest_output(tmp_path, body, FERRODIST_FULL_TRACEBACK="1")

@@ -22,7 +22,16 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")  # within the folder of the library
 # Errors that say what is wrong in their text; of all others, where they come from may matter.
-EXPLAINED = (DistributedError, KeyboardInterrupt, BaseExceptionGroup)
+_EXPLAINED = (DistributedError, KeyboardInterrupt, BaseExceptionGroup)
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as text; the cause of the error that it is about."""
+
+
+def is_explained(error: BaseException) -> bool:
+    """Tell whether our frames add nothing to what an error says, or to its traceback elsewhere."""
+    return isinstance(error, _EXPLAINED) or isinstance(error.__cause__, RemoteTraceback)
 
 
 def are_full() -> bool:
@@ -99,7 +108,7 @@ def _shown(error: BaseException) -> list[TracebackType]:
     frames = list(_frames(error.__traceback__))
     users = [at for at, frame in enumerate(frames) if not is_ours(frame) and not _is_library(frame)]
     end = len(frames)
-    if isinstance(error, EXPLAINED):
+    if is_explained(error):
         after = range(users[-1] + 1 if users else 0, end)
         end = next((at + 1 for at in after if is_ours(frames[at])), end)
     else:
@@ -110,7 +119,7 @@ def _shown(error: BaseException) -> list[TracebackType]:
         for at, frame in enumerate(frames[begin:end], begin)
         if at == begin or not (is_ours(frame) and is_ours(frames[at - 1]))
     ]
-    return kept if isinstance(error, EXPLAINED) else [*kept, *frames[end:]]
+    return kept if is_explained(error) else [*kept, *frames[end:]]
 
 
 def _is_library(frame: TracebackType) -> bool:

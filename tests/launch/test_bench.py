@@ -30,6 +30,7 @@ def run_cli(*arguments: str) -> Result:
 
 
 def one_result(backend: str, call: str, nbytes: int, median: float) -> dict[str, Any]:
+    is_by_other = backend == "gloo" and nbytes < MB
     return {
         "backend": backend,
         "call": call,
@@ -38,6 +39,7 @@ def one_result(backend: str, call: str, nbytes: int, median: float) -> dict[str,
         "p90_us": 2 * median,
         "bytes_per_second": nbytes / median * 1e6,
         "samples": 9,
+        "carried_by": "shared memory" if is_by_other else backend,
     }
 
 
@@ -171,9 +173,29 @@ def test_engines_are_measured_if_they_are_named(engine: str, monkeypatch: Any) -
         for name, value in environment_of("mpich").items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("PATH", f"{PEERS / 'mpich' / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    (found,) = bench_command._measure(engine, 2, ["allreduce"], [100_000])
-    assert (found["backend"], found["nbytes"]) == (engine, 100_000)
-    assert found["samples"] >= 5
+    calls, sizes = ["allreduce", "send_recv", "barrier"], [100_000, 5 * MB]
+    results = bench_command._measure(engine, 2, calls, sizes)
+    assert {one["backend"] for one in results} == {engine}
+    assert [one["nbytes"] for one in results] == [*sizes, *sizes, 0]
+    assert all(one["samples"] >= 5 for one in results)
+    own = "shared memory" if engine == "gloo" else engine
+    assert [one["carried_by"] for one in results] == [own, engine, own, own, own]
+
+
+def test_what_an_engine_did_not_carry_is_not_called_by_its_name(fakes: None, tmp_path: Any) -> None:
+    chart = tmp_path / "bench.svg"
+    options = ["--calls", "allreduce", "--sizes", "64KB,1MB,16MB", "--chart", str(chart)]
+    done = run_cli("--backend", "gloo,shared_memory", *options)
+    of_gloo, of_memory = done.output.split("shared_memory, ")
+    rows = [line.split() for line in of_gloo.splitlines() if " KB " in line or " MB " in line]
+    assert [row[-2:] for row in rows[:1]] == [["shared", "memory"]]
+    assert [row[-1] for row in rows[1:]] == ["gloo", "gloo"]
+    assert "gloo" not in of_memory
+    assert " by " not in of_memory
+    assert "gloo by shared memory" in chart.read_text()
+    (chart_of_one := tmp_path / "one.svg").touch()
+    run_cli("--backend", "gloo", *options[:-1], str(chart_of_one))
+    assert "allreduce by shared memory" in chart_of_one.read_text()
 
 
 @pytest.mark.slow

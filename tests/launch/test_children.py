@@ -222,6 +222,27 @@ def test_if_the_reaper_is_killed_no_rank_is_left_and_the_job_has_failed(script):
         assert are_gone(pids, 5)
 
 
+@pytest.mark.parametrize("end", ["signal.pause()", "pass"])
+def test_if_the_reaper_is_killed_no_child_of_a_rank_is_left(script, end):
+    """While ranks run, and while what they have left has its grace to end."""
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # which children inherit
+    path = script(
+        f"{CHILDREN.replace('import subprocess', f'import subprocess; {ignoring}')}\n    {end}"
+    )
+    with start("-n", "2", "--grace", "60", path, stderr=subprocess.PIPE) as process:
+        pids = pids_of(process, 6)
+        reaper = reaper_of(process.pid)
+        while end == "pass" and len(children_of(reaper)) > 6:
+            pass  # until the ranks are gone, and only their children are left
+        os.kill(reaper, signal.SIGKILL)
+        errors = process.stderr.read()
+        code = process.wait(10)
+        assert are_gone(pids, 0)
+    assert code == (0 if end == "pass" else 128 + signal.SIGKILL)
+    assert f"the parent process of the ranks (pid {reaper}) was killed by SIGKILL" in errors
+    assert "ended what they had left running: sleep (pid " in errors
+
+
 def test_a_rank_is_the_child_of_a_process_that_outlives_the_launcher(script):
     with start("-n", "2", script("say('pid', os.getppid()); signal.pause()")) as process:
         parents = pids_of(process, 2)

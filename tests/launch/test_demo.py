@@ -75,9 +75,9 @@ def test_text_has_table_curve_check_and_chart(tmp_path: Path) -> None:
     done = run_cli(tmp_path, "demo", "--steps", "50", "-n", "2", FORCE_COLOR="1")
     assert (done.returncode, done.stderr) == (0, "")
     plain = click.unstyle(done.stdout)
-    assert "training on 2 ranks: step 50 of 50, loss" in plain
+    assert "training on 2 ranks: step 50 of 50, training loss" in plain
     assert plain.count("step ") < 20
-    for words in ("samples/s", "final loss", "accuracy", "bytes exchanged", "⠤"):
+    for words in ("samples/s", "test loss", "test accuracy", "bytes exchanged", "⠤"):
         assert words in plain
     assert "weights equal a single-process run, bit for bit: yes" in plain
     assert "loss curve drawn in ferrodist-demo.svg" in plain
@@ -255,7 +255,7 @@ def test_plain_progress_is_a_few_lines() -> None:
         for step in range(1, 1001):
             report(step, 1.5)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined] # it is a StringIO
-    assert lines[-1] == "training: step 1000 of 1000, loss 1.500"
+    assert lines[-1] == "training: step 1000 of 1000, training loss 1.500"
     assert len(lines) == 5
 
 

@@ -128,12 +128,28 @@ def test_lines_of_other_ranks_have_their_name_and_lines_of_rank_0_do_not():
     assert stage.say(1, b"one\n\ntwo\n") == b"rank 1: one\nrank 1:\nrank 1: two\n"
 
 
+def test_a_line_that_begins_with_the_name_of_its_rank_is_not_given_it_again():
+    stage = Stage(2)
+    assert stage.say(1, b"rank 1: waits\n") == b"rank 1: waits\n"
+    assert stage.say(1, b"rank 0: waits\n") == b"rank 1: rank 0: waits\n"
+
+
 def test_what_all_say_is_written_once_as_soon_as_the_last_has_said_it():
     stage = Stage(4)
     assert stage.say(1, b"ready\n") == b""
     assert stage.say(0, b"ready\n") == b"ready\n"
     assert stage.say(3, b"ready\n") == b""
     assert stage.say(2, b"ready\n") == b"ranks 1-3: ready\n"
+
+
+def test_a_traceback_that_rank_0_has_just_shown_is_not_written_again():
+    trace = HEADER + b'  File "x.py", line 1\nKeyError: 3\n'
+    stage = Stage(3)
+    shown = b"".join(stage.say(rank, trace) for rank in range(3)) + stage.end()
+    assert shown == trace + b"ranks 1-2: the same traceback\n"
+    stage = Stage(3)
+    stage.say(0, trace + b"more\n")
+    assert (stage.say(1, trace) + stage.say(2, trace) + stage.end()).count(b"KeyError") == 1
 
 
 def test_what_some_say_waits_a_moment_for_the_others():
@@ -581,11 +597,11 @@ def test_a_traceback_that_something_follows_is_not_at_the_end(after):
     assert not stage.writer.shows_at_end(TRACE)
 
 
-def test_a_traceback_that_the_launcher_has_spoken_after_is_not_at_the_end():
+def test_a_traceback_stays_the_end_of_the_output_when_the_launcher_writes_a_line_after_it():
     stage = Stage(1)
     stage.say(0, f"{TRACE}\n".encode())
     stage.writer.say("rank 0 is gone")
-    assert not stage.writer.shows_at_end(TRACE)
+    assert stage.writer.shows_at_end(TRACE)
 
 
 # -- places to write to ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ferrodist import (
 )
 from ferrodist.launch import machine as cores
 from ferrodist.launch import processes
-from ferrodist.launch.spawn import RemoteTraceback
+from ferrodist.tracebacks import RemoteTraceback
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -237,6 +238,11 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(script, code, expected, h
     assert how in re.sub(r"pid \d+", "pid N", done.stderr)
 
 
+def count_shown(output, text):
+    """Count a text of tracebacks: one that has just been shown is not written out again."""
+    return output.count(text) + output.count(": the same traceback\n")
+
+
 def test_the_traceback_of_the_first_failure_is_shown_last(script):
     path = script("""
         import ferrodist
@@ -250,7 +256,7 @@ def test_the_traceback_of_the_first_failure_is_shown_last(script):
         """)
     done = run("-n", "4", path)
     assert done.returncode == 1
-    assert done.stderr.count("RankLost") >= 2
+    assert count_shown(done.stderr, "RankLost") >= 2
     assert done.stderr.endswith("ValueError: the cause\n")
     _, repeated, end = done.stderr.rpartition("ferrodist run: ")
     if repeated:  # unless it was the last anyway
@@ -349,7 +355,8 @@ def test_a_rank_that_waited_in_vain_did_not_fail_first(script):
     assert end.startswith("rank 1 (pid ")
     assert "failed first; its traceback:\n" in end
     assert "GroupAborted" in end
-    assert done.stderr.count("raise the limit") == 4  # by each rank, and in the traceback
+    shown = count_shown(done.stderr, "raise the limit")
+    assert shown == 4  # by each rank, and in the traceback
 
 
 def test_a_victim_alone_is_not_said_to_have_failed_first(script):
@@ -406,10 +413,40 @@ def test_survivors_go_on_if_that_is_asked_for(script):
             pass
         say("went on")
         """)
-    done = run("-n", "2", "--keep-survivors", "--grace", "0.1", path)
-    assert done.returncode == 6
+    done = run("-n", "2", "--keep-survivors", "--grace", "0.1", "--max-restarts", "1", path)
+    assert done.returncode == 0
     assert done.stdout == "went on\n"
     assert "the others go on" in done.stderr
+    assert "rank 1 (pid " in done.stderr
+    assert done.stderr.endswith(
+        "ferrodist run: the other ranks ended well, so the exit code is 0 (--keep-survivors)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("killed killed 0", 0),
+        ("killed 0 0", 0),
+        ("3 killed 0", 0),
+        ("killed 5 0", 137),  # a survivor has failed
+        ("3 3 3", 3),  # no rank has survived
+        ("killed killed killed", 137),
+    ],
+)
+def test_job_whose_survivors_end_well_ends_with_0(script, ends, code):
+    """Ranks end one after the other, each when the one before it is gone."""
+    path = script(f"""
+        import ferrodist
+        pids = ferrodist.all_gather_object(os.getpid(), ferrodist.init(backend="shared_memory"))
+        mine = {ends.split()!r}[rank]
+        while rank and os.path.exists(f"/proc/{{pids[rank - 1]}}"):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL) if mine == "killed" else os._exit(int(mine))
+        """)
+    done = run("-n", "3", "--keep-survivors", path)
+    assert done.returncode == code, done.stderr
+    assert ("the other ranks ended well" in done.stderr) == (code == 0)
 
 
 def test_what_a_failed_rank_has_started_is_ended(script):
@@ -769,6 +806,8 @@ def test_some_streams_go_to_files_only_and_others_to_both(script, tmp_path):
         (["--log-dir", "/dev/null/x"], "Not a directory"),
         (["--no-python", "-m"], "exclude each other"),
         (["--log-dir", "x", "--tee", "2:3"], "names a rank beyond 1"),
+        (["--debug-rank", "2"], "--debug-rank 2: the ranks are 0 to 1"),
+        (["--debug-rank", "1", "--hosts", "a,b"], "--debug-rank is for a job on one host"),
         (["--grace", "nan"], "expected seconds"),
     ],
 )
@@ -782,6 +821,19 @@ def test_a_program_that_is_not_there_is_named():
     done = run("-n", "2", "--no-python", "no-such-program")
     assert done.returncode == 2
     assert "there is no program 'no-such-program'" in done.stderr
+
+
+def test_too_few_files_are_named_with_the_number_needed(script):
+    path = script("import ferrodist; ferrodist.init()")
+    command = f"ulimit -n 40; exec {shlex.join([*RUN, '-n', '8', path])}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    words = (
+        "cannot start 8 ranks: a process may open 40 files here, and the launcher needs about 64"
+    )
+    assert words in " ".join(done.stderr.split())
+    enough = subprocess.run(["bash", "-c", command.replace("40", "64")], timeout=60)
+    assert enough.returncode == 0
 
 
 def test_a_full_disk_is_named(script):

@@ -234,37 +234,69 @@ def test_a_terminal_that_shows_nothing_keeps_nobody_waiting(monkeypatch, typed, 
     os.close(outside)
 
 
+TAKE_TERMINAL = "import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+PROMPT = "what now? "
+
+
 class PersonWithShell(Person):
     """A person who types the command into a shell."""
 
     def command(self, codes: Sequence[str]) -> list[str]:
-        take_terminal = "import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+        prompt = f"os.environ['PS1'] = {PROMPT!r}"  # by itself it is another one for root
         shell = "os.execvp('bash', ['bash', '--norc', '--noediting', '-i'])"
-        return [sys.executable, "-c", f"{take_terminal}; {shell}"]
+        return [sys.executable, "-c", f"{TAKE_TERMINAL}; {prompt}; {shell}"]
 
 
 def test_a_job_can_be_stopped_put_into_the_background_and_fetched_back():
     code = "print('ask', flush=True); print('got ' + input())"
     with PersonWithShell() as person:
-        person.type("PS1='$ '; stty -a\r")
+        person.read_until(PROMPT)
+        person.type("stty -a\r")
         person.read_until(" echo ")
-        person.read_until("$ ")
+        person.read_until(PROMPT)
         person.type(f'{sys.executable} {LAUNCHER} "{code}"\r')
         person.read_until("\nask\r\n")
         person.type("\x1a")
         person.read_until("Stopped")
-        person.read_until("$ ")
+        person.read_until(PROMPT)
         person.type("stty -a\r")
         person.read_until(" echo ")
-        person.read_until("$ ")
+        person.read_until(PROMPT)
         person.type("bg\r")
-        person.read_until("$ ")
+        person.read_until(PROMPT)
         person.type("echo still the shell\r")
-        person.read_until("\nstill the shell\r\n$ ")
+        person.read_until(f"\nstill the shell\r\n{PROMPT}")
         person.type("fg\r")
         person.read_until("small_launcher.py")
         person.read_until("\r\n")
         person.type("answer\r")
-        assert person.read_until("$ ").endswith("answer\r\ngot answer\r\n$ ")
+        assert person.read_until(PROMPT).endswith(f"answer\r\ngot answer\r\n{PROMPT}")
         person.type("stty -a; exit\r")
         person.read_until(" echo ")
+
+
+class PersonWhoDebugs(Person):
+    """A person who runs two ranks of a script, with rank 1 at the terminal."""
+
+    def command(self, codes: Sequence[str]) -> list[str]:
+        command = [sys.executable, "-m", "ferrodist", "run", "-n2", "--debug-rank=1", *codes]
+        return [sys.executable, "-c", f"{TAKE_TERMINAL}; os.execv({command[0]!r}, {command!r})"]
+
+
+def test_the_rank_to_debug_has_the_terminal_and_the_others_wait_without_a_limit(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, ferrodist\n"
+        "backend = ferrodist.init()\n"
+        "if backend.rank == 1:\n"
+        "    print('got ' + input('question? '))\n"
+        "config = backend.config\n"
+        "limits = config.timeout, config.heartbeat_timeout, config.join_timeout\n"
+        "print('sum', ferrodist.allreduce(backend.rank + 1), os.isatty(0), *limits)\n"
+    )
+    with PersonWhoDebugs(str(script)) as person:
+        person.read_until("question? ")
+        person.type("answer\r")
+        person.read_until("got answer\r\n")
+        person.read_until("sum 3 True None 1000000.0 1000000.0\r\n")
+        person.read_until("rank 0: sum 3 False None")

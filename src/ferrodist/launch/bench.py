@@ -62,6 +62,8 @@ def _parse_size(word: str) -> int:
 
 
 _ENGINES = ("mpi", "gloo", "nccl")  # measured if they are named: not every machine has them
+_ENGINE_OF_ARRAYS = {"nccl": "gloo"}  # NCCL itself runs calls on tensors of a GPU only
+_OWN = "shared memory"  # of ferrodist: it carries what an engine is not needed for, on one host
 
 
 def size_name(nbytes: int) -> str:
@@ -144,7 +146,9 @@ def bench(
 
     Times are those of the slowest rank, for float32 arrays with out=. send_recv is half a round
     trip between ranks 0 and 1. The rate is size / median; 1 KB/s is 1000 bytes per second, a size
-    of 1KB is 1024 bytes. To compare with MPI and Gloo, run "make bench" in a checkout of ferrodist.
+    of 1KB is 1024 bytes. Gloo and NCCL run large collectives only: the column "by" says where
+    ferrodist's shared memory carried the data instead. To compare with MPI and Gloo, run "make
+    bench" in a checkout of ferrodist.
     """
     console = Console(highlight=False)
     load = measure_load()
@@ -195,6 +199,7 @@ def _measure(backend: str, ranks: int, calls: list[str], sizes: list[int]) -> li
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        lines = [line for line in lines if not line.endswith(": the same traceback")]
         reason = lines[-1] if lines else f"its ranks ended with code {done.returncode}"
         raise ferrodist.RendezvousError(reason)
     results: list[Result] = json.loads(done.stdout.splitlines()[-1])
@@ -207,7 +212,9 @@ def measure_calls(
     """Measure all calls on a backend, by size; every rank must do the same, and gets the same."""
     for call in calls:
         for nbytes in sorted(sizes) if call != "barrier" else [0]:
+            num_before = _count_engine_calls(backend)
             times = _time_call(backend, call, nbytes)
+            by_engine = num_before is None or _count_engine_calls(backend) != num_before
             times.sort()
             at = min(len(times) - 1, int(0.9 * len(times)))
             middle, p90 = _slowest(backend, [statistics.median(times), times[at]])
@@ -219,7 +226,13 @@ def measure_calls(
                 "p90_us": p90 * 1e6,
                 "bytes_per_second": nbytes / middle,
                 "samples": len(times),
+                "carried_by": _ENGINE_OF_ARRAYS.get(name, name) if by_engine else _OWN,
             }
+
+
+def _count_engine_calls(backend: ferrodist.Backend) -> int | None:
+    """Return how many collectives an engine beside ferrodist's own transport has run, if any."""
+    return getattr(backend, "num_engine_calls", None)
 
 
 def _time_call(backend: ferrodist.Backend, call: str, nbytes: int) -> list[float]:
@@ -293,13 +306,17 @@ def _table(backend: str, ranks: int, results: list[Result]) -> Table:
     table.add_column("call", style="cyan", no_wrap=True)
     for column in ("size", "median µs", "p90 µs", "rate"):
         table.add_column(column, justify="right", no_wrap=True)
+    shows_carrier = any(one["carried_by"] != backend for one in results)
+    if shows_carrier:
+        table.add_column("by", no_wrap=True)
     last = ""
     for one in results:
         times = [f"{one[name]:,.1f}".replace(",", " ") for name in ("median_us", "p90_us")]
         has_size = one["nbytes"] > 0
         size = size_name(one["nbytes"]) if has_size else ""
         rate = _rate(one["bytes_per_second"]) if has_size else ""
-        table.add_row("" if one["call"] == last else one["call"], size, *times, rate)
+        carrier = [one["carried_by"]] if shows_carrier else []
+        table.add_row("" if one["call"] == last else one["call"], size, *times, rate, *carrier)
         last = one["call"]
     return table
 
@@ -321,6 +338,8 @@ def _draw(results: list[Result], ranks: int) -> str:
     for one in sized:
         if has_one_backend or one["call"] == first:
             name = one["call"] if has_one_backend else one["backend"]
+            if one["carried_by"] != one["backend"]:
+                name += f" by {one['carried_by']}"
             lines.setdefault(name, []).append((float(one["nbytes"]), one["median_us"]))
     what = results[0]["backend"] if has_one_backend else first
     return line_chart(

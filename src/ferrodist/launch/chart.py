@@ -350,7 +350,7 @@ def _live(console: Console, title: str, steps: int) -> Iterator[ShowProgress]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("training loss {task.fields[loss]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
@@ -364,6 +364,6 @@ def _plain(console: Console, title: str, steps: int) -> Iterator[ShowProgress]:
 
     def report(step: int, loss: float) -> None:
         if step % every == 0:
-            console.print(f"{title}: step {step} of {steps}, loss {loss:.3f}")
+            console.print(f"{title}: step {step} of {steps}, training loss {loss:.3f}")
 
     yield report

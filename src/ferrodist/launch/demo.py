@@ -79,7 +79,7 @@ def _demo_options(command: F) -> F:
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(["shared_memory", "simulated"]), default="shared_memory",
-    show_default=True,
+    metavar="[shared_memory|simulated]", show_default=True,
     help="shared_memory: ranks are processes; simulated: threads of this process.",
 )  # fmt: skip
 @_demo_options
@@ -402,8 +402,8 @@ def _show(console: Console, outcome: dict[str, Any]) -> None:
         "ranks": str(outcome["ranks"]),
         "steps": str(outcome["steps"]),
         "samples/s": f"{outcome['samples_per_second']:,.0f}",
-        "final loss": f"{outcome['final_loss']:.4f}",
-        "accuracy": f"{outcome['accuracy']:.1%}",
+        "test loss": f"{outcome['final_loss']:.4f}",
+        "test accuracy": f"{outcome['accuracy']:.1%}",
         "bytes exchanged": readable_nbytes(outcome["bytes_exchanged"]),
     }
     table = Table()

@@ -289,7 +289,7 @@ class _HostsAttempt(JobAttempt):
         attempt: Attempt,
         signals: Signals,
     ) -> None:
-        super().__init__(policy, console, signals)
+        super().__init__(policy, sum(remote.sizes), console, signals)
         self._remote = remote
         self._attempt = attempt
         self._streams = StreamSet(console)
@@ -313,7 +313,8 @@ class _HostsAttempt(JobAttempt):
 
     def _see_failure(self, host: str, report: RankFailed) -> None:
         text = f"{report.words} on host {host}"
-        self._add(Failure(report.is_consequence, time.monotonic(), report.exit_code, text))
+        facts = report.is_consequence, time.monotonic(), report.exit_code, text, report.rank
+        self._add(Failure(*facts))
         if not self._policy.keeps_survivors:
             self._end_within(self._policy.grace + KILL_SECONDS)
 

@@ -23,10 +23,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from ferrodist.config import environment
+from ferrodist.config import environment, variable
 from ferrodist.deadline import Deadline
 from ferrodist.launch.machine import share_cores, threads_per_rank
-from ferrodist.launch.reaper import ENDING_SIGNALS, EVERYTHING, LEAVE, RankSpec, files_of
+from ferrodist.launch.reaper import (
+    ENDING_SIGNALS,
+    EVERYTHING,
+    KILL_LIMIT,
+    LEAVE,
+    RankSpec,
+    descendants,
+    files_of,
+    name_of,
+)
 from ferrodist.rendezvous.find_job import mark_outer_jobs, run_variables
 from ferrodist.rendezvous.job import SECRET_NBYTES, Endpoint, Job
 from ferrodist.rendezvous.watch import FinalError, StatusBoard, describe_exit
@@ -36,13 +45,20 @@ _REAPER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")
 # The ranks know what the last two mean, and the launcher goes on.
 FORWARDED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.05  # between looks at the reaper
-_REAPER_SECONDS = 10.0  # twice as long as it takes to kill what does not end
+_ORPHAN_POLL = 0.01
+_REAPER_SECONDS = 2 * KILL_LIMIT
 _EVENTS_NBYTES = 1 << 16  # as much as a pipe holds, so that lines come whole
 KILL_SECONDS = 1.0  # from SIGTERM to SIGKILL
 _LOOPBACK = "127.0.0.1"
 _FREE_PORTS = range(20_000, 32_768)  # below those the kernel gives to outgoing connections
 
 # What an outer torchrun has told its own workers, and would mislead ours.
+# Of ranks that wait for one in a debugger, which may also stop its heartbeat.
+_WITHOUT_LIMITS = {
+    variable("timeout"): "none",
+    variable("join_timeout"): "1e6",
+    variable("heartbeat_timeout"): "1e6",
+}
 _NOT_OURS = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
 
 
@@ -65,7 +81,8 @@ class NodeSpec:
 
     ``sizes`` are the numbers of ranks of all hosts. A job on several hosts has an endpoint, which
     is where rank 0 listens; its name and its secret are the same on all of them. On one host the
-    name and the secret are made here, new for every attempt.
+    name and the secret are made here, new for every attempt. ``debug_rank`` is a rank that the user
+    debugs: the others wait for it without a limit.
     """
 
     sizes: tuple[int, ...]
@@ -73,6 +90,7 @@ class NodeSpec:
     endpoint: Endpoint | None = None
     name: str = ""
     secret: bytes = field(default=b"", repr=False)
+    debug_rank: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -124,6 +142,7 @@ class NodeSpec:
         rank, size = str(job.rank), str(job.world_size)
         return {
             "OMP_NUM_THREADS": str(num_threads),
+            **(_WITHOUT_LIMITS if self.debug_rank is not None else {}),
             **inherited,
             **mark_outer_jobs(inherited),
             "RANK": rank,
@@ -356,6 +375,42 @@ class WorkerGroup(ProcessSet[Worker]):
     def is_empty(self) -> bool:
         """True if no rank is left, nor anything that ranks have started."""
         return self._reaper.poll() is not None
+
+    def is_rank(self, pid: int) -> bool:
+        return pid in self._workers
+
+    @property
+    def reaper_end(self) -> str | None:
+        """How the reaper was killed, and the ranks with it; None if it was not."""
+        code = self._reaper.poll()
+        return f"(pid {self._reaper.pid}) {describe_exit(code)}" if code else None
+
+    def end_orphans(self) -> None:
+        """Kill what a reaper that was killed has left to this process, which is a subreaper.
+
+        Fills ``asked`` and ``stayed`` as the reaper would.
+        """
+        end = time.monotonic() + KILL_LIMIT
+        while left := self._take_orphans():
+            if time.monotonic() > end:
+                self.stayed = left
+                return
+            self.asked |= left
+            for pid in left:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_ORPHAN_POLL)
+
+    def _take_orphans(self) -> dict[int, str]:
+        """Take the ends of children that were adopted; name the processes that still run."""
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        found = {}
+        for pid in descendants():
+            with suppress(OSError):  # it has ended meanwhile
+                found[pid] = name_of(pid)
+        return found
 
     def wait(self, seconds: float) -> list[Worker]:
         if self.is_empty:  # its pipe need not say so: other processes may have inherited it

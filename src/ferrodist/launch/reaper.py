@@ -7,7 +7,8 @@
 
 It is a *subreaper*: a process below it whose parent ends becomes its child, whatever session or
 process group that is in, so it can find all of them. When the launcher is gone, even by SIGKILL, it
-kills them. If it is killed itself, the kernel kills the ranks.
+kills them. If it is killed itself, the kernel kills the ranks, and ``ferrodist run``, which is a
+subreaper, too, what they leave.
 
 Run as a file, ``reaper.py <pid of the launcher> <specs> <commands> <events>``, where the last three
 are open files, and imports nothing of ferrodist. Commands are single bytes: a signal for the ranks
@@ -30,7 +31,9 @@ from contextlib import suppress
 EVERYTHING = 128
 LEAVE = EVERYTHING  # no signal
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_KILL_SECONDS = 5.0  # after them a process is another user's, or in a system call that does not end
+KILL_LIMIT = (
+    5.0  # seconds; after them a process is another user's, or in a system call that does not end
+)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -47,7 +50,7 @@ def files_of(spec: RankSpec) -> list[int]:
 def main() -> None:
     launcher, specs, commands, events = map(int, sys.argv[1:])
     _keep_standard_files_taken()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     reaper = _Reaper(commands, events)
     if not reaper.watch(launcher):
         return
@@ -142,7 +145,7 @@ class _Reaper:
             _send_all(number)
 
     def _kill(self) -> None:
-        end = time.monotonic() + _KILL_SECONDS
+        end = time.monotonic() + KILL_LIMIT
         while self._reap():
             if time.monotonic() > end:
                 self._report_left("stayed")
@@ -173,9 +176,9 @@ class _Reaper:
             self._report(f"ended {pid} {status}")
 
     def _report_left(self, what: str) -> None:
-        for pid in _descendants():
-            with suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:
-                self._report(f"{what} {pid} {' '.join(file.read().split())}")
+        for pid in descendants():
+            with suppress(OSError):
+                self._report(f"{what} {pid} {name_of(pid)}")
 
     def _report(self, line: str) -> None:
         with suppress(BrokenPipeError):  # the launcher is gone, which is noticed elsewhere
@@ -226,12 +229,23 @@ def _restore_signals(mask: set[int | signal.Signals]) -> None:
 
 
 def _send_all(number: int) -> None:
-    for pid in _descendants():
+    for pid in descendants():
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
-def _descendants() -> list[int]:
+def become_subreaper() -> None:
+    """Let processes below this one whose parents end become its children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process as one word or more."""
+    with open(f"/proc/{pid}/comm", errors="replace") as file:
+        return " ".join(file.read().split())
+
+
+def descendants() -> list[int]:
     """List the processes below this one: by /proc, since they may be in any group or session."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
+import resource
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +25,8 @@ from ferrodist.launch.processes import standard_files_taken
 from ferrodist.launch.ssh import ControlPipe
 from ferrodist.launch.supervisor import FailurePolicy, JobSpec, supervise
 from ferrodist.rendezvous.job import number
+
+_OWN_FILES, _FILES_PER_RANK = 24, 5  # that a launcher opens
 
 
 def _parse_sizes(
@@ -92,6 +97,11 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
     "-r", "--redirects", callback=_parse_streams, metavar="STREAMS",
     help="Streams to write only to files.",
 )  # fmt: skip
+@click.option(
+    "--debug-rank", type=click.IntRange(min=0), metavar="RANK",
+    help="Give the terminal to this rank instead of rank 0, for a debugger in it; the others wait "
+    "for it without a deadline. On one host.",
+)  # fmt: skip
 @host_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -110,6 +120,7 @@ def run(
     log_dir: Path | None,
     tee: Choice | None,
     redirects: Choice | None,
+    debug_rank: int | None,
     script: str,
     args: tuple[str, ...],
     **others: Any,
@@ -127,6 +138,7 @@ def run(
     files = LogOptions(log_dir, tee, redirects)
     policy = FailurePolicy(max_restarts, grace, keep_survivors, keep_children)
     if options.is_for_others:
+        _check_debug_rank(debug_rank, num_ranks=0)
         passed_on = ["--grace", str(grace), "--bind", bind, *files.to_arguments()]
         flags = {
             "-m": is_module,
@@ -140,12 +152,23 @@ def run(
         ctx.exit(_run_there(remote, policy))
     node = find_node(options, sizes)
     files.check(node.world_size)
+    _check_debug_rank(debug_rank, num_ranks=node.world_size if len(node.sizes) == 1 else 0)
+    node = replace(node, debug_rank=debug_rank)
     if len(node.sizes) > 1 and max_restarts and options.only_attempt is None:
         check_restarts(grace=grace, keeps_survivors=keep_survivors)
     command = _command(script, args, is_module=is_module, no_python=no_python)
     policy = policy._replace(only_attempt=options.only_attempt)
     spec = JobSpec(command, node, policy, binds=bind == "cores")
     ctx.exit(_run_here(spec, files.open(), options.rdzv_id if options.held_by_ssh else None))
+
+
+def _check_debug_rank(rank: int | None, num_ranks: int) -> None:
+    """Refuse a rank to debug that is not there; ``num_ranks`` is 0 for ranks on several hosts."""
+    if rank is None or rank < num_ranks:
+        return
+    if num_ranks == 0:
+        raise click.UsageError("--debug-rank is for a job on one host: its terminal is here")
+    raise click.UsageError(f"--debug-rank {rank}: the ranks are 0 to {num_ranks - 1}")
 
 
 class LogOptions(NamedTuple):
@@ -186,7 +209,19 @@ def _run_here(spec: JobSpec, logs: LogFiles | None, held_by: str | None) -> int:
         with standard_files_taken():
             return supervise(spec, console, logs, control)
     except OSError as error:
-        raise click.ClickException(f"cannot start {spec.node.num_ranks} ranks: {error}") from error
+        raise click.ClickException(_why_not_started(spec.node.num_ranks, error)) from error
+
+
+def _why_not_started(num_ranks: int, error: OSError) -> str:
+    what = f"cannot start {num_ranks} ranks"
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return f"{what}: {error}"
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = _OWN_FILES + _FILES_PER_RANK * num_ranks
+    return (
+        f"{what}: a process may open {limit} files here, and the launcher needs about {need}; "
+        f"'ulimit -n {need}' in this shell"
+    )
 
 
 def _run_there(remote: Remote, policy: FailurePolicy) -> int:
@@ -220,7 +255,7 @@ def _why_no_script(script: str, args: tuple[str, ...]) -> str:
         )
     if shutil.which(script) is not None:
         return f"there is no file {script!r} here; for the program of that name, say --no-python"
-    return f"there is no file {script!r} here"
+    return f"there is no file {script!r} here ({Path.cwd()})"
 
 
 def _introduce(spec: JobSpec, console: Console, logs: LogFiles | None) -> None:

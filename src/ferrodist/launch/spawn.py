@@ -37,15 +37,12 @@ from ferrodist.launch.processes import (
     standard_files_taken,
 )
 from ferrodist.launch.worker import WorkerResult, pickled, try_read_result
+from ferrodist.tracebacks import RemoteTraceback
 
 T = TypeVar("T")
 
 _WORKER = Path(__file__).with_name("worker.py")
 _LONGEST_WAIT = 0.2  # at once: a Ctrl-C that came just before is noticed after it
-
-
-class RemoteTraceback(Exception):
-    """The traceback of another process, as text; the cause of the error that it is about."""
 
 
 class NoResult(NamedTuple):

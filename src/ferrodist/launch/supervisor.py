@@ -29,7 +29,7 @@ from ferrodist.launch.processes import (
     WorkerGroup,
     sooner,
 )
-from ferrodist.launch.reaper import ENDING_SIGNALS
+from ferrodist.launch.reaper import ENDING_SIGNALS, become_subreaper
 from ferrodist.launch.ssh import ControlPipe, RankFailed, Started
 from ferrodist.rendezvous.watch import describe_exit
 
@@ -38,6 +38,7 @@ _INSIST_SECONDS = 1.0  # a signal again after so long is a second request
 _ANNOUNCE_SECONDS = 1.0  # after a failure; most jobs are over by then
 _LONGEST_WAIT = 0.2  # at once: a signal that came just before is noticed after it
 _MOST_CHARACTERS = 120  # of an error that its rank has shown as a whole
+_SIGNAL_CODES = 128  # exit codes above it stand for signals, as in a shell
 _MOST_NAMES = 5  # of processes that ranks have left
 _SETTLE_SECONDS = 0.5  # for what ranks have left to end by itself, as helpers of multiprocessing do
 
@@ -95,6 +96,8 @@ def run_attempts(
             again = f"starting all again, restart {attempt.restarts + 1} of {attempt.most_restarts}"
             job.say(f"{_in_short(job.first_failure)}; {again}")
         job.explain()
+        if job.has_survived:
+            job.say("the other ranks ended well, so the exit code is 0 (--keep-survivors)")
         code = job.exit_code
         console.finish(lambda: job.was_stopped)
         return code
@@ -124,8 +127,11 @@ class JobAttempt:
 
     extra_grace = 0.0  # seconds, after a signal
 
-    def __init__(self, policy: FailurePolicy, console: Console, signals: Signals) -> None:
+    def __init__(
+        self, policy: FailurePolicy, num_ranks: int, console: Console, signals: Signals
+    ) -> None:
         self._policy = policy
+        self._num_ranks = num_ranks
         self._console = console
         self._signals = signals
         self._deadline = Deadline(None)
@@ -185,7 +191,21 @@ class JobAttempt:
 
     @property
     def may_be_repeated(self) -> bool:
-        return bool(self.failures) and not self.was_stopped
+        return bool(self.failures) and not self.was_stopped and not self.has_survived
+
+    @property
+    def has_survived(self) -> bool:
+        """True if ranks were lost, and those that were kept have all ended with 0.
+
+        Lost is the rank that failed first, and any that a signal has killed. One that ends with
+        another exit code later is a survivor that has failed.
+        """
+        if not (self._policy.keeps_survivors and self.failures) or self.was_stopped:
+            return False
+        first = self.first_failure
+        are_lost = all(one is first or one.exit_code > _SIGNAL_CODES for one in self.failures)
+        are_ranks = all(one.rank >= 0 for one in self.failures)  # no host that could not be reached
+        return are_lost and are_ranks and len(self.failures) < self._num_ranks
 
     @property
     def first_failure(self) -> Failure:
@@ -194,6 +214,8 @@ class JobAttempt:
 
     @property
     def exit_code(self) -> int:
+        if self.has_survived:
+            return 0
         if self.failures:
             return self.first_failure.exit_code
         if self._signals.received:
@@ -215,7 +237,7 @@ class _LocalAttempt(JobAttempt):
         attempt: Attempt,
         signals: Signals,
     ) -> None:
-        super().__init__(spec.policy, console, signals)
+        super().__init__(spec.policy, spec.node.num_ranks, console, signals)
         self._plan = spec
         self._attempt = attempt
         self._logs = logs
@@ -231,6 +253,7 @@ class _LocalAttempt(JobAttempt):
             self._logs,
             attempt=self._attempt.restarts,
             first_rank=node.ranks.start,
+            front_rank=node.debug_rank or 0,
         )
         if self._control is not None:
             self._control.report(Started())
@@ -238,12 +261,16 @@ class _LocalAttempt(JobAttempt):
             specs = [ProcessSpec(spec.command, streams.ranks[rank].files) for rank in node.ranks]
             with WorkerGroup(specs, self._attempt, node=node, binds=spec.binds) as workers:
                 self._workers = workers
+                become_subreaper()  # in case the reaper is killed
                 streams.attach(workers)
                 if self._control is not None:
                     self._control.attach(workers)
                 with self._signals.forwarded_to(workers, streams.restore_terminal):
                     self._wait_for(workers, streams, self._see_end)
-                    self._end_rest()
+                    if workers.reaper_end is None:
+                        self._end_rest()
+                    if workers.reaper_end is not None:  # be it meanwhile
+                        self._end_orphans(workers.reaper_end)
 
     def _end_rest(self) -> None:
         workers, stopped = self._workers, list(self._workers.running)
@@ -262,6 +289,15 @@ class _LocalAttempt(JobAttempt):
             if error is not None and not error.is_consequence and not self.was_stopped:
                 self._add(self._failure_of(worker, 1))  # as if it had ended in time
         self._say_what_was_left(has_ended_well)
+
+    def _end_orphans(self, how: str) -> None:
+        """End what ranks have left whose reaper was killed, as when memory runs out."""
+        workers = self._workers
+        workers.end_orphans()
+        also = {pid: name for pid, name in workers.asked.items() if not workers.is_rank(pid)}
+        ended = f"; ended what they had left running: {_names_of(also)}" if also else ""
+        self.say(f"the parent process of the ranks {how}, and the ranks with it{ended}")
+        self._say_what_was_left(has_ended_well=False)
 
     def _wait_until_empty(self, seconds: float) -> None:
         workers = self._workers
@@ -306,7 +342,7 @@ class _LocalAttempt(JobAttempt):
         return Failure(
             is_consequence=error is not None and error.is_consequence,
             when=time.monotonic() if error is None else error.when,
-            exit_code=128 - code if code < 0 else code,
+            exit_code=_SIGNAL_CODES - code if code < 0 else code,
             text=f"{how} ({lines[0]})" if lines else how,
             rank=worker.rank,
             code=code,

@@ -29,6 +29,7 @@ from ferrodist.launch.doctor.report import (
     warn,
 )
 from ferrodist.launch.machine import container_cpus, count_of_ranks, readable_nbytes
+from ferrodist.rendezvous.errors import files_needed
 
 GetLimit = Callable[[int], tuple[int, int]]
 KernelCall = Callable[[], object]
@@ -41,8 +42,6 @@ _DOCKER_SHM_NBYTES = 64 << 20  # what a container gets unless somebody asks for 
 _SHMEM_PAGES = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _NO_LIMIT = 1 << 60  # version 1 of cgroups writes a number near the largest there is
 
-_OWN_FILES = 64  # of Python and the libraries a rank imports
-_FILES_PER_PEER = 3  # its memory and its watch on one host, a connection between hosts
 _TASKS_PER_RANK = 8  # the process, its heartbeat, its calls in flight, a few of NumPy's
 _SO_PEERPIDFD = 77  # not in Python's socket module yet
 
@@ -233,7 +232,7 @@ def _shown(limit: float) -> str:
 
 
 def _open_files(context: CheckContext, soft: float, hard: float) -> Diagnostic:
-    need = _OWN_FILES + _FILES_PER_PEER * context.num_ranks
+    need = files_needed(context.num_ranks)
     ranks = count_of_ranks(context.num_ranks)
     what = f"a process may open {_shown(soft)} files; each of {ranks} needs about {need}"
     if need <= soft:

@@ -135,9 +135,13 @@ class Prefixer:
 
     def retire(self) -> None:
         """Let no other rank's lines wait for this one's."""
-        if self._rank is not None and self._is_open:
+        if self._is_open:
             self._is_open = False
-            self._writer.close(self._rank)
+            self._close_writer()
+
+    def _close_writer(self) -> None:
+        assert self._rank is not None
+        self._writer.close(self._rank)
 
     def end(self) -> None:
         """Pass on the rest, a last line that has no newline."""
@@ -147,7 +151,7 @@ class Prefixer:
 
 
 class PassThrough(Prefixer):
-    """A stream of rank 0: written as it comes, except for what is certainly not meant so.
+    """A stream of the front rank: written as it comes, except for what is certainly not meant so.
 
     A long write that ends in mid-line is a buffer that was full. The begun line is held until the
     rest arrives, and others can write meanwhile. If it does not arrive soon, the line is a prompt.
@@ -155,7 +159,9 @@ class PassThrough(Prefixer):
     """
 
     def __init__(self, writer: Writer, *, is_terminal: bool = False) -> None:
-        super().__init__(0, writer)
+        super().__init__(None, writer)
+        self._is_open = True
+        writer.open_front()
         self._is_terminal = is_terminal
         self.waits_for_lines = not is_terminal
         self._held = b""
@@ -181,6 +187,9 @@ class PassThrough(Prefixer):
     def end(self) -> None:
         self._write_held()
         self.retire()
+
+    def _close_writer(self) -> None:
+        self._writer.close_front()
 
     @property
     def _is_holding(self) -> bool:

@@ -100,7 +100,8 @@ class Streams(StreamSet):
     """The streams of all ranks. Leaving the context leaves the terminal as it was.
 
     Make one, start the ranks with their ``files``, ``attach`` it; then, after every wait, retire
-    those that have ended. ``first_rank`` is the first of this host.
+    those that have ended. ``first_rank`` is the first of this host, ``front_rank`` the one with the
+    terminal.
     """
 
     def __init__(
@@ -111,13 +112,15 @@ class Streams(StreamSet):
         *,
         attempt: int = 0,
         first_rank: int = 0,
+        front_rank: int = 0,
     ) -> None:
         super().__init__(console)
+        self._front_rank = front_rank
         self.ranks: dict[int, RankStreams] = {}
         try:
             for rank in range(first_rank, first_rank + num_ranks):
                 own = RankLogs() if logs is None else logs.of_rank(rank, attempt)
-                self.ranks[rank] = RankStreams(rank, console, own)
+                self.ranks[rank] = RankStreams(rank, console, own, is_front=rank == front_rank)
                 self.members.append(self.ranks[rank])
         except BaseException:  # Ctrl-C too: files and threads of what was opened would stay
             self.close()
@@ -125,7 +128,8 @@ class Streams(StreamSet):
 
     @property
     def _terminal(self) -> Terminal | None:
-        return self.ranks[0].terminal if 0 in self.ranks else None
+        front = self.ranks.get(self._front_rank)
+        return None if front is None else front.terminal
 
     def attach(self, processes: ProcessSet[Any]) -> None:
         for member in self.members:
@@ -153,14 +157,15 @@ class Streams(StreamSet):
 class RankStreams(ProcessStreams):
     """What a rank reads from and writes to.
 
-    ``files`` are for its process, and closed here by ``attach``. ``terminal`` is rank 0's, if it
-    has one: for those of its streams that end at a terminal, which are then one.
+    ``files`` are for its process, and closed here by ``attach``. ``terminal`` is the front rank's,
+    if it has one: for those of its streams that end at a terminal, which are then one.
     """
 
-    def __init__(self, rank: int, console: Console, logs: RankLogs) -> None:
+    def __init__(self, rank: int, console: Console, logs: RankLogs, *, is_front: bool) -> None:
         super().__init__()
         self.terminal: Terminal | None = None
         self._rank = rank
+        self._is_front = is_front
         self._console = console
         self._logs = logs
         self._tail: Tail | FileTail | None = None  # of the stream that tracebacks go to
@@ -183,7 +188,7 @@ class RankStreams(ProcessStreams):
 
     def _stdin(self) -> int:
         stdin = self._console.stdin
-        if self._rank > 0 or stdin == subprocess.DEVNULL:
+        if not self._is_front or stdin == subprocess.DEVNULL:
             return subprocess.DEVNULL
         if not os.isatty(stdin):
             return self._lend(os.dup(stdin))
@@ -196,12 +201,12 @@ class RankStreams(ProcessStreams):
             if stream == Which.STDERR:
                 self._tail = FileTail(self._logs.path(stream))
             return self._lend(self._logs.open(stream))
-        if self._rank == 0 and writer.terminal is not None:
+        if self._is_front and writer.terminal is not None:
             return self._open_terminal(stream, writer, writer.terminal)
         read, write = os.pipe()
         self._lend(write)
         log = self._open_log(stream) if stream in self._logs.teed else None
-        prefixer = PassThrough(writer) if self._rank == 0 else Prefixer(self._rank, writer)
+        prefixer = PassThrough(writer) if self._is_front else Prefixer(self._rank, writer)
         self._add(Stream(read, prefixer, log))
         self._tail = self.streams[-1].tail
         return write

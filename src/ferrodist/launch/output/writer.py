@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Writer: one destination of output, and the rules by which the ranks share it.
 
-Rank 0 is passed through as it comes, also in the middle of a line; the lines of the others wait
-until its line ends. Lines that several ranks write alike are de-duplicated. Everything written to
-one destination goes through one writer, so that it knows. At its end is a *sink*, the file or the
-Python stream. Nothing here blocks: the launcher has ranks to look after. What a file does not
-accept now is its *backlog*; while that is long, the sink has no room and no more should be read.
+The *front rank*, rank 0 unless the user debugs another, is passed through as it comes, also in the
+middle of a line; the lines of the others wait until its line ends. Lines that several ranks write
+alike are de-duplicated. Everything written to one destination goes through one writer, so that it
+knows. At its end is a *sink*, the file or the Python stream. Nothing here blocks: the launcher has
+ranks to look after. What a file does not accept now is its *backlog*; while that is long, the sink
+has no room and no more should be read.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ MOST_LINES = 10_000  # held for de-duplication
 MOST_NBYTES = 4 << 20
 MOST_BACKLOG = 1 << 20
 STALL_SECONDS = 2.0  # without a reader: enough if the launcher was told to stop
+_THE_SAME = b"the same traceback"
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.001, 0.05  # between attempts to write a backlog
 
 
@@ -74,18 +76,19 @@ class Writer:
     def shows_at_end(self, trace: str) -> bool:
         return is_at_end(trace, self._seen.read().decode(errors="replace"))
 
+    def open_front(self) -> None:
+        """Expect a stream of the front rank: lines of others wait for the end of its line."""
+        self._num_passing += 1
+
+    def close_front(self) -> None:
+        self._num_passing -= 1
+
     def open(self, rank: int) -> None:
-        """Expect a stream of a rank: others' lines wait for rank 0's line, and for equal lines."""
-        if rank == 0:
-            self._num_passing += 1
-        else:
-            self._held.open(rank)
+        """Expect a stream of another rank: lines of others wait for equal ones of it."""
+        self._held.open(rank)
 
     def close(self, rank: int) -> None:
-        if rank == 0:
-            self._num_passing -= 1
-        else:
-            self._held.close(rank)
+        self._held.close(rank)
 
     def pass_through(self, data: bytes) -> None:
         cut = data.rfind(b"\n") + 1
@@ -130,7 +133,7 @@ class Writer:
         """Write lines of the launcher's own, after everything that ranks have written."""
         self.flush()
         lines = text.encode(errors="replace").rstrip(b"\n") + b"\n"
-        self._write_lines(lines, lines)
+        self._write_lines(lines, b"")
 
     @property
     def _has_open_line(self) -> bool:
@@ -151,7 +154,14 @@ class Writer:
     def _write_entries(self, entries: list[HeldEntry]) -> None:
         if entries:
             texts = b"".join(entry.text + b"\n" for entry in entries)
-            self._write_lines(b"".join(entry.to_line() for entry in entries), texts)
+            self._write_lines(b"".join(self._in_short(e).to_line() for e in entries), texts)
+
+    def _in_short(self, entry: HeldEntry) -> HeldEntry:
+        """Return an entry to write; of a traceback that is the last thing shown, only a word."""
+        is_traceback = b"\n" in entry.text
+        if is_traceback and self._seen.read().rstrip().endswith(entry.text.rstrip()):
+            return entry._replace(text=_THE_SAME)
+        return entry
 
     def _write_lines(self, lines: bytes, texts: bytes) -> None:
         """Write whole lines, never into the middle of another; the texts are without names."""
@@ -180,7 +190,8 @@ class HeldEntry(NamedTuple):
         if not self.ranks:
             return self.text + b"\n"
         prefix = _prefix(tuple(self.ranks))
-        lines = self.text.split(b"\n")
+        # A line that names its rank, as our log lines do, is not given the name again.
+        lines = [line.removeprefix(prefix + b" ") for line in self.text.split(b"\n")]
         return b"".join(prefix + (b" " + line if line else b"") + b"\n" for line in lines)
 
 
