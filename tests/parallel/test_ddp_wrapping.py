@@ -540,3 +540,29 @@ def test_what_is_put_into_the_module_later_is_trained_too(what):
 
     first, second = run_ranks(2, body, timeout=60)
     assert first == second
+
+
+def test_another_module_in_place_of_the_wrapped_one_is_refused():
+    def body(backend: ferrodist.Backend) -> Any:
+        module = fill(mlp(), 3)
+        ddp = ferrodist.DDP(module, backend)
+        other = fill(mlp(), backend.rank)
+        for replace in (
+            lambda: setattr(ddp, "module", other),
+            lambda: ddp.add_module("module", other),
+            lambda: ddp.register_module("module", other),
+            lambda: setattr(ddp, "module", None),
+        ):
+            with pytest.raises(ferrodist.InvalidArgument, match="cannot be replaced after it was"):
+                replace()
+        ddp.module = module  # it is the same
+        ddp.add_module("beside", nn.Identity())
+        assert ddp.module is module
+        copied = copy.deepcopy(ddp)
+        with pytest.raises(ferrodist.InvalidArgument, match="wrap it with another"):
+            copied.module = other
+        ddp(torch.full((2, 8), float(backend.rank))).sum().backward()
+        return list(map(bits, gradients_of(ddp).values()))
+
+    first, *others = run_ranks(3, body)
+    assert all(one == first for one in others)

@@ -20,6 +20,7 @@ from ferrodist.parallel import backend_of, replicas
 from ferrodist.parallel.bucket import MIB, BucketSizes, Hook, allreduce_bucket
 from ferrodist.parallel.gradients import Gradients, adds_to_all_gradients, makes_sparse_gradients
 from ferrodist.parallel.sync_batch_norm import adopt_layers, refuse_join
+from ferrodist.profiler import profiled
 
 NOT_THE_USERS.append(os.path.dirname(torch.__file__) + os.sep)  # errors name the line of backward()
 
@@ -134,6 +135,23 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     # -- the module inside ----------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another module: its gradients would not be averaged."""
+        if name == "module" and self._modules.get(name, value) is not value:
+            raise ferrodist.InvalidArgument(
+                "DDP: the module cannot be replaced after it was wrapped: the parameters of the "
+                f"new {type(value).__name__} would be neither copied nor averaged; wrap it with "
+                "another ferrodist.DDP on every rank, or change parts of ddp.module instead"
+            )
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: Any) -> None:
+        """Add a part to the wrapper; the module itself cannot be replaced."""
+        if name == "module":
+            self.module = module
+        else:
+            super().add_module(name, module)
+
     def __getattr__(self, name: str) -> Any:
         """Look in the module for what is not here."""
         try:
@@ -174,12 +192,17 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # types of torch are not look
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Run the module; backward of the outputs averages gradients."""
+        if torch.compiler.is_compiling():
+            return self._forward(_begin_uncompiled, _expect_uncompiled, args, options)
+        with profiled("ferrodist.DDP.forward"):
+            return self._forward(_begin, _expect, args, options)
+
+    def _forward(self, begin: Any, expect: Any, args: Any, options: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **options)
-        is_compiling = torch.compiler.is_compiling()
-        (_begin_uncompiled if is_compiling else _begin)(self, args, options)
+        begin(self, args, options)
         output = self.module(*args, **options)
-        (_expect_uncompiled if is_compiling else _expect)(self, output)
+        expect(self, output)
         return output
 
     @property

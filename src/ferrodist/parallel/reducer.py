@@ -27,6 +27,7 @@ from ferrodist.parallel.bucket import (
     allreduce_bucket,
     lay_out,
 )
+from ferrodist.profiler import profiled
 
 _OUT_OF_STEP = (ferrodist.CollectiveMismatch, ferrodist.CollectiveTimeout)
 _LARGEST_LATE = MIB  # bytes; reducing more takes so long that it is begun as soon as it can be
@@ -130,14 +131,16 @@ class Reducer:
         bucket = self.buckets[self._next]
         self._next += 1
         try:
-            bucket.start(hook)
+            with profiled(f"ferrodist.{self._owner}.start_bucket"):
+                bucket.start(hook)
         except ferrodist.DistributedError as error:
             self._explain(error, bucket)
             raise
 
     def _wait(self, bucket: Bucket) -> AbstractSet[int]:
         try:
-            return bucket.wait()
+            with profiled(f"ferrodist.{self._owner}.wait_for_bucket"):
+                return bucket.wait()
         except ferrodist.DistributedError as error:
             self._explain(error, bucket)
             raise
