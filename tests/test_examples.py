@@ -311,7 +311,7 @@ VARYING = [
     (r"torchrun-[-0-9a-f]{36}-(\d+)-localhost:\d+", r"torchrun-J-\g<1>"),
     (r"pmi-\d+-\d+", "pmi-J"),
     (r"openmpi-prterun-\S+-\d+@1", "openmpi-J"),
-    (r"@ferrodist-0-[0-9a-f]+", "@ferrodist-J"),
+    (r"@ferrodist-\d+-[0-9a-f]+", "@ferrodist-J"),
     (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+", "RUN"),
     (r"(PMI|SECRET)_FD=\d+", r"\g<1>_FD=N"),
     (r'File ".*/', 'File "'),

@@ -18,6 +18,7 @@ FOUNDATION = {
     "deadline",
     "version",
     "tracebacks",
+    "profiler",
 }
 ALLOWED = {
     "arrays": {"_native"},

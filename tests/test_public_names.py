@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ferrodist
+import ferrodist.collectives
 
 FUNCTIONS = [name for name in ferrodist.__all__ if inspect.isfunction(getattr(ferrodist, name))]
 
@@ -193,7 +194,7 @@ SIGNATURES = {
     "recv": ("src backend", ["out", "like", "tag", "with_status", "timeout", "async_op"]),
     "sendrecv": (
         "x dst src backend",
-        ["out", "like", "tag", "recv_tag", "timeout", "async_op"],
+        ["out", "like", "tag", "recv_tag", "with_status", "timeout", "async_op"],
     ),
     "probe": ("src backend", ["tag", "timeout"]),
     "try_probe": ("src backend", ["tag"]),
@@ -260,3 +261,13 @@ def test_examples_in_docstrings_run(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_public_function_has_an_example(name):
     assert ">>>" in (inspect.getdoc(getattr(ferrodist, name)) or "")
+
+
+@pytest.mark.parametrize("name", ferrodist.collectives.__all__)
+def test_docstring_says_what_the_options_mean(name):
+    function = getattr(ferrodist, name)
+    doc, parameters = inspect.getdoc(function), inspect.signature(function).parameters
+    for option in ("out", "timeout", "async_op", "algorithm", "reproducible", "pickle", "tag"):
+        assert (f"\n    {option}: " in doc) == (option in parameters)
+    if "op" in parameters:
+        assert all(repr(op.name.lower()) in doc for op in ferrodist.ReduceOp)

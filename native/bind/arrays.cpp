@@ -199,7 +199,12 @@ nb::object packed_copy(PyObject* object, const std::byte*& begin, const std::byt
         (reach < 0 ? begin : end) += reach;
     }
     end += PyArray_ITEMSIZE(array);
-    return nb::steal(PyArray_NewCopy(array, NPY_CORDER));
+    nb::object copy = nb::steal(PyArray_NewCopy(array, NPY_CORDER));
+    if (!copy.is_valid()) {
+        PyErr_Clear();  // NumPy's own MemoryError: nothing else can go wrong with a plain dtype
+        throw core::OutOfMemory(static_cast<std::size_t>(PyArray_NBYTES(array)));
+    }
+    return copy;
 }
 
 nb::object new_shared_array(const std::shared_ptr<shm::Arena>& arena, std::size_t nbytes) {

@@ -10,6 +10,7 @@
 
 #include "bind/groups.hpp"
 #include "bind/hooks.hpp"
+#include "bind/profiler.hpp"
 #include "bind/tree.hpp"
 
 namespace nb = nanobind;
@@ -21,15 +22,23 @@ using shm::Kind;
 
 // -- one call ------------------------------------------------------------------------------------
 
-// Lets Python tell all ranks what became of a call, raise, and end its ticket.
-PyObject* raise_failure(Arguments args, const CollectiveCall& call, const core::Status& status, nb::object error,
-                        std::uint64_t ticket, int num_begun, nb::handle part, nb::handle site) {
-    const nb::object shape = call.has_input ? tuple_of(call.x.num_axes, call.x.shape) : nb::none();
-    return try_python_with(hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend], static_cast<int>(status.code),
-                           status.failed_rank, error.is_valid() ? error.ptr() : Py_None,
-                           static_cast<unsigned long long>(ticket), static_cast<int>(call.kind),
-                           static_cast<int>(call.x.dtype), shape.ptr(), call.op, call.root, num_begun, part.ptr(),
-                           args[arg_x], args[arg_out], site.ptr());
+// Has Python settle with all ranks what became of a call, and ends its ticket; gives the error to raise.
+nb::object settle_failure(Tickets& tickets, Arguments args, const CollectiveCall& call, const core::Status& status,
+                          nb::object error, std::uint64_t ticket, int num_begun, nb::handle part, nb::handle site) {
+    const auto number = static_cast<unsigned long long>(ticket);
+    const int kind = static_cast<int>(call.kind);
+    nb::object found = caught([&] {
+        const nb::object shape = call.has_input ? tuple_of(call.x.num_axes, call.x.shape) : nb::none();
+        call_python_with(
+            hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend], static_cast<int>(status.code), status.failed_rank,
+            error.is_valid() ? error.ptr() : Py_None, number, kind, static_cast<int>(call.x.dtype), shape.ptr(), call.op,
+            call.root, num_begun, part.ptr(), args[arg_x], args[arg_out], site.ptr());
+    });
+    found = insist(std::move(found), [&](PyObject* so_far) {
+        return try_python_with(hooks().settle, "OiKO", args[arg_backend], kind, number, so_far);
+    });
+    tickets.end(ticket);
+    return found;
 }
 
 // A call that has its ticket, from its first collective to its result.
@@ -69,9 +78,10 @@ public:
         }
     }
 
-    // Lets Python tell all ranks and raise; `part` is what the root of a scatter has told, or None.
+    // Settles it with all ranks and raises; `part` is what the root of a scatter has told, or None.
     PyObject* fail(nb::handle part = nb::none()) {
-        return raise_failure(args_, call_, status_, hook_.error(), ticket_, num_begun_, part, nb::none());
+        return raise(settle_failure(group_.calls->tickets, args_, call_, status_, hook_.error(), ticket_, num_begun_, part,
+                                    nb::none()).ptr());
     }
 
 private:
@@ -89,6 +99,7 @@ private:
 template <class Finish>
 PyObject* do_one(NativeGroup& group, Arguments args, const CollectiveCall& call, const Collective& one,
                  const Finish& finish) {
+    const ProfilerEvent event(call.kind);
     const KeptPlan plan = group.plan_for(one, args[arg_backend]);
     const std::uint64_t ticket = one.in_place && !plan.is_alias_safe ? 0 : group.calls->tickets.try_take();
     if (ticket == 0) {
@@ -170,6 +181,7 @@ PyObject* scatter(NativeGroup& group, CollectiveCall& call, Arguments args, cons
     if (!read_scatter(call, args, place)) {
         return decline();
     }
+    const ProfilerEvent event(call.kind);
     const bool is_root = call.root == place.rank;
     Part part = is_root ? Part(call.x, place.world) : Part();
     auto* const numbers = reinterpret_cast<std::byte*>(part.numbers.data());
@@ -313,6 +325,13 @@ public:
     nb::object error() override { return error_.is_valid() ? error_ : left_error(); }
     nb::object result() override { return call_.has_output ? call_.out.finish(args_[arg_x]) : nb::none(); }
     shm::Kind kind() const { return call_.kind; }
+    int traverse(visitproc visit, void* arg) const override {
+        for (const nb::object& argument : kept_) {
+            Py_VISIT(argument.ptr());
+        }
+        Py_VISIT(error_.ptr());
+        return FlyingCall::traverse(visit, arg);
+    }
 
 private:
     void on_ticket() override {
@@ -379,8 +398,7 @@ private:
             set_memory_error(std::bad_alloc(), one_.nbytes);
             error = nb::steal(fetch_exception());
         }
-        Py_XDECREF(raise_failure(args_, call_, status_, error, ticket_, 1, nb::none(), site_));
-        error_ = nb::steal(fetch_exception());
+        error_ = settle_failure(calls_.tickets, args_, call_, status_, error, ticket_, 1, nb::none(), site_);
     }
 
     NativeGroup& group_;
@@ -407,6 +425,7 @@ PyObject* start_collective(PyObject* self, Arguments args) {
     if (!call->read()) {
         return decline();
     }
+    const ProfilerEvent event(call->kind());
     const int kind = static_cast<int>(call->kind());
     return FlyingCall::start(kind, std::move(call));
 }

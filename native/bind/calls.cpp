@@ -46,6 +46,18 @@ thread_local const Progress* runs_here = nullptr;
 
 bool Progress::is_stopping_here() { return runs_here != nullptr && runs_here->is_stopping(); }
 
+void Progress::start() {
+    const std::lock_guard guard(state_->mutex);
+    if (state_->is_stopping || state_->thread.joinable()) {
+        return;
+    }
+    state_->thread = core::start_thread([this, state = state_.get()] {
+        runs_here = this;
+        core::HeldThread::exempt_this_thread();
+        run(*state);
+    });
+}
+
 void Progress::post(FlyingCall& call) {
     std::unique_lock lock(state_->mutex);
     if (state_->is_stopping) {
@@ -56,13 +68,6 @@ void Progress::post(FlyingCall& call) {
     call.state_ = FlyingCall::State::queued;
     call.posted_ns_ = core::now_ns();
     call.place_ = state_->queue.insert(state_->queue.end(), &call);
-    if (!state_->thread.joinable()) {
-        state_->thread = core::start_thread([this, state = state_.get()] {
-            runs_here = this;
-            core::HeldThread::exempt_this_thread();
-            run(*state);
-        });
-    }
     if (!state_->is_napping) {
         state_->posted.notify_one();
     }
@@ -173,6 +178,25 @@ void Progress::run(State& state) {
     }
 }
 
+// -- calls whose collectives Python does -----------------------------------------------------------
+
+namespace {
+
+// Does a call that has its ticket. `running.end(ticket, error)` settles with the other ranks what became of it.
+nb::object run_call(Tickets& tickets, nb::handle running, std::uint64_t ticket, bool in_background) {
+    static PyObject* const run = PyUnicode_InternFromString("run");
+    static PyObject* const end = PyUnicode_InternFromString("end");
+    const nb::object number = nb::steal(PyLong_FromUnsignedLongLong(ticket));
+    const nb::object result = nb::steal(call_method(run, running.ptr(), number.ptr(), in_background ? Py_True : Py_False));
+    nb::object error = result.is_valid() ? nb::object() : nb::steal(fetch_exception());
+    error = insist(std::move(error),
+                   [&](PyObject* so_far) { return call_method(end, running.ptr(), number.ptr(), so_far); });
+    tickets.end(ticket);
+    return error.is_valid() ? throw_error(error) : result;
+}
+
+}  // namespace
+
 // -- calls in flight -------------------------------------------------------------------------------
 
 PyObject* FlyingCall::start(int kind, std::unique_ptr<FlyingCall> call) {
@@ -180,6 +204,7 @@ PyObject* FlyingCall::start(int kind, std::unique_ptr<FlyingCall> call) {
     NewWork work({.kind = kind}, std::move(call));
     self.kind_ = kind;
     self.token_ = work.token();
+    start_or_raise([&] { self.calls_.progress.start(); });  // before the other ranks count on the call
     self.ticket_ = self.calls_.tickets.take();
     work.set_number(self.ticket_);
     self.on_ticket();
@@ -234,8 +259,8 @@ namespace {
 // A tree of arrays, an uneven call, objects: Python prepares each collective, and native code waits without the GIL.
 class PreparedCall final : public FlyingCall {
 public:
-    PreparedCall(Calls& calls, nb::handle group, nb::handle backend, nb::handle run, nb::handle finish)
-        : FlyingCall(calls, group, backend), run_(nb::borrow(run)), finish_(nb::borrow(finish)) {}
+    PreparedCall(Calls& calls, nb::handle group, nb::handle backend, nb::handle running, nb::handle finish)
+        : FlyingCall(calls, group, backend), running_(nb::borrow(running)), finish_(nb::borrow(finish)) {}
     ~PreparedCall() override {
         withdraw([] {});
     }
@@ -243,29 +268,31 @@ public:
     bool has_failed() override { return is_cut_short_ || error_.is_valid(); }
     nb::object error() override { return is_cut_short_ ? left_error() : error_; }
     nb::object result() override { return checked(call_python(finish_.ptr())); }
+    int traverse(visitproc visit, void* arg) const override {
+        Py_VISIT(running_.ptr());
+        Py_VISIT(finish_.ptr());
+        Py_VISIT(error_.ptr());
+        return FlyingCall::traverse(visit, arg);
+    }
 
 private:
     void run() override {
         {
             const WithGil gil;
-            run_python(Py_True);
+            run_python(true);
         }
         complete();
     }
     void run_here() override {
-        run_python(Py_False);
+        run_python(false);
         complete();
     }
 
-    void run_python(PyObject* in_background) {
-        const nb::object done =
-            nb::steal(try_python_with(run_.ptr(), "KO", static_cast<unsigned long long>(ticket_), in_background));
-        if (!done.is_valid()) {
-            error_ = nb::steal(fetch_exception());
-        }
+    void run_python(bool in_background) {
+        error_ = caught([&] { run_call(calls_.tickets, running_, ticket_, in_background); });
     }
 
-    const nb::object run_, finish_;
+    const nb::object running_, finish_;
     nb::object error_;
 };
 
@@ -282,17 +309,37 @@ void wait_for_turn(Tickets& tickets, std::uint64_t number, const nb::callable& p
 
 }  // namespace
 
-nb::object start_prepared(Calls& calls, nb::handle group, nb::handle backend, int kind, nb::handle run,
+nb::object start_prepared(Calls& calls, nb::handle group, nb::handle backend, int kind, nb::handle running,
                           nb::handle finish) {
-    auto call = std::make_unique<PreparedCall>(calls, group, backend, run, finish);
+    auto call = std::make_unique<PreparedCall>(calls, group, backend, running, finish);
     return nb::steal(FlyingCall::start(kind, std::move(call)));
 }
 
 void add_calls(nb::module_& module) {
     using namespace nb::literals;
+    module.def("guard", [](nb::handle run, nb::handle on_error) {
+        nb::object result = nb::steal(call_python(run.ptr()));
+        if (result.is_valid()) {
+            return result;
+        }
+        return throw_error(insist(nb::steal(fetch_exception()),
+                                  [&](PyObject* so_far) { return call_python(on_error.ptr(), so_far); }));
+    }, "run"_a, "on_error"_a, "Return run(); if it raises, call on_error(error) until it returns, and raise.");
     nb::class_<Tickets>(module, "Tickets", "Numbers calls from 1; each runs when all before it have ended.")
         .def(nb::init<>())
         .def("take", &Tickets::take, "Draw the next number.")
+        .def("take_for", [](Tickets& self, nb::handle put, nb::handle job) {
+            const nb::object item = checked(PyTuple_New(2));
+            const std::uint64_t ticket = self.take();
+            PyTuple_SET_ITEM(item.ptr(), 0, job.inc_ref().ptr());
+            PyTuple_SET_ITEM(item.ptr(), 1, PyLong_FromUnsignedLongLong(ticket));
+            checked(call_python(put.ptr(), item.ptr()));
+        }, "put"_a, "job"_a, "Draw the next number and put (job, number): between the two no signal is handled.")
+        .def("run", [](Tickets& self, nb::handle running, std::uint64_t ticket, bool in_background) {
+            return run_call(self, running, ticket == 0 ? self.take() : ticket, in_background);
+        }, "running"_a, "ticket"_a = 0, "in_background"_a = false,
+             "Do a call under the next number, or one drawn before.\n\nCalls running.run(number, in_background), then "
+             "running.end(number, error or None) until it\nreturns. Returns what run returned, or raises.")
         .def("wait", &wait_for_turn, "number"_a, "poll"_a,
              "Wait until all calls before have ended; poll() may raise, or says how long to sleep.")
         .def("end", &Tickets::end, "number"_a, "End a call, also one that never ran.")

@@ -94,6 +94,10 @@ public:
     ~Progress() { stop(); }
 
     // All of these without the GIL or with it; stop() and wait() let go of nothing.
+
+    // Starts the thread unless it runs; throws std::system_error.
+    void start();
+    // Once it has started.
     void post(FlyingCall& call);
     // Takes a call out that has not begun; false if it has.
     bool claim(FlyingCall& call);
@@ -151,9 +155,14 @@ public:
     bool is_complete() override { return calls_.progress.is_complete(*this); }
     bool test() override;
     bool hear(std::uint64_t its_token) override { return calls_.progress.hear(*this, its_token); }
-    void on_interrupt(nanobind::handle) override {}  // only the wait has ended, the call goes on
+    nanobind::object on_interrupt(nanobind::object error) override { return error; }  // the call goes on
     nanobind::object backend() override { return backend_; }
     PyObject* group() const override { return group_object_.ptr(); }
+    int traverse(visitproc visit, void* arg) const override {
+        Py_VISIT(group_object_.ptr());
+        Py_VISIT(backend_.ptr());
+        return 0;
+    }
 
 protected:
     // Runs it on the progress thread, from its ticket to its end.
@@ -203,9 +212,9 @@ private:
     bool is_heard_if_done_ = false;  // and if it is done, too
 };
 
-// Starts a call whose collectives Python does, one after the other: `run(ticket, in_background)`, then `finish()`
-// makes the result.
+// Starts a call whose collectives Python does, one after the other: `running` is a RunningCall of
+// ferrodist.backends.running_call, `finish()` makes the result.
 nanobind::object start_prepared(Calls& calls, nanobind::handle group, nanobind::handle backend, int kind,
-                                nanobind::handle run, nanobind::handle finish);
+                                nanobind::handle running, nanobind::handle finish);
 
 }  // namespace ferrodist::bind

@@ -160,7 +160,8 @@ bool CollectiveCall::may_overlap(const Place& place) {
     if (offset == 0 && x.nbytes == out.nbytes) {
         return true;
     }
-    return (kind == Kind::all_gather && offset == static_cast<std::ptrdiff_t>(x.nbytes) * place.rank) ||
+    const bool is_joined = kind == Kind::all_gather || kind == Kind::gather;
+    return (is_joined && offset == static_cast<std::ptrdiff_t>(x.nbytes) * place.rank) ||
            (kind == Kind::reduce_scatter && -offset == static_cast<std::ptrdiff_t>(out.nbytes) * place.rank);
 }
 

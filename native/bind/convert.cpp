@@ -155,7 +155,7 @@ struct WarmTensor {
 };
 
 dlpack::ManagedVersioned* new_warm_tensor(const ArrayView& view) {
-    auto* warm = new WarmTensor{};
+    auto warm = std::make_unique<WarmTensor>();
     std::int64_t stride = 1;
     for (int axis = view.num_axes; axis-- > 0;) {
         warm->shape[axis] = view.shape[axis];
@@ -166,12 +166,12 @@ dlpack::ManagedVersioned* new_warm_tensor(const ArrayView& view) {
     tensor = {take_warm(view.nbytes), dlpack::device_cpu, 0, view.num_axes, codes[static_cast<std::size_t>(view.dtype)],
               static_cast<std::uint8_t>(8 * item_size(view.dtype)), 1, warm->shape, warm->strides, 0};
     warm->managed.version = {dlpack::major_version, 0};
-    warm->managed.context = warm;
+    warm->managed.context = warm.get();
     warm->managed.deleter = [](dlpack::ManagedVersioned* managed) {
         release_warm(managed->tensor.data);
         delete static_cast<WarmTensor*>(managed->context);
     };
-    return &warm->managed;
+    return &warm.release()->managed;
 }
 
 // The kind of what exports a buffer and is no array of a library; none if it is something else.

@@ -87,6 +87,9 @@ public:
         if (!status.failed()) {
             status = request.status();
         }
+        if (status.failed_rank < 0 && request.is_send) {
+            status.failed_rank = request.peer;
+        }
         failure_.status = status;
         failure_.found = request.found;
         const bool may_be_cycle = holds_caller && request.is_send &&
@@ -104,19 +107,31 @@ public:
     }
     PyObject* raise(PyObject* backend, Bytes expected = {}) {
         hook_.end();
-        failure_.error = hook_.error();
-        const bool was_patient = options_.patience.stuck_ns != 0 && !options_.is_patient();
-        const std::int64_t timeout_ns = options_.timeout_ns + (was_patient ? options_.patience.longest_ns : 0);
-        return bind::raise(make_error(backend, failure_, {peers_, timeout_ns, expected, nb::none(), name_}).ptr());
+        nb::object error = hook_.error();
+        if (!error.is_valid()) {
+            error = caught([&] { throw_error(make_error(backend, failure_, facts(expected))); });
+        }
+        return bind::raise(abort_if_foreign(backend, name_, error).ptr());
     }
     void turn_to(const Request& request) {
         peers_ = Peers(request);
         hook_.turn_to(peers_);
     }
-    void end() { hook_.end(); }
+    // Throws what a signal handler has raised at the very end.
+    void end() {
+        hook_.end();
+        if (hook_.error().is_valid()) {
+            throw_error(hook_.error());
+        }
+    }
     Messages& messages() { return messages_; }
 
 private:
+    MessageFacts facts(Bytes expected) const {
+        const bool was_patient = options_.patience.stuck_ns != 0 && !options_.is_patient();
+        return {peers_, options_.timeout_ns + (was_patient ? options_.patience.longest_ns : 0), expected};
+    }
+
     MessageGroup& self_;
     Messages& messages_;
     const char* name_;
@@ -315,6 +330,10 @@ struct SendInFlight final : MessageInFlight {
     using MessageInFlight::MessageInFlight;
     ~SendInFlight() override { abandon(); }
     nb::object result() override { return nb::none(); }
+    int traverse(visitproc visit, void* arg) const override {
+        Py_VISIT(kept.ptr());
+        return 0;
+    }
 
     bool read(PyObject* object, PyObject* dst, PyObject* tag) {
         kept = nb::borrow(object);

@@ -180,10 +180,9 @@ void add_native_group(nb::module_& module) {
                      nb::rv_policy::reference_internal, "The order of its calls.")
         .def("stop_progress", [](NativeGroup& self) { without_gil([&] { self.calls->progress.stop(); }); },
              "End the thread that runs calls in flight; it begins none any more.")
-        .def("start_prepared", [](nb::handle self, nb::handle backend, int kind, nb::handle run, nb::handle finish) {
-            return start_prepared(*nb::cast<NativeGroup&>(self).calls, self, backend, kind, run, finish);
-        }, "backend"_a, "kind"_a, "run"_a, "finish"_a,
-             "Put a call in flight whose collectives run(ticket, in_background) does.")
+        .def("start_prepared", [](nb::handle self, nb::handle backend, int kind, nb::handle running, nb::handle finish) {
+            return start_prepared(*nb::cast<NativeGroup&>(self).calls, self, backend, kind, running, finish);
+        }, "backend"_a, "kind"_a, "running"_a, "finish"_a, "Put a call in flight that Tickets.run does.")
         .def_prop_ro("is_stopping", [](NativeGroup& self) { return self.calls->progress.is_stopping(); },
                      "Whether calls in flight are to end.")
         .def("set_calls", [](NativeGroup& self, bool is_open, bool reproducible, std::size_t fuse_nbytes,

@@ -189,10 +189,10 @@ nanobind::object bind_start_path(nanobind::handle group);
 
 // Adds how some ranks of a group come to be a group.
 template <class G, class Split>
-void add_split(nanobind::module_& module, const char* name) {
+nanobind::class_<Split> add_split(nanobind::module_& module, const char* name) {
     namespace nb = nanobind;
     using namespace nb::literals;
-    nb::class_<Split>(module, name, "Some ranks of a group on their way to be a group.")
+    return nb::class_<Split>(module, name, "Some ranks of a group on their way to be a group.")
         .def("__init__", [](Split* self, const G& parent, std::vector<int> members, std::uint64_t identity) {
             for (const int member : members) {
                 require_rank(parent, member);

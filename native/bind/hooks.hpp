@@ -13,20 +13,24 @@ struct Hooks {
     PyObject* on_wait = nullptr;
     PyObject* on_wait_end = nullptr;  // (backend): after a wait in which on_wait was called
     // (backend, status, failed rank, error, sequence, kind, dtype, shape, op, root, collectives begun, part of
-    // a scatter that does not fit, x, out, site): tells all ranks, raises, ends the call
+    // a scatter that does not fit, x, out, site): exchanges descriptors with all ranks where they differ, and raises
     PyObject* on_error = nullptr;
+    // (backend, kind, sequence, error): a call ends with an error; aborts the group unless the other ranks know of it
+    PyObject* settle = nullptr;
     // (backend, kind, dtype, op, root, nbytes, in place): how a collective is executed that was not made before. In
     // two levels a Program; over TCP a Plan, and whether the result may lie where the input does.
     PyObject* make_plan = nullptr;
     PyObject* current_backend = nullptr;  // () -> the backend of the process, None before init()
+    PyObject* out_of_memory = nullptr;    // (text, bytes asked for or 0) -> the error
 
     // -- messages ----------------------------------------------------------------------------------------
-    // (backend, status, failed rank, error, header found, send cycle, header expected, (dst, src, tag, recv_tag),
-    // timeout, site, name of a call that its caller waits in) -> the error; the site is None where this thread is
+    // (backend, status, failed rank, header found, send cycle, header expected, (dst, src, tag, recv_tag), timeout, site)
+    // -> the error; the site is None where this thread is
     PyObject* message_error = nullptr;
     // (bytes as a flat array, dtype, shape, kind) -> an array that native code does not make of a message
     PyObject* make_received = nullptr;
-    PyObject* on_message_interrupt = nullptr;  // (backend, name, error): a signal ended a wait for a call in flight
+    // (backend, name, error): a call ends with an error; aborts the group if it is not one of ferrodist's
+    PyObject* on_message_interrupt = nullptr;
 
     PyObject* make_status = nullptr;  // (source, tag, dtype, shape) -> the Status of a message
 
@@ -37,7 +41,8 @@ struct Hooks {
     PyObject *any_source = nullptr, *any_tag = nullptr;  // what callers pass for these
 
     // -- calls in flight -----------------------------------------------------------------------------------
-    PyObject* start_callbacks = nullptr;   // (): something is in flight, and nobody hears of what fails
+    PyObject* start_callbacks = nullptr;   // (): something is in flight, and no thread is notified of what fails
+    PyObject* no_thread = nullptr;         // (why) -> the error of a call in flight that no thread can be started for
     PyObject* check_wait = nullptr;        // (timeout) -> seconds
     PyObject* on_unasked_error = nullptr;  // (backend, work, error): nobody has asked for the error of a call
     PyObject* left_error = nullptr;        // (backend, kind, sequence) -> the error of a call cut short by leaving

@@ -34,10 +34,15 @@ nb::object make_error(nb::handle backend, const Failure& failure, const MessageF
                      timeout = facts.timeout_ns == 0 ? nb::none() : nb::cast(static_cast<double>(facts.timeout_ns) / 1e9);
     const nb::bytes found(failure.found.data(), failure.found.size()), expected(facts.expected.data(), facts.expected.size());
     return call_python_with(
-        hooks().message_error, "OiiOOOO(iill)OOz", backend.ptr(), static_cast<int>(failure.status.code),
-        failure.status.failed_rank, failure.error.is_valid() ? failure.error.ptr() : Py_None, found.ptr(), cycle.ptr(),
-        expected.ptr(), facts.peers.dst, facts.peers.src, facts.peers.tag, facts.peers.recv_tag, timeout.ptr(),
-        facts.site.ptr(), facts.waits_in);
+        hooks().message_error, "OiiOOO(iill)OO", backend.ptr(), static_cast<int>(failure.status.code),
+        failure.status.failed_rank, found.ptr(), cycle.ptr(), expected.ptr(), facts.peers.dst, facts.peers.src, facts.peers.tag, facts.peers.recv_tag, timeout.ptr(),
+        facts.site.ptr());
+}
+
+nb::object abort_if_foreign(nb::handle backend, const char* name, nb::object error) {
+    return insist(std::move(error), [&](PyObject* so_far) {
+        return try_python_with(hooks().on_message_interrupt, "OsO", backend.ptr(), name, so_far);
+    });
 }
 
 bool MessageHook::ask() {
@@ -57,7 +62,7 @@ bool MessageHook::ask() {
 
 void MessageHook::end_log() {
     if (wait_.is_valid() && !nb::steal(call_python(hooks().on_message_wait_end, wait_.ptr())).is_valid()) {
-        PyErr_WriteUnraisable(hooks().on_message_wait_end);
+        keep_error();
     }
     wait_.reset();
 }
@@ -108,12 +113,12 @@ bool MessageInFlight::hear(std::uint64_t token) {
 
 nb::object MessageInFlight::error() {
     const bool was_patient = request.last_deadline_ns != 0 && core::now_ns() >= request.last_deadline_ns;
-    return make_error(backend_, {request.status(), request.found, {}, {}},
+    return make_error(backend_, {request.status(), request.found, {}},
                       {Peers(request), timeout_ns_ + (was_patient ? longest_ns_ : 0), request.header, site_});
 }
 
-void MessageInFlight::on_interrupt(nb::handle error) {
-    call_python_with(hooks().on_message_interrupt, "OsO", backend_.ptr(), request.is_send ? "send" : "recv", error.ptr());
+nb::object MessageInFlight::on_interrupt(nb::object error) {
+    return abort_if_foreign(backend_, request.is_send ? "send" : "recv", std::move(error));
 }
 
 // A receive that no message has been matched with is withdrawn.
@@ -145,9 +150,13 @@ public:
     bool has_failed() override { return receive_->has_failed() || send_->has_failed(); }
     nb::object result() override { return receive_->result(); }
     nb::object error() override { return receive_->has_failed() ? receive_->error() : send_->error(); }
-    void on_interrupt(nb::handle error) override { receive_->on_interrupt(error); }
+    nb::object on_interrupt(nb::object error) override { return receive_->on_interrupt(std::move(error)); }
     nb::object backend() override { return receive_->backend(); }
     PyObject* group() const override { return receive_->group(); }
+    int traverse(visitproc visit, void* arg) const override {
+        const int stopped = send_->traverse(visit, arg);
+        return stopped != 0 ? stopped : receive_->traverse(visit, arg);
+    }
 
 private:
     std::unique_ptr<WorkRequest> send_, receive_;
@@ -157,6 +166,7 @@ private:
 
 PyObject* start_send(std::unique_ptr<MessageInFlight> made, Bytes header) {
     MessageInFlight& call = *made;
+    start_or_raise([&] { call.self.messages().start_progress(); });
     call.request.is_send = true;
     NewWork work(facts_of(Peers(call.request)), std::move(made));
     call.request.token = work.token();
@@ -166,6 +176,7 @@ PyObject* start_send(std::unique_ptr<MessageInFlight> made, Bytes header) {
 
 PyObject* start_receive(std::unique_ptr<MessageInFlight> made) {
     MessageInFlight& call = *made;
+    start_or_raise([&] { call.self.messages().start_progress(); });
     NewWork work(facts_of(Peers(call.request)), std::move(made));
     call.request.token = work.token();
     with_messages(call.self, [&] { call.self.messages().irecv(call.request); });
@@ -175,6 +186,7 @@ PyObject* start_receive(std::unique_ptr<MessageInFlight> made) {
 PyObject* start_sendrecv(std::unique_ptr<MessageInFlight> send, Bytes header, std::unique_ptr<MessageInFlight> receive) {
     Request &outgoing = send->request, &incoming = receive->request;
     MessageGroup& group = send->self;
+    start_or_raise([&] { group.messages().start_progress(); });
     outgoing.is_send = true;
     NewWork work(facts_of(Peers(outgoing, incoming)),
                  std::make_unique<SendrecvInFlight>(std::move(send), std::move(receive)));
@@ -317,6 +329,10 @@ public:
         return call_python_with(finish.ptr(), "OiIO", array.ptr(), request.found_source,
                                 static_cast<unsigned int>(request.found_tag), found_of(request).ptr());
     }
+    int traverse(visitproc visit, void* arg) const override {
+        Py_VISIT(finish.ptr());
+        return 0;
+    }
 
     ConvertedMemory memory;
     nb::object finish = nb::none();  // makes the result of the array that came, or None, and of what is known of it
@@ -379,13 +395,15 @@ void add_messages(nb::class_<MessageGroup, NativeGroup>& group) {
              "Post a receive, as start_send does.\n\nfinish(array or None, source, tag, header) makes the result.")
         .def("start_sendrecv", [](nb::handle self, nb::handle backend, int dst, std::uint32_t tag,
                                   const nb::bytes& sent_header, nb::handle payload, int peer, std::int64_t recv_tag,
-                                  const nb::bytes& header, nb::handle target, nb::handle deadline, nb::object finish) {
+                                  const nb::bytes& header, nb::handle target, bool takes_object, bool takes_shorter,
+                                  nb::handle deadline, nb::object finish) {
             auto send = converted_send(self, backend, dst, tag, payload, deadline);
-            auto receive = converted_receive(self, backend, {peer, recv_tag, false, false}, header, target, deadline,
-                                             std::move(finish));
+            auto receive = converted_receive(self, backend, {peer, recv_tag, takes_object, takes_shorter}, header,
+                                             target, deadline, std::move(finish));
             return nb::steal(start_sendrecv(std::move(send), bytes_of(sent_header), std::move(receive)));
         }, "backend"_a, "dst"_a, "tag"_a, "sent_header"_a, "payload"_a, "peer"_a, "recv_tag"_a, "header"_a,
-             "target"_a.none(), "deadline"_a, "finish"_a, "Post a send and a receive and return the Work of both.")
+             "target"_a.none(), "takes_object"_a, "takes_shorter"_a, "deadline"_a, "finish"_a,
+             "Post a send and a receive and return the Work of both.")
         .def("unexpected_tags", [](MessageGroup& self, int peer) {
             return without_gil([&] { return self.messages().unexpected_tags(peer); });
         }, "peer"_a, "List the tags of messages that have come and nobody received.")

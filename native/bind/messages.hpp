@@ -28,7 +28,6 @@ struct Failure {
     core::Status status;
     std::vector<std::byte> found;  // the header of a message that did not fit
     std::vector<int> cycle;        // of sends that wait for each other
-    nanobind::object error;        // that ended a wait
 };
 
 // Whom a call is with, as Python is told.
@@ -54,11 +53,13 @@ struct MessageFacts {
     std::int64_t timeout_ns = 0;  // 0: none
     Bytes expected = {};          // the header of what is to be received
     nanobind::object site = nanobind::none();  // None: where this thread is
-    const char* waits_in = nullptr;            // the name of a call whose caller waits in it
 };
 
 // Has Python make the error of a call.
 nanobind::object make_error(nanobind::handle backend, const Failure& failure, const MessageFacts& facts);
+
+// Aborts the group if a call ends with an error that is not ferrodist's: Ctrl-C, say. Gives the error to raise.
+nanobind::object abort_if_foreign(nanobind::handle backend, const char* name, nanobind::object error);
 
 // The waits of a call: Python logs those that last, and shows the other ranks what this one is in.
 class MessageHook final : public GilHook {
@@ -72,7 +73,7 @@ public:
         peers_ = peers;
         has_turned_ = true;
     }
-    // The call is over: takes the GIL back, and the log is told.
+    // The call is over: takes the GIL back, and ends what Python shows of the wait. error() may be one of that.
     void end() {
         take_back();
         end_log();
@@ -106,7 +107,7 @@ public:
     bool hear(std::uint64_t token) override;
     bool has_failed() override { return request.status().failed(); }
     nanobind::object error() override;
-    void on_interrupt(nanobind::handle error) override;
+    nanobind::object on_interrupt(nanobind::object error) override;
     bool cancel() override;
     nanobind::object backend() override { return backend_; }
     PyObject* group() const override { return group_.ptr(); }

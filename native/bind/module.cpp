@@ -4,6 +4,7 @@
 #include <nanobind/stl/string_view.h>
 
 #include <algorithm>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -20,12 +21,19 @@ using namespace nb::literals;
 namespace ferrodist::bind {
 
 void set_memory_error(const std::bad_alloc& error, std::size_t nbytes) {
-    const bool says_size = dynamic_cast<const core::OutOfMemory*>(&error) != nullptr;
-    if (says_size) {
-        PyErr_SetString(PyExc_MemoryError, error.what());
-    } else {
-        PyErr_Format(PyExc_MemoryError, "no memory for what a call on %zu bytes needs besides its arrays", nbytes);
+    const auto* const known = dynamic_cast<const core::OutOfMemory*>(&error);
+    const std::string text = known != nullptr ? known->what()
+                                              : "no memory for what a call on " + std::to_string(nbytes) +
+                                                    " bytes needs besides its arrays";
+    const auto asked = static_cast<unsigned long long>(known != nullptr ? known->nbytes() : 0);
+    const nb::object made = nb::steal(try_python_with(hooks().out_of_memory, "sK", text.c_str(), asked));
+    if (made.is_valid()) {
+        raise(made.ptr());
     }
+}
+
+void raise_no_thread(const std::system_error& error) {
+    throw_error(checked(call_python(hooks().no_thread, nb::str(error.what()).ptr())));
 }
 
 namespace {
@@ -44,6 +52,7 @@ constexpr std::pair<std::string_view, PyObject* Hooks::*> hook_names[] = {
     {"on_wait", &Hooks::on_wait},
     {"on_wait_end", &Hooks::on_wait_end},
     {"on_error", &Hooks::on_error},
+    {"settle", &Hooks::settle},
     {"make_plan", &Hooks::make_plan},
     {"current_backend", &Hooks::current_backend},
     {"message_error", &Hooks::message_error},
@@ -58,6 +67,8 @@ constexpr std::pair<std::string_view, PyObject* Hooks::*> hook_names[] = {
     {"check_wait", &Hooks::check_wait},
     {"on_unasked_error", &Hooks::on_unasked_error},
     {"left_error", &Hooks::left_error},
+    {"no_thread", &Hooks::no_thread},
+    {"out_of_memory", &Hooks::out_of_memory},
 };
 
 void set_hooks(const nb::kwargs& given) {
@@ -159,10 +170,12 @@ NB_MODULE(_native, module) {
     module.def("fingerprint", &fingerprint, "numbers"_a,
                "Hash 64-bit numbers, signed or not, to 64 bits; order, length and sign matter.");
     module.def("set_hooks", &set_hooks, "Set what native code calls; every part sets those it has.");
+    module.def("is_traced", &core::is_traced, "pidfd"_a, "Tell whether a debugger holds a process.");
     module.def("mark_progress_thread", [] {
         is_marked = true;
         core::HeldThread::exempt_this_thread();
     }, "Say that the calling thread runs callbacks, which must not communicate.");
+    module.def("is_progress_thread", &is_progress_thread, "Tell whether the calling thread runs callbacks.");
     module.def("set_site", [](nb::handle type, nb::list prefixes) {
         site_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
         folders = prefixes.release().ptr();

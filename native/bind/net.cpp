@@ -28,15 +28,15 @@ using net::Plan;
 
 // -- meshes ----------------------------------------------------------------------------------------
 
-std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::pair<int, nb::bytes>>& links, double heartbeat,
+std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::tuple<int, nb::bytes, int>>& links, double heartbeat,
                                double heartbeat_timeout, std::uint64_t piece_nbytes) {
     std::vector<net::LinkSpec> specs;
-    for (const auto& [socket, key] : links) {
+    for (const auto& [socket, key, watch] : links) {
         const Bytes session = bytes_of(key);
         std::vector<std::byte> own(session.begin(), session.end());
         require(socket < 0 || own.size() == net::FrameKey::session_nbytes, "a key has 32 bytes");
         own.resize(net::FrameKey::session_nbytes);
-        specs.push_back({socket, std::move(own)});
+        specs.push_back({socket, std::move(own), watch});
     }
     require(rank >= 0 && static_cast<std::size_t>(rank) < specs.size(), "no such rank");
     require(piece_nbytes > 0, "a piece has at least one byte");
@@ -158,6 +158,10 @@ void add_group(nb::module_& module) {
         .def_prop_rw("leaves_deaths", [](const TcpGroup& self) { return self.group->leaves_deaths; },
                      [](TcpGroup& self, bool value) { self.group->leaves_deaths = value; },
                      "Whether it shows elsewhere if a rank that died is still needed.")
+        .def("give_up_split", [](TcpGroup& self, const nb::bytes& text) {
+            const std::string_view error(text.c_str(), text.size());
+            without_gil([&] { self.group->give_up_split(error); });
+        }, "text"_a, "End a group that not all members have yet, with this group error.")
         .def("loss_of", [](TcpGroup& self, int rank) {
             require_rank(self, rank);
             return static_cast<int>(without_gil([&] {
@@ -203,7 +207,15 @@ void add_group(nb::module_& module) {
 void add_net(nb::module_& module) {
     add_mesh(module);
     add_group(module);
-    add_split<TcpGroup, net::Split>(module, "TcpSplit");
+    add_split<TcpGroup, net::Split>(module, "TcpSplit")
+        .def("give_up", [](net::Split& self, const nb::bytes& text) {
+            const std::string_view error(text.c_str(), text.size());
+            without_gil([&] { self.give_up(error); });
+        }, "text"_a, "Let this group error end the group for members that have it already.")
+        .def_prop_ro("error", [](net::Split& self) {
+            const auto found = without_gil([&] { return self.group()->own_error(); });
+            return found ? nb::object(nb::bytes(found->data(), found->size())) : nb::none();
+        }, "The group error of a member that has given up, or None.");
 }
 
 }  // namespace ferrodist::bind

@@ -13,6 +13,7 @@
 #include <exception>
 #include <new>
 #include <span>
+#include <system_error>
 #include <utility>
 
 #include "core/noncopyable.hpp"
@@ -102,16 +103,73 @@ inline PyObject* fetch_exception() {
     return value;
 }
 
+// Calls a method with one or more arguments; a new reference, or null with an exception set.
+template <class... Arguments>
+PyObject* call_method(PyObject* name, Arguments... arguments) {
+    PyObject* const all[] = {arguments...};
+    return in_python([&] { return PyObject_VectorcallMethod(name, all, sizeof...(arguments), nullptr); });
+}
+
 // Raises an exception; null, as functions return then.
 inline PyObject* raise(PyObject* error) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
     return nullptr;
 }
 
+[[noreturn]] inline nanobind::object throw_error(nanobind::handle error) {
+    raise(error.ptr());
+    throw nanobind::python_error();
+}
+
+// The exception that something ended with; invalid if there was none.
+template <class Call>
+nanobind::object caught(const Call& call) {
+    try {
+        call();
+        return {};
+    } catch (nanobind::python_error& error) {
+        error.restore();
+        return nanobind::steal(fetch_exception());
+    }
+}
+
+// Has Python do what must be done, whatever happens: `step(error or None)` gives a new reference, or null with an
+// exception set. A signal handler may raise at any instruction of Python code, also in `except` and `finally`; then the
+// step is begun again, with the new error. Gives the last error, which has the one before as its context.
+template <class Step>
+nanobind::object insist(nanobind::object error, const Step& step) {
+    constexpr int most_tries = 100;  // a step that always fails has another reason
+    for (int i = 0; i < most_tries; ++i) {
+        const nanobind::object done = nanobind::steal(step(error.is_valid() ? error.ptr() : Py_None));
+        if (done.is_valid()) {
+            break;
+        }
+        const nanobind::object later = nanobind::steal(fetch_exception());
+        if (error.is_valid() && !later.is(error)) {
+            PyException_SetContext(later.ptr(), nanobind::object(error).release().ptr());
+        }
+        error = later;
+    }
+    return error;
+}
+
 // -- functions that Python calls -----------------------------------------------------------------
 
-// Sets a MemoryError that says the size: of the array there was no memory for, or of those the call is about.
+// Sets an OutOfMemory that says the size: of the array there was no memory for, or of those the call is about.
 void set_memory_error(const std::bad_alloc& error, std::size_t nbytes = 0);
+
+// Throws the error of a thread that cannot be started.
+[[noreturn]] void raise_no_thread(const std::system_error& error);
+
+// Starts a thread that a call in flight needs.
+template <class Start>
+void start_or_raise(const Start& start) {
+    try {
+        start();
+    } catch (const std::system_error& error) {
+        raise_no_thread(error);
+    }
+}
 
 // Nothing may leave a C function as a C++ exception.
 template <class Call>

@@ -119,6 +119,10 @@ void add_world(nb::module_& module) {
              "rank"_a, "Read what a process waits in; empty if it does not.")
         .def("invitations_of", &World::invitations_of, "rank"_a,
              "List the groups, as world ranks, that a process waits to join.")
+        .def("is_dead", &World::is_dead, "rank"_a, "Tell whether a process is gone.")
+        .def("beats_of", [](const World& self, int rank) {
+            return self.peer(rank).header().beat.count.load(std::memory_order_relaxed);  // pairs with the heartbeat
+        }, "rank"_a, "Count the heartbeats of a process.")
         .def("sweep", [](World& self) { self.sweep(); }, "Free what is left of groups that all have left.")
         .def_prop_ro("sent_nbytes", [](const World& self) { return self.sent_nbytes.load(); },
                      "Bytes this process has shown to others.")
@@ -132,6 +136,13 @@ void add_group(nb::module_& module) {
              "count"_a, "counts"_a.none(), "in_place"_a, "sequence"_a, "fingerprint"_a, "deadline"_a,
              "in_background"_a, "poll"_a,
              "Do one whole collective; return its status.")
+        .def("fence", [](SharedGroup& self, int rank) {
+            require_rank(self, rank);
+            return self.group->fence(rank);
+        }, "rank"_a, "Keep a rank out of what this one has shown; tell whether it may be using that already.")
+        .def("take_back_shown", [](SharedGroup& self) { self.group->take_back_shown(); },
+             nb::call_guard<nb::gil_scoped_release>(),
+             "Let what was shown in a call that failed be memory of this process alone.")
         .def("note_move", [](SharedGroup& self) { self.group->note_move(); },
              "Let the others see that the current call gets on.")
         .def("allocate_block", [](const SharedGroup& self, std::size_t nbytes) {
@@ -154,7 +165,7 @@ void add_shm(nb::module_& module) {
         try {
             std::rethrow_exception(pointer);
         } catch (const shm::OutOfMemory& error) {
-            PyErr_SetString(PyExc_MemoryError, error.what());
+            set_memory_error(error);
         } catch (const std::system_error& error) {
             PyErr_SetString(PyExc_OSError, error.what());
         }

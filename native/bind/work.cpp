@@ -239,12 +239,12 @@ bool wait_until(WorkObject& work, std::int64_t end_ns) {
         return true;
     }
     const InUse request(work);
-    const nb::object error = request->wait(end_ns);
+    nb::object error = request->wait(end_ns);
     if (!error.is_valid()) {
         return true;
     }
     if (!is_over(work)) {
-        request->on_interrupt(error);
+        error = request->on_interrupt(std::move(error));
     }
     return raise(error.ptr()) != nullptr;
 }
@@ -381,8 +381,27 @@ PyObject* facts_of(PyObject* self, void*) {
     return Py_BuildValue("(iiiL)", facts.kind, facts.dst, facts.src, static_cast<long long>(facts.number));
 }
 
+// -- for the garbage collector: an error knows the frame that waited for the Work, which knows the Work --------------
+
+int visit_work(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(as_work(self).outcome);
+    return as_work(self).request == nullptr ? 0 : as_work(self).request->traverse(visit, arg);
+}
+
+// A Work in flight is never garbage: the registry holds it.
+int clear_work(PyObject* self) {
+    WorkObject& work = as_work(self);
+    if (work.num_users == 0) {
+        delete std::exchange(work.request, nullptr);
+    }
+    Py_CLEAR(work.outcome);
+    return 0;
+}
+
 void end_work(PyObject* self) {
     PyTypeObject* const type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
     delete as_work(self).request;
     Py_XDECREF(as_work(self).outcome);
     type->tp_free(self);
@@ -428,6 +447,8 @@ PyGetSetDef properties[] = {
 
 PyType_Slot slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(&end_work)},
+    {Py_tp_traverse, reinterpret_cast<void*>(&visit_work)},
+    {Py_tp_clear, reinterpret_cast<void*>(&clear_work)},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {Py_tp_getset, properties},
@@ -435,7 +456,8 @@ PyType_Slot slots[] = {
     {},
 };
 
-PyType_Spec spec = {"ferrodist._native.WorkBase", sizeof(WorkObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+PyType_Spec spec = {"ferrodist._native.WorkBase", sizeof(WorkObject), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
 
 // -- what Python asks of the registry ------------------------------------------------------------------
 
@@ -451,14 +473,43 @@ nb::list works_of(nb::handle group) {
     return found;
 }
 
-// The Works behind the tokens that have come; None for the one of wake_completions().
-nb::list next_completions(double timeout) {
-    const auto tokens = without_gil([&] { return core::Completions::of_process().take(to_ns(timeout)); });
+// Whether the callbacks thread has Works that it has not finished with. Set with the GIL held, with which a Work leaves
+// the registry: whoever looks finds it there, or finds this set.
+class CallbacksInUse {
+public:
+    // Never destroyed, as the registry. A forked child begins with none.
+    static CallbacksInUse& of_process() { return core::of_process<CallbacksInUse>(); }
+
+    void set(bool is_set) {
+        const std::lock_guard guard(mutex_);
+        is_set_ = is_set;
+        changed_.notify_all();
+    }
+    bool wait_for_end(std::int64_t longest_ns) {
+        std::unique_lock lock(mutex_);
+        return changed_.wait_for(lock, std::chrono::nanoseconds(longest_ns), [&] { return !is_set_; });
+    }
+
+    const core::Birth birth;
+
+private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool is_set_ = false;
+};
+
+// The Works behind the tokens that have come; None if another thread gets them.
+nb::object next_completions(std::uint64_t listener) {
+    CallbacksInUse& callbacks = CallbacksInUse::of_process();
+    callbacks.set(false);
+    const auto tokens = without_gil([&] { return core::Completions::of_process().take(listener); });
+    if (tokens.empty()) {
+        return nb::none();
+    }
+    callbacks.set(true);
     nb::list found;
     for (const std::uint64_t token : tokens) {
-        if (token == 0) {
-            found.append(nb::none());
-        } else if (WorkObject* const work = registry().find(token)) {
+        if (WorkObject* const work = registry().find(token)) {
             found.append(nb::steal(reinterpret_cast<PyObject*>(registry().take(*work))));
         }
     }
@@ -468,25 +519,32 @@ nb::list next_completions(double timeout) {
 }  // namespace
 
 NewWork::NewWork(const CallFacts& facts, std::unique_ptr<WorkRequest> request) {
-    if (!registry().has_listener) {
-        registry().has_listener = true;
-        if (!nb::steal(call_python(hooks().start_callbacks)).is_valid()) {
-            registry().has_listener = false;
-            throw nb::python_error();
-        }
-    }
     work_ = reinterpret_cast<WorkObject*>(checked(work_type->tp_alloc(work_type, 0)).release().ptr());
     work_->facts = facts;
     work_->request = request.release();
     work_->num_users = 1;  // who posts it
-    registry().add(*work_);
+    registry().add(*work_);  // from now on end_listening() ends no thread
+    if (registry().has_listener) {
+        return;
+    }
+    registry().has_listener = true;
+    if (!nb::steal(call_python(hooks().start_callbacks)).is_valid()) {
+        const nb::object error = nb::steal(fetch_exception());
+        registry().has_listener = false;
+        take_back();
+        throw_error(error);
+    }
 }
 
 NewWork::~NewWork() {
     if (work_ != nullptr) {
-        registry().remove(*work_);
-        Py_DECREF(work_);
+        take_back();
     }
+}
+
+void NewWork::take_back() {
+    registry().remove(*work_);
+    Py_DECREF(std::exchange(work_, nullptr));
 }
 
 std::uint64_t NewWork::token() const { return registry().token(*work_); }
@@ -512,12 +570,21 @@ void add_work(nb::module_& module) {
     }, "work_type"_a, "Set the class of Works, which derives from WorkBase.");
     module.def("works_of", &works_of, "group"_a.none(), "List the Works in flight of a group, or all.");
     module.def("forget_works", &Registry::begin_anew, "In a forked child: the Works in flight are the parent's.");
-    module.def("next_completions", &next_completions, "timeout"_a,
-               "Wait for calls that are over and that somebody wants to hear of; return their Works.");
-    module.def("wake_completions", [] { core::Completions::of_process().add(0); },
-               "Let next_completions() return, with a None.");
-    module.def("end_listening", [] { registry().has_listener = false; },
-               "Say that the callbacks thread ends: the next call in flight starts another.");
+    module.def("begin_listening", [] { return core::Completions::of_process().begin_listening(); },
+               "Let a new thread get the completions; return what it passes to next_completions().");
+    module.def("end_listening", [] {
+        registry().drop_done();
+        if (registry().has_listener && registry().all().empty()) {
+            registry().has_listener = false;
+            core::Completions::of_process().begin_listening();  // no thread has that number
+        }
+    }, "Let the thread that gets the completions end, unless a Work is in flight.");
+    module.def("next_completions", &next_completions, "listener"_a,
+               "Wait for calls that are over and have callbacks, or errors; return their Works.\n\n"
+               "None if another thread gets them.");
+    module.def("wait_for_callbacks", [](double seconds) {
+        return without_gil([&] { return CallbacksInUse::of_process().wait_for_end(to_ns(seconds)); });
+    }, "seconds"_a, "Wait for callbacks that are running; tell whether none is.");
 }
 
 }  // namespace ferrodist::bind

@@ -39,10 +39,13 @@ public:
     virtual nanobind::object result() = 0;
     virtual nanobind::object error() = 0;
 
-    // A signal has ended a wait for it.
-    virtual void on_interrupt(nanobind::handle error) = 0;
+    // A signal has ended a wait for it; gives the error to raise.
+    virtual nanobind::object on_interrupt(nanobind::object error) = 0;
     virtual nanobind::object backend() = 0;
     virtual PyObject* group() const = 0;
+
+    // Visits the Python objects that it holds and the program may have put into a cycle.
+    virtual int traverse(visitproc, void*) const { return 0; }
 };
 
 // What a Work is called in logs: a collective has a kind and a number, a message peers and a tag.
@@ -69,6 +72,8 @@ public:
     PyObject* release_done();
 
 private:
+    void take_back();
+
     WorkObject* work_;
 };
 

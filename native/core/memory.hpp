@@ -63,11 +63,15 @@ public:
     // For an array of this size.
     explicit OutOfMemory(std::size_t nbytes)
         : OutOfMemory("no memory for an array of " + std::to_string(nbytes) + " bytes (" +
-                      std::to_string(nbytes >> 20) + " MiB)") {}
+                      std::to_string(nbytes >> 20) + " MiB)") {
+        nbytes_ = nbytes;
+    }
     const char* what() const noexcept override { return text_.c_str(); }
+    std::size_t nbytes() const { return nbytes_; }  // 0: the text says it
 
 private:
     std::string text_;
+    std::size_t nbytes_ = 0;
 };
 
 // Says whether there is memory; null outside of tests. Relaxed: the test and who allocates meet elsewhere. Pairs with

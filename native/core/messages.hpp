@@ -56,6 +56,8 @@ public:
 
     // -- calls: any thread, without the lock ----------------------------------------------------------
 
+    // Starts the thread that requests need which are unattended, where it is not running; throws std::system_error.
+    virtual void start_progress() {}
     // Posts a send: source, nbytes, peer and tag are set. May throw std::bad_alloc: then it is not posted.
     void isend(Request& send, Bytes header);
     // Posts a receive: peer, tag, and target, nbytes and the header it expects, or its place, are set. Or a probe.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <fstream>
+#include <string>
 
 #include "core/futex.hpp"
 
@@ -25,6 +27,26 @@ thread_local bool is_exempt = false;
 
 }  // namespace
 
+namespace {
+
+// The number after a name in a file of /proc; 0 if there is none.
+long number_in(const std::string& path, const std::string& name) {
+    std::ifstream file(path);
+    for (std::string word; file >> word;) {
+        if (long number = 0; word == name && file >> number) {
+            return number;
+        }
+    }
+    return 0;
+}
+
+}  // namespace
+
+bool is_traced(int pidfd) {
+    const long pid = number_in("/proc/self/fdinfo/" + std::to_string(pidfd), "Pid:");  // -1: gone
+    return pid > 0 && number_in("/proc/" + std::to_string(pid) + "/status", "TracerPid:") > 0;
+}
+
 std::uint32_t fork_generation() { return generation.load(std::memory_order_relaxed); }
 
 void Completions::add(std::uint64_t token) {
@@ -32,13 +54,19 @@ void Completions::add(std::uint64_t token) {
         const std::lock_guard lock(mutex_);
         tokens_.push_back(token);
     }
-    changed_.notify_one();
+    changed_.notify_all();  // one that listened before may wait, too
 }
 
-std::vector<std::uint64_t> Completions::take(std::int64_t timeout_ns) {
+std::uint64_t Completions::begin_listening() {
+    const std::lock_guard lock(mutex_);
+    changed_.notify_all();
+    return ++listener_;
+}
+
+std::vector<std::uint64_t> Completions::take(std::uint64_t listener) {
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return !tokens_.empty(); });
-    return std::exchange(tokens_, {});
+    changed_.wait(lock, [&] { return !tokens_.empty() || listener != listener_; });
+    return listener == listener_ ? std::exchange(tokens_, {}) : std::vector<std::uint64_t>();
 }
 
 void HeldThread::exempt_this_thread() { is_exempt = true; }

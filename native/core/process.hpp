@@ -62,15 +62,20 @@ std::thread start_thread(Run run) {
     return std::thread(std::move(run));
 }
 
-// The requests of this process that have completed and that somebody wants to hear of, by their tokens. One thread
+// Whether a debugger holds the process of a pidfd, so that its silence means nothing. False if that cannot be known.
+bool is_traced(int pidfd);
+
+// The requests of this process that have completed and that the program is notified of, by their tokens. One thread
 // of the program waits for them, and is asleep while there are none.
 class Completions {
 public:
     static Completions& of_process() { return core::of_process<Completions>(); }
 
     void add(std::uint64_t token);
-    // Waits for the next ones; empty when so many nanoseconds have passed.
-    std::vector<std::uint64_t> take(std::int64_t timeout_ns);
+    // Makes a thread the one that takes them, by the number this gives; the one before gets none any more.
+    std::uint64_t begin_listening();
+    // Waits for the next ones; empty if another thread takes them.
+    std::vector<std::uint64_t> take(std::uint64_t listener);
 
     const Birth birth;
 
@@ -78,6 +83,7 @@ private:
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<std::uint64_t> tokens_;
+    std::uint64_t listener_ = 0;
 };
 
 // A thread while a call of the program holds it. A call in flight that nobody waits for holds none.

@@ -129,6 +129,11 @@ public:
     std::optional<std::string> group_error(std::uint64_t sequence);
     // What stands in the way of a call that waits for something else than pieces.
     Status poll_all();
+    // A member gives a group up before all have it: those that have it fail with this error in their first call, and do
+    // not take it for the loss of the member. It waits for no answer, for others may not have the group yet.
+    void give_up_split(std::string_view text);
+    // The first group error of this group alone.
+    std::optional<std::string> own_error();
     // Proposes a group error and waits, for a second at most, for the one that stands.
     bool set_error(std::uint64_t sequence, std::string_view text);
     // Tells what this rank has called and hears what all have.

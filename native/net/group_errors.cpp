@@ -50,6 +50,19 @@ bool Group::set_error(std::uint64_t sequence, std::string_view text) {
     return true;
 }
 
+void Group::give_up_split(std::string_view text) {
+    const Lock guard = mesh_->lock();
+    if (errors_.empty()) {
+        errors_.push_back({1, std::string(text)});
+        send_to_all({.kind = FrameKind::group_error, .sequence = 1}, bytes_of(text), true);
+    }
+}
+
+std::optional<std::string> Group::own_error() {
+    const Lock guard = mesh_->lock();
+    return errors_.empty() ? std::nullopt : std::optional(errors_.front().text);
+}
+
 int Group::coordinator() const {
     int rank = 0;
     while (rank != rank_ && (is_gone(rank) || mesh_->lacks_heartbeat(world_rank(rank)))) {

@@ -35,6 +35,7 @@ using core::WaitOptions;
 struct LinkSpec {
     int socket;  // -1 for this rank itself
     std::vector<std::byte> session;
+    int watch = -1;  // a pidfd, of a process on this host; the mesh does not close it
 };
 
 struct MeshOptions {
@@ -84,8 +85,8 @@ public:
     // Sends a frame with a copy of its payload, at once if the kernel takes it.
     void send(int peer, const Header& header, Bytes payload = {}, bool is_urgent = false);
     bool is_up(int peer) const { return peer == rank_ || links_[static_cast<std::size_t>(peer)]->is_up(); }
-    // Whether nothing at all was heard of a rank for too long.
-    bool lacks_heartbeat(int peer) const;
+    // Whether nothing at all was heard of a rank for too long; not if a debugger on this host holds it.
+    bool lacks_heartbeat(int peer);
     // How long a thread of a rank has been held in one call, as of its last heartbeat.
     std::int64_t held_ns(int peer) const { return held_ns_[static_cast<std::size_t>(peer)]; }
     // Changes whenever something has happened that a wait may depend on.
@@ -180,6 +181,7 @@ private:
     std::uint64_t num_calls_ = 0;
     std::int64_t last_time_ns_, awake_ns_ = 0;
     std::vector<std::int64_t> last_heard_ns_;  // by awake_ns_
+    std::vector<int> watches_;                 // pidfds; -1: none
     std::vector<std::uint64_t> sent_at_last_beat_;
     std::vector<std::int64_t> held_ns_, told_held_ns_;  // what others have told, and were told
     std::int64_t next_beat_ns_ = 0;

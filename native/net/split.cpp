@@ -29,10 +29,19 @@ Split::~Split() {
         return;
     }
     const Lock guard = parent_->mesh().lock();
-    if (!is_complete_) {
+    if (!is_over_) {
         tell(FrameKind::unjoin);
     }
     parent_->mesh().invitations().erase(identity_);
+}
+
+// Those that have the group get the error before they see that this rank is not in it; those that come later do not get
+// the group at all.
+void Split::give_up(std::string_view text) {
+    group_->give_up_split(text);
+    const Lock guard = parent_->mesh().lock();
+    is_over_ = true;
+    tell(FrameKind::unjoin);
 }
 
 // All of the parent hear it: who misses a member can then say where that one waits.
@@ -74,13 +83,19 @@ Status Split::wait(const WaitOptions& options) {
     Lock guard = mesh.lock();
     Waiter waiter(mesh, guard, options);
     while (true) {
+        if (group_->find_error(1) != nullptr) {  // of the parent, or of a member that has given up
+            return {StatusCode::group_error};
+        }
+        for (const int rank : members_) {
+            // A member that has come and died ends it: others may miss it. One that has left had come to its end.
+            if (!mesh.is_up(parent_->world_rank(rank)) && !parent_->has_left(rank)) {
+                return parent_->loss(rank);
+            }
+        }
         const std::vector<int> absent = absent_now();
         if (absent.empty()) {
-            is_complete_ = true;
+            is_over_ = true;
             return {};
-        }
-        if (parent_->find_error(0) != nullptr) {
-            return {StatusCode::group_error};
         }
         const bool looks = waiter.is_time_to_poll();
         for (const int rank : absent) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "net/group.hpp"
@@ -21,6 +22,8 @@ public:
     Status wait(const WaitOptions& options);
     // The members, as ranks of the parent, that have not come.
     std::vector<int> absent();
+    // After a wait that failed: ends the group with this group error for members that have it already.
+    void give_up(std::string_view text);
     // The group, when all members have come.
     std::shared_ptr<Group> group() const { return group_; }
 
@@ -33,7 +36,7 @@ private:
     std::vector<int> members_;
     std::uint64_t identity_;
     std::shared_ptr<Group> group_;
-    bool is_complete_ = false;
+    bool is_over_ = false;  // all have come, or this rank has given up and the others were told
 };
 
 }  // namespace ferrodist::net

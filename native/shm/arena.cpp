@@ -88,7 +88,7 @@ std::size_t fitting_size() {
         }
     }
     throw OutOfMemory("no room for an arena of " + megabytes(smallest_arena) +
-                      " in the address space; poll at ulimit -v");
+                      " in the address space; look at 'ulimit -v'");
 }
 
 }  // namespace
@@ -111,7 +111,7 @@ Mapping::Mapping(int fd) {
     void* address = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (address == MAP_FAILED) {
         throw OutOfMemory("cannot map an arena of " + megabytes(nbytes_) + ": " +
-                          std::strerror(errno) + "; poll at ulimit -v");
+                          std::strerror(errno) + "; look at 'ulimit -v'");
     }
     base_ = static_cast<std::byte*>(address);
 }
@@ -137,7 +137,7 @@ Arena::Arena(std::size_t reserved, std::size_t nbytes) {
 
 Arena::~Arena() { close(fd_); }
 
-std::size_t Arena::allocate(std::size_t nbytes) {
+std::size_t Arena::allocate(std::size_t nbytes, bool is_common) {
     const std::size_t size = round_up(std::max<std::size_t>(nbytes, 1));
     if (size >= smallest_checked && size > available_memory()) {
         throw OutOfMemory("shared memory of " + megabytes(size) + " was asked for, but only " +
@@ -154,7 +154,7 @@ std::size_t Arena::allocate(std::size_t nbytes) {
         throw OutOfMemory("shared memory of " + megabytes(size) + " was refused: " +
                           std::strerror(failed));
     }
-    blocks_.emplace(offset, Block{size});
+    blocks_.emplace(offset, Block{size, is_common});
     allocated_ += size;
     return offset;
 }
@@ -166,6 +166,9 @@ void Arena::free(std::size_t offset) {
     const std::lock_guard lock(mutex_);
     const auto found = blocks_.find(offset);
     if (found == blocks_.end() || found->second.is_pinned) {
+        if (found != blocks_.end() && found->second.is_taken_back) {
+            madvise(base() + offset, found->second.nbytes, MADV_DONTNEED);  // the address stays in use, the memory not
+        }
         return;
     }
     const std::size_t size = found->second.nbytes;
@@ -177,17 +180,58 @@ void Arena::free(std::size_t offset) {
     give_gap(offset, size);
 }
 
+// Lock held.
+std::map<std::size_t, Arena::Block>::iterator Arena::block_around(std::size_t offset) {
+    const auto next = blocks_.upper_bound(offset);
+    return next == blocks_.begin() ? blocks_.end() : std::prev(next);
+}
+
 void Arena::pin(std::size_t offset) {
     const std::lock_guard lock(mutex_);
-    if (const auto next = blocks_.upper_bound(offset); next != blocks_.begin()) {
-        std::prev(next)->second.is_pinned = true;
+    if (const auto found = block_around(offset); found != blocks_.end()) {
+        found->second.is_pinned = true;
     }
+}
+
+void Arena::take_back(std::size_t offset) {
+    const std::lock_guard lock(mutex_);
+    const auto found = block_around(offset);
+    if (found == blocks_.end() || found->second.is_common || found->second.is_taken_back) {
+        return;
+    }
+    auto& [start, block] = *found;
+    const bool is_too_large = block.nbytes >= smallest_checked && block.nbytes > available_memory();
+    void* const fresh = is_too_large ? MAP_FAILED
+                                     : mmap(nullptr, block.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (fresh == MAP_FAILED) {
+        throw OutOfMemory("no memory to take back " + megabytes(block.nbytes) + " from a rank that is lost");
+    }
+    copy_bytes(static_cast<std::byte*>(fresh), base() + start, block.nbytes);
+    // In one step: other threads of this process find the bytes there all the time.
+    if (mremap(fresh, block.nbytes, block.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, base() + start) == MAP_FAILED) {
+        munmap(fresh, block.nbytes);
+        throw OutOfMemory("cannot take back " + megabytes(block.nbytes) + " from a rank that is lost");
+    }
+    block.is_pinned = block.is_taken_back = true;  // its place in the file is still the lost rank's
+    num_taken_back_.fetch_add(1, std::memory_order_release);  // pairs with find
+    (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(start),
+                    static_cast<off_t>(block.nbytes));
+}
+
+bool Arena::is_taken_back(std::size_t offset) const {
+    const std::lock_guard lock(mutex_);
+    const auto next = blocks_.upper_bound(offset);
+    return next != blocks_.begin() && std::prev(next)->second.is_taken_back;
 }
 
 std::optional<std::size_t> Arena::find(const void* address, std::size_t nbytes) const {
     const auto* start = static_cast<const std::byte*>(address);
     const std::size_t offset = static_cast<std::size_t>(start - base());
     if (start < base() || offset >= this->nbytes() || nbytes > this->nbytes() - offset) {
+        return std::nullopt;
+    }
+    // Pairs with the release in take_back.
+    if (num_taken_back_.load(std::memory_order_acquire) != 0 && is_taken_back(offset)) {
         return std::nullopt;
     }
     return offset;

@@ -76,6 +76,9 @@ public:
                 group_.world().arena().pin(posted - 1);
             }
         }
+        if (posted_target_ != 0) {
+            group_.note_shown(posted_target_ - 1);
+        }
     }
 
     Bytes sent = 0, received = 0;
@@ -678,8 +681,10 @@ private:
 
 Status run(Group& group, const Task& task, const WaitOptions& options) {
     if (group.has_error(options.sequence)) {
+        group.show_idle();
         return {StatusCode::given_up};
     }
+    group.begin_call();
     Run run(group, task, options);
     Status status;
     try {
@@ -690,6 +695,9 @@ Status run(Group& group, const Task& task, const WaitOptions& options) {
     }
     if (status.failed() && status.code != StatusCode::mismatch) {
         run.keep_shown();
+        group.leave_call();
+    } else {
+        group.end_call();
     }
     if (group.size() > 1) {
         // Relaxed: counts for statistics.

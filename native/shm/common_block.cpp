@@ -15,7 +15,7 @@ std::size_t words_nbytes(const Group& group) {
 std::uint64_t CommonBlock::allocate(const Group& group, std::size_t nbytes) {
     World& world = group.world();
     world.sweep();  // what was dropped since may be just what is needed
-    return world.arena().allocate(words_nbytes(group) + nbytes);  // zeroed: all members are inside
+    return world.arena().allocate(words_nbytes(group) + nbytes, true);  // zeroed: all members are inside
 }
 
 CommonBlock::CommonBlock(const Group& group, int owner, std::uint64_t offset, std::size_t nbytes)

@@ -88,6 +88,16 @@ std::uint32_t Group::published_round() const {
     return (static_cast<std::int32_t>(even - odd) > 0 ? even : odd) - 1;
 }
 
+bool Group::bar(int rank, std::uint32_t round) {
+    Word& epoch = slot(rank, round).epoch;
+    std::uint32_t found = epoch.load(std::memory_order_acquire);  // pairs with publish
+    // Who has not come to the round has the epoch of two rounds before (or was barred then), or none yet.
+    const bool is_missing = found == round - 1 || found == round || (found == 0 && round < 2);
+    // Pairs with the compare-and-swap in publish: one of both succeeds.
+    const bool is_barred = is_missing && epoch.compare_exchange_strong(found, round + 2, std::memory_order_seq_cst);
+    return is_barred || found == round + 2;
+}
+
 bool Group::bar_missing() {
     if (is_barred_epoch(slot(rank_, 0), 0) || is_barred_epoch(slot(rank_, 1), 1)) {
         return true;
@@ -95,16 +105,53 @@ bool Group::bar_missing() {
     const std::uint32_t round = published_round();
     bool finds_barred = false;
     for (int rank = 0; rank < size(); ++rank) {
-        Word& epoch = slot(rank, round).epoch;
-        std::uint32_t found = epoch.load(std::memory_order_acquire);  // pairs with publish
-        // Who has not come to the round has the epoch of two rounds before (or was barred then), or none yet.
-        const bool is_missing = found == round - 1 || found == round || (found == 0 && round < 2);
-        // Pairs with the compare-and-swap in publish: one of both succeeds.
-        const bool is_barred =
-            is_missing && epoch.compare_exchange_strong(found, round + 2, std::memory_order_seq_cst);
-        finds_barred |= is_barred || found == round + 2;
+        finds_barred |= bar(rank, round);
     }
     return finds_barred;
+}
+
+std::uint32_t Group::bar_self() {
+    while (true) {
+        for (const std::uint32_t parity : {0u, 1u}) {
+            if (is_barred_epoch(slot(rank_, parity), parity)) {
+                // Relaxed: this rank's own, and final. It is barred from this minus 2; the round before was the last.
+                return slot(rank_, parity).epoch.load(std::memory_order_relaxed) - 3;
+            }
+        }
+        bar(rank_, published_round() + 1);  // fails if another thread of this rank comes to it
+    }
+}
+
+bool Group::fence(int rank) {
+    const std::uint32_t last = bar_self();
+    const bool has_come = !bar(rank, last);
+    (void)slot(rank_, last).epoch.load(std::memory_order_acquire);  // pairs with show_epoch: for begin_call before it
+    const std::uint64_t call = first_round_.load(std::memory_order_relaxed);
+    const auto first = static_cast<std::uint32_t>(call);
+    const bool has_shown = call != no_call && static_cast<std::int32_t>(last - first) >= 0;
+    if (!has_shown || (last == first && !has_come)) {
+        return false;
+    }
+    const std::uint64_t out_of = words(rank).out_of.load(std::memory_order_acquire);  // pairs with show_out_of
+    return out_of == 0 || static_cast<std::int32_t>(static_cast<std::uint32_t>(out_of) - first) <= 0;
+}
+
+void Group::show_out_of(std::uint32_t round) {
+    // Pairs with the load in fence: what this rank has written to the memory of others is before it.
+    words(rank_).out_of.store(std::uint64_t{1} << 32 | round, std::memory_order_release);
+}
+
+void Group::note_shown(std::size_t target) {
+    const std::lock_guard lock(end_mutex_);
+    shown_.push_back(target);
+}
+
+void Group::take_back_shown() {
+    const std::lock_guard lock(end_mutex_);
+    for (const std::size_t target : shown_) {
+        world_->arena().take_back(target);
+    }
+    shown_.clear();
 }
 
 template <class IsMissing>

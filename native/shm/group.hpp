@@ -21,6 +21,10 @@
 // concerns all of them alike. If all have come, the round is complete and nobody may give it up.
 // Once all have entered a call, a deadline ends it only if nothing has moved for a while.
 // A deadline that nobody chose ends nothing at all while those that are missing are alive and not stuck: see Patience.
+//
+// *Fencing*: a rank that was lost without proof of its death may continue later. Before a survivor goes on without it, it
+// bars that rank from the round in which its own call failed, and itself from the next one. A rank that is barred never
+// uses what the survivor has shown. One that had come to the call may: it has to be killed, or the memory taken back.
 #pragma once
 
 #include <cstdint>
@@ -88,6 +92,19 @@ public:
     // Bars all ranks that have not come to the round that this rank has published last; false if all have. Any
     // thread of this rank.
     bool bar_missing();
+    // Ends this rank's part in the group, and keeps another rank out of what this one has shown; true if that rank has
+    // entered the last call of this one, which is not finished, and was not seen to leave it. After a group error; any
+    // thread of this rank.
+    bool fence(int rank);
+    // A call of this rank begins with the current round; it is over; it has failed, and this rank uses nothing of it.
+    void begin_call() { first_round_.store(round_, std::memory_order_relaxed); }  // published by show_epoch
+    void end_call() { first_round_.store(no_call, std::memory_order_relaxed); }  // nothing is shown any more
+    void leave_call() { show_out_of(round_ + 1); }
+    // This rank is in no call.
+    void show_idle() { show_out_of(round_); }
+    // After a call that failed others may still write to this block of the arena, until it is taken back.
+    void note_shown(std::size_t target);
+    void take_back_shown();
     // The deadline of the current call is over, says a thread that is not in it: late if a rank was barred, or if
     // nothing has moved for a while. Done if the call is to go on, also because of its patience.
     Status expire(const WaitOptions& options);
@@ -176,6 +193,11 @@ private:
     bool has_staged(int rank, std::size_t nbytes) const { return staged_nbytes(rank) >= nbytes; }
     Word& staged(int rank) const { return words(rank).staged[round_ & 1]; }
     std::uint32_t published_round() const;
+    // Bars a rank from a round unless it has come to it; tells whether it is barred.
+    bool bar(int rank, std::uint32_t round);
+    // Bars this rank from the round after its last one, which is returned.
+    std::uint32_t bar_self();
+    void show_out_of(std::uint32_t round);
     // A number that changes as long as anything moves in this group.
     std::uint64_t count_moves() const;
     // Whether nobody of those who are missing is stuck in another call.
@@ -200,6 +222,8 @@ private:
     std::uint64_t expiring_moves_ = 0;  // what had moved at `expiring_ns_`; see expire
     std::int64_t expiring_ns_ = 0;
     std::uint64_t num_rounds_ = 0;
+    std::atomic<std::uint64_t> first_round_{no_call};  // of the call that this rank is in, or has failed in
+    std::vector<std::size_t> shown_;                   // offsets; guarded by end_mutex_
 };
 
 }  // namespace ferrodist::shm

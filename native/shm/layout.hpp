@@ -155,6 +155,8 @@ struct RankWords {
     Word sending_to;    // rank + 1 whom a blocked send is for; 0: none
     Word cycle_next;    // rank + 1 of the next in a cycle of sends; written by the rank that found it
     Word num_moves;     // parts of large shared memory that this rank has copied or reduced
+    // 1 << 32 | round: since a call failed here, this rank uses nothing that was shown in earlier rounds; 0: none has.
+    std::atomic<std::uint64_t> out_of;
     std::uint32_t leave_reason_nbytes;
     std::byte leave_reason[leave_reason_capacity];
 };

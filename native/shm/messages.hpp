@@ -81,6 +81,10 @@ public:
 
     core::Status wait(core::Request& request, const core::WaitOptions& options, bool holds_caller) override;
     bool test(core::Request& request) override { return progress_.test(request); }
+    void start_progress() override {
+        const auto guard = progress_.lock();
+        progress_.start();
+    }
     // The cycle of sends that this rank's send to `peer` is part of, from its lowest rank on; or none.
     std::vector<int> find_send_cycle(int peer);
 

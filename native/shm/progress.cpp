@@ -154,15 +154,19 @@ bool Progress::test(core::Request& request) {
 
 // -- the thread ----------------------------------------------------------------------------------------
 
+void Progress::start() {
+    if (!thread_.joinable()) {
+        thread_ = core::start_thread([this] { run(); });
+    }
+}
+
 void Progress::note_unattended() {
     ++num_calls_;
     if (is_parked_) {
         is_parked_ = false;
         changed_.notify_all();
     }
-    if (!thread_.joinable()) {
-        thread_ = core::start_thread([this] { run(); });
-    }
+    start();
 }
 
 void Progress::run() {

@@ -42,6 +42,8 @@ public:
 
     void add(Messages& messages) { all_.push_back(&messages); }
     void remove(Messages& messages);
+    // Starts the thread unless it runs.
+    void start();
     // A request was posted that its owner may not wait for.
     void note_unattended();
     Doorbell& doorbell() const { return doorbell_; }

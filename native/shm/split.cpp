@@ -80,7 +80,9 @@ public:
             return {StatusCode::group_error};
         }
         for (const int member : split_.members_) {
-            const bool is_out = split_.parent_->is_gone(member) && !split_.has_come(member);
+            // Nobody has the group yet while this rank waits here: one that has come and died is lost, too.
+            const bool is_dead = split_.parent_->world().is_dead(split_.parent_->world_rank(member));
+            const bool is_out = is_dead || (split_.parent_->has_left(member) && !split_.has_come(member));
             if (is_out && member != split_.parent_->rank()) {
                 return {StatusCode::lost, member};
             }

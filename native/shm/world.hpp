@@ -46,7 +46,11 @@ public:
         const std::uint64_t beat = peer.header().beat.count.load(std::memory_order_relaxed);
         quiet_ns_ = beat == beat_ ? quiet_ns_ + std::min(passed_ns, 2 * longest_sleep_ns) : 0;
         beat_ = beat;
-        return quiet_ns_ > limit_ns && peer.hook >= 0;
+        if (quiet_ns_ <= limit_ns || peer.hook < 0) {
+            return false;
+        }
+        quiet_ns_ = is_traced(peer.hook) ? 0 : quiet_ns_;  // a debugger that lets it go gives it all its time again
+        return quiet_ns_ != 0;
     }
 
 private:

@@ -188,4 +188,34 @@ TEST(threads_take_and_free_blocks_at_once) {
     CHECK_EQUAL(arena.allocate(63 * megabyte), page);
 }
 
+TEST(a_block_that_is_taken_back_keeps_its_bytes_and_shows_nothing_that_others_write) {
+    Arena arena(page, megabyte);
+    const std::size_t before = arena.allocate(page), block = arena.allocate(3 * page), after = arena.allocate(page);
+    const shm::Mapping others(arena.fd());
+    arena.base()[block + page] = std::byte{7};
+    CHECK(others.base()[block + page] == std::byte{7});
+    arena.take_back(block + page);
+    CHECK(arena.base()[block + page] == std::byte{7});
+    others.base()[block + page] = std::byte{9};
+    CHECK(arena.base()[block + page] == std::byte{7});
+    CHECK(!arena.find(arena.base() + block, page));
+    CHECK(!arena.find(arena.base() + block + 2 * page, page));
+    for (const std::size_t neighbour : {before, after}) {
+        CHECK(arena.find(arena.base() + neighbour, page));
+        others.base()[neighbour] = std::byte{5};
+        CHECK(arena.base()[neighbour] == std::byte{5});
+    }
+    arena.free(block);  // its place is not given to another block, which the others could write to
+    CHECK(arena.allocate(page) > after);
+}
+
+TEST(a_block_that_users_share_is_not_taken_back) {
+    Arena arena(page, megabyte);
+    const std::size_t block = arena.allocate(page, true);
+    arena.take_back(block);
+    const shm::Mapping others(arena.fd());
+    others.base()[block] = std::byte{5};
+    CHECK(arena.base()[block] == std::byte{5});
+}
+
 }  // namespace ferrodist::tests

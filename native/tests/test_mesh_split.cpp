@@ -147,4 +147,42 @@ TEST(a_member_that_gave_up_as_the_last_one_came_is_lost_to_the_group) {
     CHECK(go_round(*group, 1, 0).failed());
 }
 
+// Rank 1 has seen all come, and rank 0 has not: what rank 0 says of it stands, and rank 0 counts as alive.
+TEST(a_split_that_a_member_gives_up_ends_the_group_with_its_error) {
+    Meshes meshes(2);
+    Split one(meshes.shared_group(0), {0, 1}, 5);
+    const GroupPointer group = split(meshes.shared_group(1), {0, 1}, 5);
+    one.give_up("rank 2 is lost");
+    CHECK(eventually([&] { return group->own_error().has_value(); }));
+    CHECK_EQUAL(go_round(*group, 1, 1).code, StatusCode::given_up);
+    CHECK(group->group_error(1) == std::optional<std::string>("rank 2 is lost"));
+    CHECK(group->own_error() == one.group()->own_error());
+}
+
+TEST(who_comes_to_a_split_after_a_member_gave_it_up_waits_for_that_member) {
+    Meshes meshes(2);
+    const Wait wait(soon);
+    Split one(meshes.shared_group(0), {0, 1}, 5);
+    CHECK(eventually([&] { return !meshes.mesh(1).invitations_of(0).empty(); }));
+    one.give_up("rank 2 is lost");
+    CHECK(eventually([&] { return meshes.mesh(1).invitations_of(0).empty(); }));
+    Split two(meshes.shared_group(1), {0, 1}, 5);
+    CHECK(eventually([&] { return two.absent() == std::vector<int>{0}; }));
+    CHECK_EQUAL(two.wait(wait.options).code, StatusCode::late);
+}
+
+TEST(a_member_that_came_to_a_split_and_died_ends_the_wait_for_another) {
+    Meshes meshes(3, {.strangers = {1}});
+    const std::vector<int> list{0, 1, 2};
+    const net::Bytes bytes = std::as_bytes(std::span(list));
+    meshes.stranger(1, 0).say({.kind = net::FrameKind::join, .group = 5}, Buffer(bytes.begin(), bytes.end()));
+    const Wait wait;
+    Split one(meshes.shared_group(0), list, 5);
+    eventually([&] { return one.absent() == std::vector<int>{2}; });
+    meshes.stranger(1, 0).link.close();
+    const core::Status status = one.wait(wait.options);
+    CHECK_EQUAL(status.code, StatusCode::lost);
+    CHECK_EQUAL(status.failed_rank, 1);
+}
+
 }  // namespace ferrodist::tests

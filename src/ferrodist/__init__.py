@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         CollectiveMismatch,
         CollectiveTimeout,
         DistributedError,
+        Evicted,
         GroupAborted,
         InvalidArgument,
         InvalidRank,
@@ -109,8 +110,9 @@ __all__ = [
     # errors
     "DistributedError", "InvalidArgument", "InvalidWorldSize", "InvalidRank", "InvalidShape",
     "SelfSend", "UnsupportedArray", "UnsupportedOp", "CollectiveMismatch", "SizeMismatch",
-    "CollectiveTimeout", "RankLost", "GroupAborted", "RendezvousError", "AuthenticationError",
-    "ProtocolError", "BackendUnavailable", "BackendClosed", "NotInitialized", "OutOfMemory",
+    "CollectiveTimeout", "RankLost", "GroupAborted", "Evicted", "RendezvousError",
+    "AuthenticationError", "ProtocolError", "BackendUnavailable", "BackendClosed",
+    "NotInitialized", "OutOfMemory",
 ]  # fmt: skip
 
 _NAMES_OF = {
@@ -134,7 +136,7 @@ _NAMES_OF = {
     "config": "Config DEFAULT DEFAULT_COLLECTIVE_TIMEOUT",
     "errors": (
         "AuthenticationError BackendClosed BackendUnavailable CollectiveMismatch "
-        "CollectiveTimeout DistributedError GroupAborted InvalidArgument InvalidRank "
+        "CollectiveTimeout DistributedError Evicted GroupAborted InvalidArgument InvalidRank "
         "InvalidShape InvalidWorldSize NotInitialized OutOfMemory ProtocolError RankLost "
         "RendezvousError SelfSend SizeMismatch UnsupportedArray UnsupportedOp"
     ),

@@ -150,14 +150,23 @@ def works_of(group: object | None) -> list[Any]:
 def forget_works() -> None:
     """In a forked child: the Works in flight are the parent's."""
 
-def next_completions(timeout: float) -> list[Any]:
-    """Wait for calls that are over and that somebody wants to hear of; return their Works."""
-
-def wake_completions() -> None:
-    """Let next_completions() return, with a None."""
+def begin_listening() -> int:
+    """Let a new thread get the completions; return what it passes to next_completions()."""
 
 def end_listening() -> None:
-    """Say that the callbacks thread ends: the next call in flight starts another."""
+    """Let the thread that gets the completions end, unless a Work is in flight."""
+
+def next_completions(listener: int) -> list[Any] | None:
+    """Wait for calls that are over and have callbacks, or errors; return their Works.
+
+    None if another thread gets them.
+    """
+
+def wait_for_callbacks(seconds: float) -> bool:
+    """Wait for callbacks that are running; tell whether none is."""
+
+def guard(run: Callable[[], Any], on_error: Callable[[BaseException], None]) -> Any:
+    """Return run(); if it raises, call on_error(error) until it returns, and raise."""
 
 class Tickets:
     """Numbers calls from 1; each runs when all before it have ended."""
@@ -165,6 +174,16 @@ class Tickets:
     def __init__(self) -> None: ...
     def take(self) -> int:
         """Draw the next number."""
+
+    def take_for(self, put: Callable[[Any], object], job: Callable[[int], None]) -> None:
+        """Draw the next number and put (job, number): between the two no signal is handled."""
+
+    def run(self, running: Any, ticket: int = 0, in_background: bool = False) -> Any:
+        """Do a call under the next number, or one drawn before.
+
+        Calls running.run(number, in_background), then running.end(number, error or None) until it
+        returns. Returns what run returned, or raises.
+        """
 
     def wait(self, number: int, poll: Callable[[], float]) -> None:
         """Wait until all calls before have ended; poll() may raise, or says how long to sleep."""
@@ -229,6 +248,12 @@ class World:
     def invitations_of(self, rank: int) -> list[list[int]]:
         """List the groups, as world ranks, that a process waits to join."""
 
+    def is_dead(self, rank: int) -> bool:
+        """Tell whether a process is gone."""
+
+    def beats_of(self, rank: int) -> int:
+        """Count the heartbeats of a process."""
+
     def sweep(self) -> None:
         """Free what is left of groups that all have left."""
 
@@ -288,9 +313,9 @@ class NativeGroup:
         """End the thread that runs calls in flight; it begins none any more."""
 
     def start_prepared(
-        self, backend: Any, kind: int, run: Callable[..., None], finish: Callable[[], Any]
+        self, backend: Any, kind: int, running: Any, finish: Callable[[], Any]
     ) -> Any:
-        """Put a call in flight whose collectives run(ticket, in_background) does."""
+        """Put a call in flight that Tickets.run does."""
 
     @property
     def is_stopping(self) -> bool:
@@ -369,6 +394,8 @@ class MessageGroup(NativeGroup):
         recv_tag: int,
         header: bytes,
         target: WriteableBuffer | None,
+        takes_object: bool,
+        takes_shorter: bool,
         deadline: Deadline,
         finish: Callable[[Any, int, int, bytes], Any],
     ) -> Any:
@@ -471,6 +498,12 @@ class SharedGroup(MessageGroup):
     ) -> Status:
         """Do one whole collective; return its status."""
 
+    def fence(self, rank: int) -> bool:
+        """Keep a rank out of what this one has shown; tell whether it may be using that already."""
+
+    def take_back_shown(self) -> None:
+        """Let what was shown in a call that failed be memory of this process alone."""
+
     def note_move(self) -> None:
         """Let the others see that the current call gets on."""
 
@@ -500,6 +533,12 @@ class Split:
     def group(self) -> SharedGroup:
         """Return the group, when all members have come."""
 
+def is_traced(pidfd: int) -> bool:
+    """Tell whether a debugger holds a process."""
+
+def is_progress_thread() -> bool:
+    """Tell whether the calling thread runs callbacks."""
+
 def mark_progress_thread() -> None:
     """Say that the calling thread runs callbacks, which must not communicate."""
 
@@ -509,7 +548,7 @@ class Mesh:
     def __init__(
         self,
         rank: int,
-        links: Sequence[tuple[int, bytes]],
+        links: Sequence[tuple[int, bytes, int]],
         heartbeat: float,
         heartbeat_timeout: float,
         piece_nbytes: int,
@@ -567,6 +606,9 @@ class TcpGroup(MessageGroup):
 
     def exit(self) -> None:
         """Leave a call whose last part was done elsewhere."""
+
+    def give_up_split(self, text: bytes) -> None:
+        """End a group that not all members have yet, with this group error."""
 
     @property
     def leaves_deaths(self) -> bool:
@@ -712,6 +754,13 @@ class TcpSplit:
 
     def group(self) -> TcpGroup:
         """Return the group, when all members have come."""
+
+    def give_up(self, text: bytes) -> None:
+        """Let this group error end the group for members that have it already."""
+
+    @property
+    def error(self) -> bytes | None:
+        """The group error of a member that has given up, or None."""
 
 def encode_frame(
     kind: int,

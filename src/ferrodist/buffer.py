@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ferrodist.errors import out_of_memory
+
 
 class DType(enum.IntEnum):
     """Element types ferrodist can move and reduce. The values are the native codes."""
@@ -122,7 +124,10 @@ class Buffer:
     def empty(cls, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Allocate fresh, uninitialised memory of our own."""
         nbytes = math.prod(shape) * dtype.itemsize
-        return cls(np.empty(nbytes, np.uint8).data, dtype, shape)
+        try:
+            return cls(np.empty(nbytes, np.uint8).data, dtype, shape)
+        except MemoryError as error:
+            raise out_of_memory(nbytes) from error
 
     @classmethod
     def of_numbers(cls, numbers: np.ndarray[Any, Any]) -> Buffer:
@@ -132,7 +137,10 @@ class Buffer:
 
     def copy(self) -> Buffer:
         """Copy the content to memory of its own."""
-        return Buffer(memoryview(bytes(self.memory)), self.dtype, self.shape)
+        try:
+            return Buffer(memoryview(bytes(self.memory)), self.dtype, self.shape)
+        except MemoryError as error:
+            raise out_of_memory(self.nbytes) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

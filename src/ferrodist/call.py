@@ -145,7 +145,8 @@ class Call(NamedTuple):
     """What one rank asked for. Ranks must agree on all of it but ``site``.
 
     ``site`` is text where the call is another process's. ``compared`` stands in for ``leaves`` in
-    the fingerprint where sizes may differ by rank.
+    the fingerprint where sizes may differ by rank. ``refused`` is why this rank refuses its own
+    arguments, as the name and the text of an error: then the calls of the others do not match.
     """
 
     kind: Kind
@@ -158,6 +159,7 @@ class Call(NamedTuple):
     compared: tuple[Leaf, ...] | None = None
     pickle: bool = False
     counts: tuple[int, ...] | None = None  # rows of each rank, where all pass them
+    refused: tuple[str, str] | None = None
 
     def fingerprint(self, *, checks_site: bool = False) -> int:
         """Hash what ranks must agree on to 64 bits; where it was called is a part if asked for."""
@@ -172,6 +174,8 @@ class Call(NamedTuple):
         for path, dtype, shape in self.leaves if self.compared is None else self.compared:
             numbers += (_native.hash_text(path), dtype, len(shape), *shape)
         numbers += self.counts or ()
+        if self.refused is not None:  # for whatever reason: all ranks may refuse the same call
+            numbers.append(_native.hash_text("refused"))
         if checks_site:
             numbers.append(_native.hash_text(str(self.site)))
         return _native.fingerprint(numbers)

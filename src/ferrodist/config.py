@@ -166,7 +166,10 @@ class Config:
         "hybrid on several",
     )
     join_timeout: float = _setting(
-        60.0, _SECONDS, "how long the ranks of a job wait for each other at startup"
+        DefaultTimeout(60.0),
+        _SECONDS,
+        "how long the ranks of a job wait for each other at startup; exact if you set it, "
+        "otherwise ranks of ferrodist run on one host wait as long as for a late call",
     )
     heartbeat: float = _setting(
         1.0, _SECONDS, "interval between heartbeats of a process", shared=True

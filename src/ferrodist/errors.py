@@ -13,10 +13,11 @@
       CollectiveTimeout(TimeoutError)      a rank did not arrive in time
       RankLost(ConnectionError)            a rank is gone
       GroupAborted                         the group was given up, by a rank or after a timeout
+        Evicted                            ... because of this rank: others may go on without it
       RendezvousError(ConnectionError)     the ranks did not find each other
       AuthenticationError(ConnectionError) a peer could not prove that it belongs to the job
       ProtocolError(ConnectionError)       bytes that cannot be right
-      OutOfMemory(MemoryError)             no memory for a message or a shared array, on some rank
+      OutOfMemory(MemoryError)             no memory for an array, a copy or a message, on some rank
       BackendUnavailable(ImportError)      a dependency is missing
       BackendClosed                        used after close(), or in a forked child
       NotInitialized                       no backend was passed and init() was not called
@@ -123,6 +124,10 @@ class GroupAborted(DistributedError):
     """The group was aborted; ``reason`` says why, ``rank`` by which rank."""
 
 
+class Evicted(GroupAborted):
+    """The other ranks have lost this one, which is alive, and may have gone on without it."""
+
+
 class RendezvousError(DistributedError, ConnectionError):
     """The ranks of a job could not find or connect to each other."""
 
@@ -136,7 +141,24 @@ class ProtocolError(DistributedError, ConnectionError):
 
 
 class OutOfMemory(DistributedError, MemoryError):
-    """A rank had no memory for a message or a shared array. The group stays usable."""
+    """A rank had no memory for an array, a copy or a message. The group stays usable.
+
+    ``nbytes`` is how much was asked for, None where that is not known.
+    """
+
+    nbytes: int | None = None
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Tell whether NumPy, Python or torch raised this because there is no memory."""
+    is_ours = isinstance(error, DistributedError)
+    # torch raises a RuntimeError with these words.
+    return not is_ours and (isinstance(error, MemoryError) or "can't allocate memory" in str(error))
+
+
+def out_of_memory(nbytes: int) -> OutOfMemory:
+    """Make the error of an array, or a copy, that there is no memory for."""
+    return OutOfMemory(f"no memory for {nbytes} bytes ({nbytes >> 20} MiB)", nbytes=nbytes)
 
 
 class BackendUnavailable(DistributedError, ImportError):

@@ -31,8 +31,9 @@ _OBJECT = "object"
 class Status(NamedTuple):
     """Source, tag, dtype and shape of a message, as returned by ``probe``.
 
-    ``dtype`` is a name such as ``"float32"``. It is ``"object"``, with shape ``()``, for a message
-    of ``send_object``. A receive from ``PROC_NULL`` has source ``PROC_NULL`` and tag ``ANY_TAG``.
+    ``dtype`` is a name such as ``"float32"``. For a message of ``send_object`` it is ``"object"``,
+    and the shape is ``(n,)`` where n is the number of bytes of the encoded object. A receive from
+    ``PROC_NULL`` has source ``PROC_NULL`` and tag ``ANY_TAG``.
     """
 
     source: int
@@ -47,8 +48,9 @@ class Status(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the array in bytes; 0 for an object."""
-        return 0 if self.is_object else math.prod(self.shape) * DTYPES_BY_LABEL[self.dtype].itemsize
+        """Size of the array, or of the encoded object, in bytes."""
+        itemsize = 1 if self.is_object else DTYPES_BY_LABEL[self.dtype].itemsize
+        return math.prod(self.shape) * itemsize
 
 
 _NOBODY: tuple[Any, Any] = (PROC_NULL, ANY_TAG)

@@ -15,7 +15,7 @@ from ferrodist.testing import run_ranks
 CALLS = collectives.__all__
 SHOWN = {
     *CALLS,
-    *("rank", "world_size", "local_rank", "local_world_size"),
+    *("rank", "world_size", "local_rank", "local_world_size", "members"),
     *("timeout", "reproducible", "is_closed"),
     *("empty", "zeros", "like", "shared"),
     *("split", "split_by", "dup", "grid", "abort", "close", "statistics"),
@@ -40,7 +40,19 @@ def test_backends_that_are_processes_show_the_same():
     assert ferrodist.run(names, ranks=1, timeout=60) == [sorted(SHOWN)]
 
 
-@pytest.mark.parametrize("name", ["rank", "world_size", "local_rank", "local_world_size"])
+def test_members_are_the_world_ranks_of_a_group(start):
+    def body(backend, pipe):
+        assert backend.members == (0, 1, 2)
+        group = backend.split([2, 0, 1])
+        return group.members, group.split([1, 0]).members if group.rank < 2 else None
+
+    with start(3, body) as job:
+        assert job.results() == [((2, 0, 1), (0, 2)), ((2, 0, 1), None), ((2, 0, 1), (0, 2))]
+
+
+@pytest.mark.parametrize(
+    "name", ["rank", "world_size", "local_rank", "local_world_size", "members"]
+)
 def test_facts_cannot_be_changed(backend, name):
     with pytest.raises(AttributeError):
         setattr(backend, name, 1)
@@ -65,6 +77,22 @@ def test_type_checkers_see_the_same_parameters():
     assert seen == {
         name: set(inspect.signature(getattr(ferrodist.Backend, name)).parameters) for name in CALLS
     }
+
+
+@pytest.mark.slow
+def test_methods_have_the_types_of_the_functions(tmp_path):
+    api = pytest.importorskip("mypy.api", reason="make lint installs mypy")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from typing import assert_type\n"
+        "import ferrodist\n"
+        "b = ferrodist.init()\n"
+        "assert_type(b.allreduce(1.0), float)\n"
+        "assert_type(b.broadcast(1.0, async_op=True), ferrodist.Work[float])\n"
+        "assert_type(b.reduce(1.0), float | None)\n"
+    )
+    said, errors, code = api.run(["--config-file=", str(program)])
+    assert code == 0, said + errors
 
 
 def options_of(node):

@@ -53,8 +53,11 @@ def test_a_grid_is_a_backend_of_its_groups_class():
         assert {"shape", "coords", "shift", "sub", "allreduce", "split"} <= set(dir(grid))
         assert not {"shape", "shift"} & set(dir(backend))
         assert not hasattr(backend, "shape")
-        for plain in (grid.split([grid.rank]), grid.dup(), grid.split_by(0)):
+        for plain in (grid.split([grid.rank]), grid.split_by(0)):
             assert type(plain) is SimulatedBackend
+        twin = grid.dup()
+        assert (twin.shape, twin.periodic, twin.coords) == (grid.shape, grid.periodic, grid.coords)
+        assert twin.neighbor_all_gather(twin.rank)[0] == 1 - twin.rank
         return repr(grid)
 
     shown = "<SimulatedBackend grid (2, 1) rank 1 of 2 at (1, 0)>"
@@ -67,7 +70,7 @@ def test_a_grid_is_a_backend_of_its_groups_class():
 def test_a_grid_hides_nothing_of_its_groups_class(kind):
     """Not its attributes either, which only an instance has."""
     files = [inspect.getsource(inspect.getmodule(one)) for one in kind.__mro__[:-3]]
-    meant = {"split", "_abc_impl"}  # and what Python puts into every class
+    meant = {"split", "dup", "_abc_impl"}  # and what Python puts into every class
     own = {name for name in {*vars(Grid), *Grid.__annotations__} - meant if name[:2] != "__"}
     assert own
     for name in own:

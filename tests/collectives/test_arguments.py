@@ -1,6 +1,8 @@
 """What the public functions refuse, and that they refuse it before anything is sent."""
 
 import datetime
+import itertools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -182,6 +184,10 @@ def test_out_may_be_x_itself_or_an_allowed_part_and_nothing_else():
         whole[rank] = rank
         ferrodist.all_gather(whole[rank], backend, out=whole.reshape(-1))
         assert whole.tolist() == [[r, r] for r in range(world)]
+        whole = np.full((world, 2), -1.0)
+        whole[rank] = rank
+        gathered = ferrodist.gather(whole[rank], backend, 1, out=whole.reshape(-1))
+        assert gathered is None or whole.tolist() == [[r, r] for r in range(world)]
         parts = np.arange(6.0).reshape(world, 2)
         ferrodist.reduce_scatter(parts.reshape(-1), backend, out=parts[rank])
         assert parts[rank].tolist() == [6.0 * rank, 6.0 * rank + 3]
@@ -198,7 +204,7 @@ def test_out_may_be_x_itself_or_an_allowed_part_and_nothing_else():
         lambda b, a: ferrodist.allreduce(a[:3], b, out=a[1:4]),
         lambda b, a: ferrodist.all_gather(a[1:2], b, out=a[:2]),
         lambda b, a: ferrodist.reduce_scatter(a[:4], b, out=a[1:3]),
-        lambda b, a: ferrodist.gather(a[:1], b, out=a[:2]),
+        lambda b, a: ferrodist.gather(a[1:2], b, out=a[:2]),
         lambda b, a: ferrodist.allreduce(a[:6:2], b, out=a[:3]),
         lambda b, a: ferrodist.allreduce(
             {"p": a[:2], "q": a[2:4]}, b, out={"p": a[2:4], "q": a[:2]}
@@ -208,9 +214,10 @@ def test_out_may_be_x_itself_or_an_allowed_part_and_nothing_else():
     ],
 )
 def test_any_other_overlap_is_refused(call):
-    error = InvalidArgument
-    if "uneven" in call.__code__.co_names[1]:
+    error, name = InvalidArgument, call.__code__.co_names[1]
+    if "uneven" in name:
         error = ferrodist.CollectiveMismatch  # sizes are known only after they were exchanged
+    is_refused_in_call = name in ("all_gather", "gather", "reduce_scatter", "all_gather_uneven")
 
     def body(backend):
         with pytest.raises(error, match="overlaps"):
@@ -223,7 +230,38 @@ def test_any_other_overlap_is_refused(call):
                 call(backend, np.arange(8.0))
         return ferrodist.allreduce(1, backend)
 
-    run_ranks(2, body if error is ferrodist.CollectiveMismatch else rank_0_alone)
+    run_ranks(2, body if is_refused_in_call else rank_0_alone)
+
+
+def gather_parts_of_out(backend: Any) -> None:
+    """Let every rank pass its rows of the array that all rows are gathered in."""
+    rank, counts = backend.rank, [2, 0, 3]
+    begin = sum(counts[:rank])
+    wanted = [[10.0 * r + n, -1.0] for r in range(3) for n in range(counts[r])]
+    for gather, is_async in itertools.product(
+        (ferrodist.all_gather_uneven, ferrodist.gather_uneven), (False, True)
+    ):
+        out = np.full((sum(counts), 2), -1.0)
+        mine = out[begin : begin + counts[rank]]
+        mine[:, 0] = 10 * rank + np.arange(counts[rank])
+        found = gather(mine, backend, out=out, async_op=is_async)
+        found = found.wait(20) if is_async else found
+        assert found is (out if gather is ferrodist.all_gather_uneven or rank == 0 else None)
+        assert found is None or out.tolist() == wanted
+    x = np.arange(5.0)
+    part = x[begin : begin + counts[rank]]
+    wanted = (3 * part).tolist()
+    ferrodist.reduce_scatter_uneven(x, counts, backend, out=part)
+    assert part.tolist() == wanted
+
+
+def test_uneven_calls_between_threads_take_the_part_of_this_rank():
+    run_ranks(3, gather_parts_of_out)
+
+
+def test_uneven_calls_take_the_part_of_this_rank(start):
+    with start(3, lambda backend, pipe: gather_parts_of_out(backend)) as job:
+        job.results()
 
 
 def test_interleaved_views_that_share_nothing_are_fine():
@@ -520,3 +558,20 @@ def test_what_others_call_an_op_is_that_op(start, name, op):
 
     with start(2, body) as job:
         assert job.results() == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda b: b.allreduce(np.ones(3), out=[0, 0, 0]),
+            "out is a list, but x is a single array",
+        ),
+        (lambda b: b.exscan([1, 2]), "join its parts, or call it for each"),
+        (lambda b: b.scatter_uneven(["a"], [1]), "use scatter_object"),
+        (lambda b: b.gather_uneven("text"), "use gather_object"),
+    ],
+)
+def test_advice_names_what_helps(alone, call, words):
+    with pytest.raises((InvalidArgument, UnsupportedArray), match=words):
+        call(alone)

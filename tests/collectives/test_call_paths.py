@@ -9,13 +9,11 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import ferrodist
 from ferrodist import DistributedError, ReduceOp, _native
@@ -710,27 +708,3 @@ def test_messages_are_refused_in_the_same_words_on_both_paths(start):
         if "misfit" in name:
             assert "rank 0 sent float32[4], this rank expected float32[5]" in general
             assert "test_call_paths.py:" in general
-
-
-# -- without memory --------------------------------------------------------------------------------
-
-
-def test_out_of_memory_says_the_size_and_the_group_goes_on(start):
-    def body(backend, pipe):
-        x, strided = np.zeros(64 << 20, np.uint8), torch.zeros(64 << 20, 2, dtype=torch.uint8)[:, 0]
-        ferrodist.allreduce(torch.ones(1), backend)  # from the second one on the path is fast
-        if backend.rank == 0:
-            with open("/proc/self/statm") as sizes:
-                used = int(sizes.read().split()[0]) * resource.getpagesize()
-            before = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
-            try:
-                for one in (x, strided):
-                    with pytest.raises(MemoryError, match=r"67108864 bytes \(64 MiB\)"):
-                        ferrodist.allreduce(one, backend)
-            finally:
-                resource.setrlimit(resource.RLIMIT_AS, before)
-        return ferrodist.allreduce(1, backend)
-
-    with start(2, body) as job:
-        assert job.results() == [2, 2]

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -122,3 +123,55 @@ def test_a_backend_dropped_without_close_leaves_its_group():
         return len(backend._world._groups)
 
     assert run_ranks(2, body) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "num_closes",
+    [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+)
+def test_groups_close_while_another_thread_has_calls_of_another_group_in_flight(
+    start_job, num_closes
+):
+    def body(backend, pipe):
+        other, is_over, called = backend.dup(), threading.Event(), []
+
+        def call_on() -> None:
+            while not is_over.is_set():
+                work = other.allreduce(1, async_op=True)
+                work.add_done_callback(lambda work: called.append(work.result()))
+                work.wait()
+
+        thread = threading.Thread(target=call_on)
+        thread.start()
+        for _ in range(num_closes):
+            with backend.dup() as group:
+                work = group.allreduce(1, async_op=True)
+                work.add_done_callback(lambda work: None)
+        is_over.set()
+        thread.join()
+        return set(called)
+
+    with start_job(1, body) as job:
+        assert job.results(500) == [{1}]
+
+
+def test_close_does_not_wait_for_callbacks_of_another_group_for_ever(start):
+    """That callback waits for this very thread."""
+
+    def body(backend, pipe):
+        group, is_closed, is_called = backend.dup(), threading.Event(), threading.Event()
+        if backend.rank == 1:
+            backend.recv(0)
+            return float(backend.allreduce(1.0) - 2)
+        work = backend.allreduce(1.0, async_op=True)
+        work.add_done_callback(lambda work: (is_called.set(), is_closed.wait(20)))
+        backend.send(0, 1)  # only now the other rank makes the call
+        assert is_called.wait(20)
+        begun = time.monotonic()
+        group.close()
+        took = time.monotonic() - begun
+        is_closed.set()
+        return took
+
+    with start(2, body) as job:
+        assert max(job.results()) < 10

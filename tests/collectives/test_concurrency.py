@@ -570,6 +570,24 @@ def test_ctrl_c_in_a_rank_that_is_the_main_thread_aborts_the_others():
     assert done.stdout == f"['{words}'] True\n", done.stderr
 
 
+def test_a_call_in_flight_holds_no_arrays_when_it_is_done():
+    """Else DDP may take a bucket for one that the program keeps, and move it."""
+
+    def body(backend):
+        held = []
+        for call in (backend.allreduce, backend.broadcast, backend.all_gather):
+            x = np.full(3, backend.rank)
+            array = weakref.ref(x)
+            work = call({"x": x}, async_op=True)
+            del x
+            work.add_done_callback(lambda work, array=array: held.append(array() is not None))
+            work.wait()
+        backend.barrier(async_op=True).wait()  # the callbacks have run
+        return held
+
+    assert run_ranks(2, body) == [[False] * 3] * 2
+
+
 def test_a_callback_that_fails_or_waits_does_not_stop_the_calls_behind_it(caplog):
     def body(backend):
         second = []

@@ -39,7 +39,60 @@ def test_no_number_is_any_source_and_copies_are_the_same():
 def test_a_status_tells_how_large_a_message_is():
     assert Status(0, 1, "float16", (3, 4)).nbytes == 24
     assert not Status(0, 1, "float16", (3, 4)).is_object
-    assert Status(0, 1, "object", ()).is_object
+    assert Status(0, 1, "object", (7,)).is_object
+    assert Status(0, 1, "object", (7,)).nbytes == 7
+
+
+def status_of_an_object(backend):
+    if backend.rank == 0:
+        return backend.send_object(b"x" * 1000, 1)
+    found = [backend.probe(0), ferrodist.try_probe(0, backend)]
+    found.append(backend.recv_object(0, with_status=True)[1])
+    return [(status.is_object, 1000 < status.nbytes < 1020) for status in found]
+
+
+def test_the_status_of_an_object_has_its_size(start):
+    with start(2, lambda backend, pipe: status_of_an_object(backend)) as job:
+        assert job.results() == [None, [(True, True)] * 3]
+
+
+def test_the_status_of_an_object_between_threads_has_its_size():
+    assert run_ranks(2, status_of_an_object) == [None, [(True, True)] * 3]
+
+
+def exchange_with_status(backend):
+    """Send rank + 1 rows to the right, into room for ten rows there."""
+    rank, world = backend.rank, backend.world_size
+    right, left = (rank + 1) % world, (rank - 1) % world
+    for is_async in (False, True):
+        room = np.full(10, -1.0)
+        found = backend.sendrecv(
+            np.full(rank + 1, float(rank)),
+            right,
+            left,
+            out=room,
+            tag=rank,
+            recv_tag=ANY_TAG,
+            with_status=True,
+            async_op=is_async,
+        )
+        got, status = found.wait(20) if is_async else found
+        assert np.shares_memory(got, room)
+        assert room.tolist() == [left] * (left + 1) + [-1] * (9 - left)
+        assert got.shape == status.shape == (left + 1,)
+        assert (status.source, status.tag) == (left, left)
+        nothing = backend.sendrecv(1, PROC_NULL, PROC_NULL, out=room, with_status=True)
+        assert nothing[0] is room
+        assert nothing[1].source is PROC_NULL
+
+
+def test_sendrecv_takes_a_shorter_message_with_its_status(start):
+    with start(3, lambda backend, pipe: exchange_with_status(backend)) as job:
+        job.results()
+
+
+def test_sendrecv_between_threads_takes_a_shorter_message_with_its_status():
+    run_ranks(3, exchange_with_status)
 
 
 # -- losses ----------------------------------------------------------------------------------------

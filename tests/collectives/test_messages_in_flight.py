@@ -17,9 +17,6 @@ import pytest
 
 import ferrodist
 from ferrodist import CollectiveTimeout, InvalidArgument, RankLost, SizeMismatch, _native
-from ferrodist.backends import request_work
-from ferrodist.backends.progress import ProgressThread
-from ferrodist.deadline import Deadline
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -398,17 +395,3 @@ def test_a_program_may_end_with_requests_in_flight(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("over") == 2
-
-
-def test_a_backend_may_be_dropped_while_the_callbacks_thread_is_started(monkeypatch):
-    """A finalizer runs wherever memory is collected, also between two lines of start()."""
-    callbacks, ended = request_work._Callbacks(), []
-
-    class Started(ProgressThread):
-        def start(self) -> None:
-            callbacks.end(Deadline(None))
-            ended.append(self)
-
-    monkeypatch.setattr(request_work, "ProgressThread", Started)
-    callbacks.start()
-    assert len(ended) == 1

@@ -9,7 +9,7 @@ from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, IntEnum
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
 from zoneinfo import ZoneInfo
@@ -72,6 +72,8 @@ SAMPLES = [
     timedelta(days=-3, microseconds=7),
     Path("/a/b"),
     Path(),
+    PurePosixPath("a/b"),
+    PureWindowsPath("c:/a"),
     UUID(int=2**128 - 1),
     Decimal("-1.50"),
     Decimal("NaN"),
@@ -531,7 +533,7 @@ def test_the_advice_for_what_is_no_array_is_the_twin_of_the_call():
         (ferrodist.gather, "use gather_object"),
         (ferrodist.scatter, "use scatter_object"),
         (ferrodist.all_to_all, "use broadcast_object or all_gather_object"),
-        (ferrodist.all_gather_uneven, "use broadcast_object or all_gather_object"),
+        (ferrodist.all_gather_uneven, "or use all_gather_object"),
     ):
         with pytest.raises(TypeError, match=twin):
             call([np.array([None])], alone)

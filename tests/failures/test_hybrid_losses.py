@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ferrodist
-from ferrodist import CollectiveTimeout, DistributedError, GroupAborted, RankLost
+from ferrodist import CollectiveTimeout, DistributedError, Evicted, GroupAborted, RankLost
 from jobs import LIMIT, QUICK, error_and_time
 from test_rank_faults import call_for_ever, greet_survivors, tell_of_long_waits
 
@@ -174,10 +174,9 @@ def test_a_stopped_rank_is_given_up_at_the_silence_limit_and_may_not_come_back(
         if backend.rank == stopped:
             pipe.send((error, error_and_time(ferrodist.allreduce, 1000, backend)[0]))
             return None
-        group = backend.split(others)
         pipe.send((error, when))
         assert pipe.recv() == "the stopped one is awake"
-        return ferrodist.allreduce(backend.rank + 1, group)
+        return ferrodist.allreduce(backend.rank + 1, backend.split(others))
 
     with start_hybrid_job(TWO_AND_TWO, body, **QUICK) as job:
         for rank in job:
@@ -191,7 +190,7 @@ def test_a_stopped_rank_is_given_up_at_the_silence_limit_and_may_not_come_back(
             assert abs(when - begin - 1) < 0.7
         job[stopped].send_signal(signal.SIGCONT)
         for error in job[stopped].hear():
-            assert isinstance(error, (RankLost, GroupAborted))
+            assert isinstance(error, Evicted)
             assert f"rank {stopped} has sent no heartbeat" in str(error)
         for rank in job.others(stopped):
             rank.tell("the stopped one is awake")
@@ -248,14 +247,17 @@ def test_a_long_wait_is_logged_with_the_rank_it_waits_for(start_hybrid_job):
 
 
 def test_a_slow_rank_is_named_by_the_statistics_of_its_host(start_hybrid_job):
+    """Late once and by much: on a busy machine a rank that is woken is late for its next call, too.
+
+    After a barrier its leader goes on at once, and waits for it in the next one.
+    """
+
     def body(backend, pipe):
         found = []
         for slow in (1, 2):
             with backend.split([0, 1, 2, 3]) as group:
-                for _ in range(20):
-                    if backend.rank == slow:
-                        time.sleep(0.005)  # this rank is slow on purpose: it is what is measured
-                    ferrodist.barrier(group)
+                if backend.rank == slow:
+                    time.sleep(0.4)  # this rank is slow on purpose: it is what is measured
                 ferrodist.barrier(group)
                 found.append(group.statistics().slowest)
         return found

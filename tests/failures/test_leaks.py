@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import secrets
 import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +145,80 @@ def test_backends_give_their_files_and_threads_back_closed_or_not(start, backend
     with start(world, body) as job:
         for before, after in job.results():
             assert before == after
+
+
+# -- Works that failed -----------------------------------------------------------------------------
+
+
+def failing_works(backend) -> dict[str, Callable[[], Any]]:
+    """Give calls in flight that fail alike on all ranks; the group goes on."""
+    x = np.ones(3 + backend.rank)  # a difference
+    return {
+        "collective": lambda: backend.allreduce(x, async_op=True),
+        "tree": lambda: backend.allreduce({"a": x, "b": 1}, async_op=True),
+        "receive": lambda: backend.recv(1 - backend.rank, tag=5, timeout=0.01, async_op=True),
+        "receive of an object": lambda: backend.recv_object(tag=6, timeout=0.01, async_op=True),
+        "cancelled": lambda: cancelled(backend.recv(tag=7, async_op=True)),
+    }
+
+
+def num_left(found: list[weakref.ref[Any]], seconds: float = 5.0) -> int:
+    """Count what is not collected; the callbacks thread lets go of a Work a moment later."""
+    end = time.monotonic() + seconds
+    while True:
+        gc.collect()
+        number = sum(one() is not None for one in found)
+        if number == 0 or time.monotonic() > end:
+            return number
+
+
+def cancelled(work):
+    assert work.cancel()
+    return work
+
+
+def wait_in_vain(start: Callable[[], Any], with_callback: bool) -> list[weakref.ref[Any]]:
+    """Wait for a Work in a function that has a large array."""
+    local = np.ones(100_000)
+    work = start()
+    if with_callback:
+        work.add_done_callback(lambda work: local.sum())
+    with pytest.raises((ferrodist.DistributedError, CancelledError)):
+        work.wait()
+    return [weakref.ref(local), weakref.ref(work)]
+
+
+def test_works_that_failed_are_collected_with_what_their_functions_held(start):
+    def body(backend, pipe):
+        left = {}
+        for name, begin in failing_works(backend).items():
+            found = []
+            for number in range(20):
+                found += wait_in_vain(begin, number % 2 == 1)
+            backend.barrier()  # the callbacks thread has let go of the last one
+            left[name] = num_left(found)
+        return left
+
+    with start(2, body) as job:
+        for left in job.results():
+            # A Work that failed before it was asked stays with its group, for close(), until the
+            # next one does; the array is its function's.
+            assert max(left.values()) <= 2, left
+
+
+def test_a_tensor_that_knows_the_work_it_is_in_is_collected_with_it(start_job):
+    def body(backend, pipe):
+        import torch
+
+        found = []
+        for _ in range(20):
+            x = torch.ones(100_000)
+            x.work = backend.allreduce(x, async_op=True)
+            found.append(weakref.ref(x))
+            backend.barrier()  # it is done, and never asked for its result
+        del x
+        backend.allreduce(1, async_op=True).wait()
+        return num_left(found[:-2])  # the last ones are in the registry
+
+    with start_job(2, body) as job:
+        assert job.results() == [0, 0]

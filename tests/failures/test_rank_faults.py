@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import ferrodist
-from ferrodist import CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
+from ferrodist import CollectiveMismatch, CollectiveTimeout, Evicted, GroupAborted, RankLost
+from ferrodist.backends.failures import GroupError
 from ferrodist.backends.hybrid import HybridBackend
 from jobs import LIMIT, QUICK, error_and_time
 
@@ -283,12 +284,14 @@ def test_a_stopped_rank_is_given_up_at_the_silence_limit_and_may_not_come_back(
         if backend.rank == failed_rank:
             pipe.send((error, error_and_time(ferrodist.allreduce, 1000, backend)[0]))
             return None
-        pair = backend.split([rank for rank in range(3) if rank != failed_rank])
         pipe.send((error, when))
         assert pipe.recv() == "the stopped one is awake"
+        pair = backend.split([rank for rank in range(3) if rank != failed_rank])
         return ferrodist.allreduce(backend.rank + 1, pair)
 
     silent = f"rank {failed_rank} has sent no heartbeat for 1 s"
+    if backend_name != "hybrid":  # there, the first to tell of it may be on another host
+        silent += ": it is stopped, by Ctrl-Z or SIGSTOP"
     with start(3, body, **QUICK) as job:
         all_ready(job)
         stopped = job[failed_rank].send_signal(signal.SIGSTOP)
@@ -300,7 +303,7 @@ def test_a_stopped_rank_is_given_up_at_the_silence_limit_and_may_not_come_back(
             assert abs(when - stopped - 1) < (0.7 if backend_name == "hybrid" else 0.5)
         job[failed_rank].send_signal(signal.SIGCONT)
         for error in job[failed_rank].hear():
-            assert isinstance(error, (RankLost, GroupAborted))
+            assert isinstance(error, Evicted)
             assert silent in str(error)
         for rank in job.others(failed_rank):
             rank.tell("the stopped one is awake")
@@ -565,6 +568,7 @@ def test_final_errors_in_any_script_reach_the_others(start, letter):
 def test_a_long_reason_of_an_abort_reaches_groups_split_off(start):
     def body(backend, pipe):
         pair = backend.split([0, 1])
+        ferrodist.barrier(pair)  # both have it
         if backend.rank == 0:
             backend.abort("because " * 1000)
         return error_and_time(ferrodist.barrier, pair)[0]
@@ -573,3 +577,24 @@ def test_a_long_reason_of_an_abort_reaches_groups_split_off(start):
         for error in job.results():
             assert isinstance(error, GroupAborted)
             assert "because" in str(error)
+
+
+def test_send_to_a_rank_that_another_rank_has_seen_die_is_refused(start):
+    """The link of this rank may still seem to be there when it is told of a loss."""
+
+    def body(backend, pipe):
+        ferrodist.barrier(backend)
+        if backend.rank == 1:
+            return pipe.recv()
+        facts = {"rank": 1, "how": "was killed by SIGKILL"}
+        backend.set_error(GroupError(RankLost, 2, "barrier #2: rank 1 was killed", facts))
+        for options in ({}, {"timeout": 20.0}, {"async_op": True}):
+            with pytest.raises(RankLost, match=r"send\(dst=1, .*rank 1 was killed by SIG") as found:
+                backend.send(1, 1, **options)
+            assert found.value.rank == 1
+        return "refused"
+
+    with start(2, body) as job:
+        assert job[0].end().result == "refused"
+        job[1].tell("done")
+        job[1].end()

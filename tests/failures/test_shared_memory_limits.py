@@ -75,7 +75,7 @@ def test_too_few_files_is_an_error_in_words():
         done = run_program(LIMITED.format(what="RLIMIT_NOFILE", limit=limit))
         assert done.returncode == 0, (limit, done.stderr)
         last = done.stdout.splitlines()[-1]
-        assert "Too many open files" in last or "MemoryError" in last, (limit, done.stdout)
+        assert "Too many open files" in last or "OutOfMemory" in last, (limit, done.stdout)
 
 
 @pytest.mark.parametrize("megabytes", [10, 200, 1000])
@@ -85,7 +85,7 @@ def test_too_little_address_space_is_an_error_in_words(megabytes):
     done = run_program(LIMITED.format(what="RLIMIT_AS", limit=limit))
     assert done.returncode == 0, done.stderr
     error = done.stdout.splitlines()[-1]
-    assert "MemoryError" in error, done.stdout
+    assert "OutOfMemory" in error, done.stdout
     assert "MiB" in error
     assert ("ulimit -v" in error) == ("joined" not in done.stdout)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import ferrodist
-from ferrodist import GroupAborted, ProtocolError, RankLost
+from ferrodist import Evicted, GroupAborted, ProtocolError, RankLost
 from ferrodist.testing import FaultProxy, LinkFaults, contract_cases, run_contract
 from jobs import QUICK, error_and_time
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(90)
 
 MEGABYTE = 1 << 20
 slow = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
+GIVEN_UP = "the others have given this rank up: "  # on the rank that they name
 JOINED = 3000  # bytes of a link by which its two ends have long met
 
 
@@ -103,8 +104,10 @@ def harmed_job(
 def assert_one_end_is_lost(ends: list[tuple[BaseException, float]]) -> None:
     """All ranks name an end of the link between ranks 1 and 2, those in one call the same."""
     errors = [error for error, _ in ends]
-    assert all(isinstance(error, RankLost) for error in errors), errors
-    assert len({str(error) for error in errors}) == len({error.sequence for error in errors})
+    for rank, error in enumerate(errors):
+        assert type(error) is (Evicted if error.rank == rank else RankLost), errors
+    texts = {str(error).removeprefix(GIVEN_UP) for error in errors}
+    assert len(texts) == len({error.sequence for error in errors})
     for error in errors:
         assert error.rank in (1, 2)
         assert f"rank {error.rank} is alive (pid " in str(error)
@@ -119,7 +122,7 @@ def test_a_cut_or_reset_link_is_told_on_all_ranks_as_what_it_is(start_tcp_job, h
     )
     assert_one_end_is_lost(ends)
     assert all(when - struck < 2 for _, when in ends)
-    assert all(isinstance(error, RankLost) for error in later)
+    assert all(isinstance(error, RankLost | Evicted) for error in later)
 
 
 @pytest.mark.parametrize("how", ["cut_after", "reset_after"])
@@ -143,12 +146,12 @@ def test_a_frozen_link_is_a_silent_rank_at_the_limit(start_tcp_job):
     ends, later, struck = harmed_job(
         start_tcp_job, LinkFaults(), 50_000, harm=lambda proxy: proxy.freeze()
     )
-    for error, when in ends:
-        assert isinstance(error, RankLost)
+    for rank, (error, when) in enumerate(ends):
+        assert type(error) is (Evicted if error.rank == rank else RankLost)
         assert error.rank in (1, 2)
         assert f"rank {error.rank} has sent no heartbeat for 1 s" in str(error)
         assert abs(when - struck - 1) < 0.5
-    assert all(isinstance(error, RankLost) for error in later)
+    assert all(isinstance(error, RankLost | Evicted) for error in later)
 
 
 def test_a_link_that_froze_while_nobody_called_is_noticed_by_the_next_call(start_tcp_job):
@@ -168,7 +171,7 @@ def test_a_link_that_froze_while_nobody_called_is_noticed_by_the_next_call(start
                 rank.tell()
             for rank in job:
                 error, when = rank.end().result
-                assert isinstance(error, RankLost)
+                assert isinstance(error, RankLost | Evicted)
                 assert error.rank in (1, 2)
                 assert when - frozen < 2.5
 

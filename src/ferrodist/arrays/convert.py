@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import importlib
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable
@@ -35,7 +36,13 @@ from ferrodist.arrays.library import (
     type_name,
 )
 from ferrodist.buffer import DTYPES_BY_LABEL, ArrayKind, DType
-from ferrodist.errors import BackendUnavailable, InvalidArgument, UnsupportedArray
+from ferrodist.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    UnsupportedArray,
+    lacks_memory,
+    out_of_memory,
+)
 
 # The common types, found in one step.
 _BY_TYPE: dict[type, Library] = {
@@ -60,7 +67,12 @@ def as_input(x: Any, where: str = "x") -> InputArray:
     library = _find_library(x)
     if library is None:
         raise refuse(where, _describe(x), _advise(x, where))
-    return library.as_input(x, where)
+    try:
+        return library.as_input(x, where)
+    except (MemoryError, RuntimeError) as error:
+        if lacks_memory(error):  # for a copy, of what has gaps or is on a device
+            raise out_of_memory(x.nbytes) from error
+        raise
 
 
 def is_on_device(x: Any, device: str) -> bool:
@@ -77,12 +89,20 @@ def as_device_input(x: Any, where: str) -> InputArray:
 
 def new_result(taken: InputArray, shape: tuple[int, ...]) -> OutputArray:
     """Make room for a result of the same kind, dtype and device as ``taken``."""
-    return taken.library.new_result(taken, shape)
+    try:
+        return taken.library.new_result(taken, shape)
+    except (MemoryError, RuntimeError) as error:
+        if lacks_memory(error):
+            raise out_of_memory(math.prod(shape) * taken.buffer.dtype.itemsize) from error
+        raise
 
 
 def numpy_result(dtype: DType, shape: tuple[int, ...]) -> OutputArray:
     """Make room for a NumPy result, where the caller gave no array to go by."""
-    return fresh(np.empty(shape, numpy_dtype(dtype)), dtype)
+    try:
+        return fresh(np.empty(shape, numpy_dtype(dtype)), dtype)
+    except MemoryError as error:
+        raise out_of_memory(math.prod(shape) * dtype.itemsize) from error
 
 
 def as_output(out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:

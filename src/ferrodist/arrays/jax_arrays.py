@@ -112,7 +112,8 @@ def _find_problem(x: Any) -> tuple[str, str] | None:
     if isinstance(x, jax.core.Tracer):
         return (
             "a JAX tracer, inside jit, grad or vmap",
-            "call the collective outside of it, or use jax.lax.psum or jax.pure_callback there",
+            "call the collective outside of it, or there by jax.experimental.io_callback(..., "
+            "ordered=True); XLA may drop or merge a pure_callback",
         )
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return "an array of JAX random keys", "pass jax.random.key_data(x)"

@@ -105,7 +105,7 @@ def advise_objects(where: str) -> str:
     """Say what sends an object that is no array, by the call that ``where`` begins with."""
     if "the object" in where:  # it is inside one
         return "pass pickle=True on every rank"
-    call = where.partition(":")[0]
+    call = where.partition(":")[0].removesuffix("_uneven")
     return f"use {call}_object" if call in _TWINS else "use broadcast_object or all_gather_object"
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Backend: what a user holds and passes to collectives, and what all providers have in common.
 
-A public function opens ``backend._call(call, deadline)`` and runs one or more whole collectives in
-it: they are one call with one sequence number. Calls of one group run one at a time, in the order
-they were made, on whatever thread.
+A public function runs one or more whole collectives by ``backend._run_call(call, deadline, body)``:
+they are one call with one sequence number. Calls of one group run one at a time, in the order they
+were made, on whatever thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ferrodist.arrays import Form, InputArray, array_over, form_like, parse_form
 from ferrodist.backends import failures
 from ferrodist.backends.call_methods import CallMethods
 from ferrodist.backends.failures import LeaveReason
-from ferrodist.backends.progress import Progress, ProgressThread
+from ferrodist.backends.progress import Progress
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind, Leaf, as_index, caller_site
@@ -39,6 +39,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     BackendClosed,
     CollectiveMismatch,
+    DistributedError,
     InvalidArgument,
     InvalidRank,
     InvalidWorldSize,
@@ -145,6 +146,17 @@ class Backend(CallMethods, abc.ABC):
     # -- what subclasses write ------------------------------------------------------------------
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this group in the world, in order: this one is ``members[rank]``.
+
+        Example:
+            >>> from ferrodist.testing import run_ranks
+            >>> run_ranks(2, lambda backend: backend.split_by(0, key=-backend.rank).members)
+            [(1, 0), (1, 0)]
+        """
+        return tuple(range(self.world_size))
+
+    @property
     def local_rank(self) -> int:
         """This rank's number among the ranks on its host."""
         return self.rank
@@ -172,19 +184,23 @@ class Backend(CallMethods, abc.ABC):
     @abc.abstractmethod
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
-    ) -> CollectiveMismatch:
+    ) -> DistributedError:
         """Report a mismatch that fingerprints do not show to all ranks; return the error of all."""
+
+    def _end_group(self, error: DistributedError) -> None:
+        """End the group because of an error of this rank; all other calls of the group fail."""
+        self.abort(f"{type(error).__name__}: {error}")
 
     @abc.abstractmethod
     def _end_call(self, running: RunningCall) -> None:
-        """Leave a call that was entered, well or not."""
+        """Leave a call whose turn it was, well or not; may be called twice."""
 
     @abc.abstractmethod
     def _look_while_queued(self, running: RunningCall) -> float:
         """Raise if waiting for a call's ticket is over, else say how long to wait on."""
 
     @abc.abstractmethod
-    def _is_settled(self, running: RunningCall) -> bool:
+    def _is_settled(self, sequence: int, in_background: bool) -> bool:
         """Tell whether the other ranks know how a call ends, or this rank has left."""
 
     def _poll(self, running: RunningCall) -> None:
@@ -331,7 +347,7 @@ class Backend(CallMethods, abc.ABC):
         A local call: other ranks need not make it. ``kind`` is ``"numpy"`` or ``"torch"``, and the
         result is an ordinary array of that library with undefined content. Collectives recognise
         it, its views and slices by their address. Without shared memory it is ordinary memory.
-        Raises MemoryError if there is not enough.
+        Raises OutOfMemory if there is not enough.
         """
         return self._new_array(parse_form(shape, dtype, kind))
 
@@ -351,7 +367,7 @@ class Backend(CallMethods, abc.ABC):
 
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Give flat memory for an array."""
-        return np.empty(nbytes, np.uint8)
+        return np.asarray(Buffer.empty(DType.UINT8, (nbytes,)).memory)
 
     def shared(
         self, shape: Any, dtype: Any, kind: str = "numpy", *, timeout: Timeout = DEFAULT
@@ -382,15 +398,19 @@ class Backend(CallMethods, abc.ABC):
         form = parse_form(shape, dtype, kind)
         nbytes = _nbytes_of(form)
         call = Call(Kind.SHARED, (Leaf("", form.dtype, form.shape),), site=caller_site())
-        with self._call(call, self._deadline(timeout)) as running:
-            key, lacking, why = self._offer_shared(running, nbytes)
+        key, lacking, why, sequence = self._run_call(
+            call, self._deadline(timeout), lambda running: self._offer_shared(running, nbytes)
+        )
         if lacking is not None:
-            text = f"shared #{running.sequence}: rank {lacking} could not take {nbytes} bytes{why}"
-            raise OutOfMemory(text, rank=lacking, this_rank=self.rank, sequence=running.sequence)
+            text = f"shared #{sequence}: rank {lacking} could not take {nbytes} bytes{why}"
+            raise OutOfMemory(text, rank=lacking, this_rank=self.rank, sequence=sequence)
         return array_over(self._open_shared(key, nbytes) if nbytes else self._new_memory(0), form)
 
-    def _offer_shared(self, running: RunningCall, nbytes: int) -> tuple[int, int | None, str]:
-        """Allocate memory on one rank per host; return its key, or which rank failed, and why."""
+    def _offer_shared(self, running: RunningCall, nbytes: int) -> tuple[int, int | None, str, int]:
+        """Allocate memory on one rank per host; return its key, or which rank failed, and why.
+
+        The last is the sequence number of the call.
+        """
         first, key, why = self._sharing_ranks()[0], _NO_KEY, ""
         if self.rank == first and nbytes:
             try:
@@ -407,7 +427,7 @@ class Backend(CallMethods, abc.ABC):
         finally:
             if lacking is not None and key >= 0:
                 self._release_shared(key)
-        return keys[first], lacking, why
+        return keys[first], lacking, why, running.sequence
 
     def split_by(
         self, color: int | None, key: int = 0, *, timeout: Timeout = DEFAULT
@@ -428,8 +448,10 @@ class Backend(CallMethods, abc.ABC):
         mine = _NO_COLOR if color is None else _check_int64(color, "color", "an int or None")
         place = _check_int64(key, "key", "an int")
         deadline = self._deadline(timeout)
-        with self._call(Call(Kind.SPLIT_BY, site=caller_site()), deadline) as running:
-            table = running.tell_numbers(mine, place).tolist()
+        call = Call(Kind.SPLIT_BY, site=caller_site())
+        table = self._run_call(
+            call, deadline, lambda running: running.tell_numbers(mine, place).tolist()
+        )
         if color is None:
             return None
         ranks = [rank for rank, (found, _) in enumerate(table) if found == mine]
@@ -480,15 +502,15 @@ class Backend(CallMethods, abc.ABC):
             self._second = self.split(range(self.world_size))
         return self._second
 
-    def _call(self, call: Call, deadline: Deadline) -> RunningCall:
-        """Open a call: a context manager that runs it after those made before it."""
+    def _run_call(self, call: Call, deadline: Deadline, body: Callable[[RunningCall], T]) -> T:
+        """Run a call after those made before it; return what ``body`` returns."""
         self._check_usable()
-        return RunningCall(self, call, deadline)
+        result: T = RunningCall(self, call, deadline, body).perform()
+        return result
 
     def _perform(self, prepared: Prepared[T]) -> T:
         """Run a call and return its result."""
-        with self._call(prepared.call, prepared.deadline) as running:
-            prepared.run(running)
+        self._run_call(prepared.call, prepared.deadline, prepared.run)
         return prepared.finish()
 
     def _start(self, prepared: Prepared[T]) -> Work[T]:
@@ -498,30 +520,45 @@ class Backend(CallMethods, abc.ABC):
             if self._progress is None:
                 self._progress = Progress(f"ferrodist-progress-{self.rank}")
                 weakref.finalize(self, self._progress.stop).atexit = False
-            ticket = self._tickets.take()
             label = prepared.call.kind.label
-            work: Work[T] = Work(f"{label} #{ticket}", self._progress.thread, self._holding)
+            work: Work[T] = Work(label, self._progress.thread, self._holding)
+            # Taken out of the list: the thread must not hold the user's arrays when the Work is
+            # done, for a bucket of DDP that something else holds is moved.
+            call = [(self._in_flight(prepared), prepared)]
+            del prepared
 
-            def run() -> T:
-                self._run_in_flight(prepared, ticket)
-                return prepared.finish()
+            def run(ticket: int) -> None:
+                work.describe = f"{label} #{ticket}"
+                self._finish(work, lambda: self._run_in_flight(*call.pop(), ticket))
 
-            self._progress.put(lambda: self._finish(work, run))
+            self._tickets.take_for(self._progress.put, run)
         return work
 
     def _holding(self) -> AbstractContextManager[None]:
         """Show the other ranks that a call, or a Work, holds this thread as long as it lasts."""
         return nullcontext()
 
+    def _in_flight(self, prepared: Prepared[T]) -> RunningCall:
+        """Make what runs a call in flight, on a thread of its own or where it is waited for."""
+        return RunningCall(self, prepared.call, prepared.deadline, prepared.run, is_in_flight=True)
+
     def _run_in_flight(
-        self, prepared: Prepared[T], ticket: int, in_background: bool = True
+        self,
+        running: RunningCall,
+        prepared: Prepared[T],
+        ticket: int,
+        *,
+        in_background: bool = True,
+    ) -> T:
+        self._tickets.run(running, ticket, in_background)
+        return prepared.finish()
+
+    def _settle(
+        self, kind: int, sequence: int, error: BaseException, in_background: bool = False
     ) -> None:
-        """Run a call that has its ticket, on a thread of its own or where it is waited for."""
-        call, deadline = prepared.call, prepared.deadline
-        if not in_background:  # begins when a thread waits for it
-            deadline = deadline.from_now()
-        with RunningCall(self, call, deadline, ticket=ticket, in_background=in_background) as one:
-            prepared.run(one)
+        """Abort the group because a call failed, unless the other ranks know how it ends."""
+        if not self._is_settled(sequence, in_background):
+            self.abort(f"{failures.describe(error)} (in {Kind(kind).label} #{sequence})")
 
     def _finish(self, work: Work[T], run: Callable[[], T]) -> None:
         """Run a call in flight; an error not asked for is logged now and raised by close()."""
@@ -599,7 +636,7 @@ class Backend(CallMethods, abc.ABC):
             self._check_process()
         if self._is_closed:
             raise BackendClosed(f"rank {self.rank} has closed this backend", this_rank=self.rank)
-        if isinstance(threading.current_thread(), ProgressThread):
+        if _native.is_progress_thread():
             raise InvalidArgument(
                 "called from a callback of a Work, which must not communicate; set an event there "
                 "and call from your own thread",
@@ -715,6 +752,11 @@ def _check_int64(value: Any, name: str, expected: str) -> int:
         )
     return number
 
+
+_native.set_hooks(
+    no_thread=failures.no_thread,
+    out_of_memory=lambda text, nbytes: OutOfMemory(text, nbytes=nbytes or None),
+)
 
 # Children of fork() must not use these; a flag set at fork costs nothing per call.
 _OPEN: weakref.WeakSet[Backend] = weakref.WeakSet()

@@ -5,16 +5,25 @@
 this package knows nothing of it. ``backend.allreduce(x)`` is ``ferrodist.allreduce(x, backend)``.
 """
 
+# mypy: disable-error-code="no-overload-impl"
+# The overloads have none here: collectives/ attaches what runs.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from ferrodist.backends.running_call import Algorithm
 from ferrodist.config import Timeout
 from ferrodist.message_status import Special, Status
 from ferrodist.reduce_op import CustomOp, ReduceOp
 
+if TYPE_CHECKING:
+    from ferrodist.work import Work
+
+T = TypeVar("T")
+Yes = Literal[True]
+No = Literal[False]
 Op = ReduceOp | CustomOp | str
 Peer = int | Special
 Tag = int | Special
@@ -72,6 +81,7 @@ class SendrecvOptions(TypedDict, total=False):
     like: Any
     tag: int
     recv_tag: Tag | None
+    with_status: bool
     timeout: Timeout
     async_op: bool
 
@@ -81,18 +91,47 @@ class CallMethods:
 
     if TYPE_CHECKING:
         # fmt: off
-        def allreduce(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
+        @overload
+        def allreduce(
+            self, x: T, op: Op = ..., *, async_op: Yes, **options: Unpack[Options]
+        ) -> Work[T]: ...
+        @overload
+        def allreduce(
+            self, x: T, op: Op = ..., *, async_op: No = ..., **options: Unpack[Options]
+        ) -> T: ...
+        @overload
         def allreduce_(
-            self, x: Any, op: Op = ..., *, async_op: bool = ..., **options: Unpack[InPlaceOptions]
-        ) -> Any: ...
-        def broadcast(self, x: Any, root: int = ..., **options: Unpack[AllOptions]) -> Any: ...
+            self, x: T, op: Op = ..., *, async_op: Yes, **options: Unpack[InPlaceOptions]
+        ) -> Work[T]: ...
+        @overload
+        def allreduce_(
+            self, x: T, op: Op = ..., *, async_op: No = ..., **options: Unpack[InPlaceOptions]
+        ) -> T: ...
+        @overload
+        def broadcast(
+            self, x: T, root: int = ..., *, async_op: Yes, **options: Unpack[Options]
+        ) -> Work[T]: ...
+        @overload
+        def broadcast(
+            self, x: T, root: int = ..., *, async_op: No = ..., **options: Unpack[Options]
+        ) -> T: ...
+        @overload
         def broadcast_(
-            self, x: Any, root: int = ..., *, async_op: bool = ...,
-            **options: Unpack[InPlaceOptions],
-        ) -> Any: ...
+            self, x: T, root: int = ..., *, async_op: Yes, **options: Unpack[InPlaceOptions]
+        ) -> Work[T]: ...
+        @overload
+        def broadcast_(
+            self, x: T, root: int = ..., *, async_op: No = ..., **options: Unpack[InPlaceOptions]
+        ) -> T: ...
+        @overload
         def reduce(
-            self, x: Any, root: int = ..., op: Op = ..., **options: Unpack[AllOptions]
-        ) -> Any: ...
+            self, x: T, root: int = ..., op: Op = ..., *, async_op: Yes, **options: Unpack[Options]
+        ) -> Work[T | None]: ...
+        @overload
+        def reduce(
+            self, x: T, root: int = ..., op: Op = ..., *, async_op: No = ...,
+            **options: Unpack[Options],
+        ) -> T | None: ...
         def all_gather(
             self, x: Any, *, as_list: bool = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
@@ -109,13 +148,41 @@ class CallMethods:
         def scatter_uneven(
             self, x: Any, counts: Counts | None, root: int = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
-        def reduce_scatter(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
+        @overload
+        def reduce_scatter(
+            self, x: T, op: Op = ..., *, async_op: Yes, **options: Unpack[Options]
+        ) -> Work[T]: ...
+        @overload
+        def reduce_scatter(
+            self, x: T, op: Op = ..., *, async_op: No = ..., **options: Unpack[Options]
+        ) -> T: ...
         def reduce_scatter_uneven(
             self, x: Any, counts: Counts, op: Op = ..., **options: Unpack[AllOptions]
         ) -> Any: ...
-        def scan(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
-        def exscan(self, x: Any, op: Op = ..., **options: Unpack[AllOptions]) -> Any: ...
-        def all_to_all(self, x: Any, **options: Unpack[AllOptions]) -> Any: ...
+        @overload
+        def scan(
+            self, x: T, op: Op = ..., *, async_op: Yes, **options: Unpack[Options]
+        ) -> Work[T]: ...
+        @overload
+        def scan(
+            self, x: T, op: Op = ..., *, async_op: No = ..., **options: Unpack[Options]
+        ) -> T: ...
+        @overload
+        def exscan(
+            self, x: T, op: Op = ..., *, async_op: Yes, **options: Unpack[Options]
+        ) -> Work[T | None]: ...
+        @overload
+        def exscan(
+            self, x: T, op: Op = ..., *, async_op: No = ..., **options: Unpack[Options]
+        ) -> T | None: ...
+        @overload
+        def all_to_all(
+            self, x: T, *, async_op: Yes, **options: Unpack[Options]
+        ) -> Work[T]: ...
+        @overload
+        def all_to_all(
+            self, x: T, *, async_op: No = ..., **options: Unpack[Options]
+        ) -> T: ...
         def all_to_all_uneven(
             self, x: Any, send_counts: Counts, *, recv_counts: Counts | None = ...,
             as_list: bool = ..., **options: Unpack[AllOptions],

@@ -131,19 +131,18 @@ class DeferredBackend(ProviderBackend):
             _check_main("close")
         super().close()
 
-    def _call(self, call: Call, deadline: Deadline) -> RunningCall:
+    def _run_call(self, call: Call, deadline: Deadline, body: Callable[[RunningCall], T]) -> T:
         self._run_deferred()
-        return super()._call(call, deadline)
+        return super()._run_call(call, deadline, body)
 
     def _start(self, prepared: Prepared[T]) -> Work[T]:
         if self._has_threads:
             return super()._start(prepared)
         self._check_usable()
-        ticket = self._tickets.take()
+        running, ticket = self._in_flight(prepared), self._tickets.take()
 
         def run() -> T:
-            self._run_in_flight(prepared, ticket, in_background=False)
-            return prepared.finish()
+            return self._run_in_flight(running, prepared, ticket, in_background=False)
 
         label = prepared.call.kind.label
         work: DeferredWork[T] = DeferredWork(

@@ -8,13 +8,12 @@ returns NotImplemented and takes the general path, which also raises the errors.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ferrodist.backends.progress import ProgressThread
+from ferrodist import _native
 from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
 from ferrodist.call import Call, Kind, Leaf
@@ -115,14 +114,17 @@ def _call(
         return NotImplemented
     is_timed = backend.config.check or bound.run is None or run is not _run
     deadline = backend._deadline() if is_timed else _NO_DEADLINE
-    with RunningCall(backend, bound.call, deadline, fingerprint=bound.fingerprint) as running:
+
+    def body(running: RunningCall) -> None:
         run(backend, running, bound, x, out, in_place)
+
+    RunningCall(backend, bound.call, deadline, body, fingerprint=bound.fingerprint).perform()
     return out
 
 
 def _may_call(backend: ProviderBackend) -> bool:
     is_open = not backend._is_closed and not backend.is_forked and not backend._reproducible
-    is_user = not isinstance(threading.current_thread(), ProgressThread)
+    is_user = not _native.is_progress_thread()
     return is_open and is_user and backend._tickets.is_idle
 
 

@@ -64,11 +64,20 @@ class GroupError(NamedTuple):
         """Make the error of a rank in the call."""
         sequence = self.sequence or None  # zero stands for "whatever you are in"
         facts = {name: fact for name, fact in self.facts.items() if name != _BARRED}
+        if self.evicts(this_rank):
+            text = f"the others have given this rank up: {self.text}"
+            return errors.Evicted(
+                text, sequence=sequence, rank=this_rank, this_rank=this_rank, reason=self.text
+            )
         return self.error(self.text, sequence=sequence, this_rank=this_rank, **facts)
 
     def bars(self, rank: int) -> bool:
         """Tell whether a rank was barred from the call: it came too late."""
         return bool(self.facts.get(_BARRED)) and rank in (self.facts.get("missing") or ())
+
+    def evicts(self, rank: int) -> bool:
+        """Tell whether it is this rank that the others have lost, though it is alive."""
+        return self.error is errors.RankLost and self.facts.get("rank") == rank
 
     def later(self, this_rank: int) -> errors.DistributedError:
         """Make the error of a call that comes after a final group error."""
@@ -141,6 +150,9 @@ def mismatch(
 
     ``report`` is what a rank has found, on arrival, that fingerprints do not show.
     """
+    for rank, call in enumerate(calls):
+        if call is not None and call.refused is not None:
+            return _refusal(sequence, rank, call.kind.label, *call.refused)
     present = [call for call in calls if call is not None]
     first = present[0]
     if report is not None:
@@ -161,6 +173,15 @@ def mismatch(
     facts = {"op": first.kind.label, "calls": [str(call) if call else None for call in calls]}
     error = errors.SizeMismatch if only_sizes else errors.CollectiveMismatch
     return GroupError(error, sequence, "\n".join(lines), facts, is_final=False)
+
+
+def _refusal(sequence: int, rank: int, op: str, name: str, text: str) -> GroupError:
+    """A rank refuses its own arguments in a call on which the others wait."""
+    where = f" (on rank {rank})"
+    facts = {"op": op, "rank": rank}
+    return GroupError(
+        _ERRORS[name], sequence, text.removesuffix(where) + where, facts, is_final=False
+    )
 
 
 def _advice(call: Call, only_sizes: bool, same_kind: bool) -> str:
@@ -209,6 +230,26 @@ def split_timeout(what: str, absent: Sequence[int], deadline: Deadline, others: 
     )
 
 
+def lost_in_split(what: str, rank: int, this_rank: int, how: str | None) -> RankLost:
+    """Make the error of a split whose member is gone."""
+    how = how or GONE.how
+    return RankLost(f"{what}: rank {rank} {how}", rank=rank, this_rank=this_rank, how=how)
+
+
+def split_given_up(rank: int, error: BaseException, lost: int | None) -> GroupError:
+    """A member has not got a group that others may have; ranks are those of that group.
+
+    If it misses another member, that one is the ``lost`` one: the member itself is alive.
+    """
+    if lost is not None:
+        how = getattr(error, "how", None) or GONE.how
+        text = f"rank {lost} {how} while this group was being made"
+        return GroupError(RankLost, 1, text, {"rank": lost, "how": how})
+    reason = describe(error)
+    text = f"rank {rank} gave this group up while it was being made: {reason}"
+    return GroupError(errors.GroupAborted, 1, text, {"rank": rank, "reason": reason})
+
+
 def loss(call: Call, sequence: int, rank: int, leave_reason: LeaveReason) -> GroupError:
     """A rank is gone that this call still needs."""
     where = f"{call.kind.label} #{sequence}{_at(call)}"
@@ -219,6 +260,12 @@ def loss(call: Call, sequence: int, rank: int, leave_reason: LeaveReason) -> Gro
         text,
         {"op": call.kind.label, "rank": rank, "how": leave_reason.how},
     )
+
+
+def eviction(sequence: int, rank: int, how: str) -> GroupError:
+    """A rank was lost in another group, and those left go on without it."""
+    text = f"rank {rank} {how}, and the ranks left have gone on without it in another group"
+    return GroupError(errors.RankLost, sequence, text, {"rank": rank, "how": how})
 
 
 def abort(rank: int | None, reason: str) -> GroupError:
@@ -354,6 +401,15 @@ def no_memory(what: str, peer: int, this_rank: int) -> OutOfMemory:
     return OutOfMemory(text, rank=peer, this_rank=this_rank)
 
 
+def no_thread(why: object) -> errors.DistributedError:
+    """Make the error of a call in flight that needs a thread, when none can be started."""
+    return errors.DistributedError(
+        f"no thread can be started for calls in flight ({why}): this process, its user or its "
+        "cgroup has as many as it may have (ulimit -u, pids.max), or no memory for one more "
+        "(ulimit -v); make the call without async_op=True, or raise the limit"
+    )
+
+
 def send_cycle(what: str, peer: int, this_rank: int, ranks: Sequence[int]) -> CollectiveTimeout:
     """Make the error of large sends that wait for each other."""
     path = " -> ".join(map(str, [*ranks, ranks[0]]))
@@ -421,6 +477,7 @@ def pack_descriptor(descriptor: CallDescriptor) -> bytes:
         "site": None if call.site is None else str(call.site),
         "pickle": call.pickle,
         "counts": call.counts,
+        "refused": call.refused,
         "mismatch": None if report is None else [report[0].__name__, report[1]],
     }
     return pack_json(facts)
@@ -447,6 +504,7 @@ def _descriptor_of(facts: dict[str, Any]) -> CallDescriptor:
         site=facts["site"],
         pickle=facts["pickle"],
         counts=None if facts["counts"] is None else tuple(facts["counts"]),
+        refused=None if facts["refused"] is None else _read_refusal(*facts["refused"]),
     )
     report = facts["mismatch"]
     return CallDescriptor(call, None if report is None else (_mismatch(report[0]), report[1]))
@@ -458,6 +516,10 @@ def _read_op(op: int | str | None) -> ReduceOp | CustomOp | None:
     if op is None:
         return None
     return CustomOp(op) if isinstance(op, str) else ReduceOp(op)
+
+
+def _read_refusal(name: str, text: str) -> tuple[str, str]:
+    return _ERRORS[name].__name__, str(text)
 
 
 def _mismatch(name: str) -> type[errors.CollectiveMismatch]:

@@ -3,9 +3,8 @@
 
 A grid is whatever ``split`` makes, with a shape: the group's own class, and ``Grid`` before it. An
 exchange is one message per direction, with a tag of its own, so that two ranks that are neighbors
-twice keep the directions apart. Native code posts all of them at once. In Python ranks go through
-the directions in one order, each time sending one way and receiving from the other side: nobody
-waits for a rank that is further on, so it ends.
+twice keep the directions apart. All of them are posted at once: a rank waits for its own neighbors
+only, and not for theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from ferrodist.arrays import (
-    InputArray,
     OutputArray,
     OverlapKind,
     as_input,
@@ -33,7 +31,6 @@ from ferrodist.backends.receive import Receive
 from ferrodist.buffer import DType
 from ferrodist.call import MAX_TAG, Call, Kind, Leaf, as_index, caller_site
 from ferrodist.config import DEFAULT, Timeout
-from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveTimeout,
     DistributedError,
@@ -45,10 +42,12 @@ from ferrodist.errors import (
     SizeMismatch,
 )
 from ferrodist.message_status import PROC_NULL
+from ferrodist.work import Work
 
 NOBODY = -1  # in places of ranks, as native code takes them
+_OF_MESSAGES = (SizeMismatch, CollectiveTimeout, RankLost, ProtocolError, OutOfMemory)
 _FIRST_TAG = MAX_TAG + 65  # no user's; one for each direction
-_MESSAGE = re.compile(r"(send|recv|sendrecv)\((?:dst=\d+, )?(?:src|dst)=(\d+), tag=(\d{10})\)")
+_MESSAGE = re.compile(r"(send|recv)\((?:src|dst)=(\d+), tag=(\d{10})\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +173,10 @@ class Grid(Backend):
         group.__class__ = self._plain  # type: ignore[assignment] # it was made as one like this
         return group
 
+    def dup(self, *, timeout: Timeout = DEFAULT) -> Any:
+        """Make a grid of the same ranks and shape, with calls and messages of its own."""
+        return _as_grid(super().dup(timeout=timeout), self.shape, self.periodic)
+
     # -- exchanges with neighbors -----------------------------------------------------------------
 
     def neighbor_all_gather(
@@ -231,8 +234,8 @@ def make_grid(backend: Backend, shape: Any, periodic: Any, timeout: Timeout) -> 
         Leaf("shape", DType.INT64, lengths),
         Leaf("periodic", DType.BOOL, tuple(map(int, wraps))),
     )
-    with backend._call(Call(Kind.GRID, leaves, site=caller_site()), deadline) as running:
-        running.collective(Kind.BARRIER)
+    call = Call(Kind.GRID, leaves, site=caller_site())
+    backend._run_call(call, deadline, lambda running: running.collective(Kind.BARRIER))
     group = backend.split(range(backend.world_size), timeout=deadline.rest_of(timeout))
     return _as_grid(group, lengths, wraps)
 
@@ -292,15 +295,15 @@ def _exchange(grid: Grid, name: str, parts: Any, out: Any, timeout: Timeout) -> 
             done = grid._fast_exchange(grid, place.neighbors, _FIRST_TAG, given, rooms)
             if done is not NotImplemented:
                 return done  # type: ignore[no-any-return] # it comes from native code
-        return _exchange_in_python(grid, name, given, rooms, timeout)
-    except (SizeMismatch, CollectiveTimeout, RankLost, ProtocolError, OutOfMemory) as error:
+    except DistributedError as error:
         raise _failure_of_exchange(grid, error, name) from None
+    return _exchange_in_python(grid, name, given, rooms, timeout)
 
 
 def _exchange_in_python(
     grid: Grid, name: str, parts: list[Any], out: list[Any] | None, timeout: Timeout
 ) -> list[Any]:
-    """Go through the directions, each time sending one way and receiving from the other side."""
+    """Post a receive and a send for every neighbor, then wait for all of them."""
     grid._check_usable()
     deadline, neighbors = grid._deadline(timeout), grid._place.neighbors
     ways = [way for way, peer in enumerate(neighbors) if peer != NOBODY]
@@ -310,36 +313,52 @@ def _exchange_in_python(
         rooms = [room for room in targets.values() if room is not None]
         if any(overlap(source, room).kind is not OverlapKind.NONE for room in rooms):
             sources[way] = source._replace(buffer=source.buffer.copy())
-    results: list[Any] = [None] * len(parts)
+    works: list[Work[Any]] = []
+    try:
+        for way in ways:  # a message has the tag of the way it goes, and comes from the other side
+            receive = Receive(neighbors[way], _FIRST_TAG + (way ^ 1), targets[way])
+            works.append(grid._start_recv(receive, deadline))
+        for way in ways:
+            tag = _FIRST_TAG + way
+            works.append(grid._start_send(sources[way], neighbors[way], tag, deadline))
+        received = _await_all(works)[: len(ways)]
+    except DistributedError as error:
+        raise _end_exchange(grid, error, name, works) from None
+    came = dict(zip(ways, received, strict=True))
+    return [came.get(way) for way in range(len(parts))]
+
+
+def _await_all(works: list[Work[Any]]) -> list[Any]:
+    """Return the results, receives first; a message that does not fit fails this call only."""
+    results: list[Any] = []
     misfit: SizeMismatch | None = None
-    for way in range(len(parts)):
-        origin = way ^ 1
+    for work in works:
         try:
-            results[origin] = _shift(grid, way, sources.get(way), targets.get(origin), deadline)
-        except SizeMismatch as error:  # this rank's own affair: the neighbors get theirs
+            results.append(work.wait())
+        except SizeMismatch as error:
             misfit = misfit or error
     if misfit is not None:
         raise misfit
     return results
 
 
-def _shift(
-    grid: Grid, way: int, source: InputArray | None, target: OutputArray | None, deadline: Deadline
-) -> Any:
-    """Send one way and receive from the other side; at an open edge only one of the two."""
-    to, peer, tag = grid._place.neighbors[way], grid._place.neighbors[way ^ 1], _FIRST_TAG + way
-    if source is not None and peer != NOBODY:
-        return grid._sendrecv(source, to, tag, Receive(peer, tag, target), deadline)
-    if source is not None:
-        grid._send(source, to, tag, deadline)
-    return None if peer == NOBODY else grid._recv(Receive(peer, tag, target), deadline)
+def _end_exchange(
+    grid: Grid, error: DistributedError, name: str, works: list[Work[Any]]
+) -> DistributedError:
+    """End what is left of an exchange that has failed; return the error to raise."""
+    made = _failure_of_exchange(grid, error, name)
+    for work in works:
+        work.exception()  # at the deadline, or because the group was given up
+    return made
 
 
 def _failure_of_exchange(grid: Grid, error: DistributedError, name: str) -> DistributedError:
     """Name the call that was made, and the neighbor, instead of a message and its tag.
 
-    All ranks are told, unless it concerns this one alone: they would wait for each other.
+    It ends the group, unless it concerns this rank alone: the others would wait for each other.
     """
+    if not isinstance(error, _OF_MESSAGES):
+        return error
 
     def name_side(message: re.Match[str]) -> str:
         way = int(message[3]) - _FIRST_TAG
@@ -347,9 +366,12 @@ def _failure_of_exchange(grid: Grid, error: DistributedError, name: str) -> Dist
         return f"{name}, {_side(side)}, rank {message[2]}"
 
     text = _MESSAGE.sub(name_side, str(error), count=1)
-    if not isinstance(error, SizeMismatch):
+    made = type(error)(text, **error._facts)
+    if isinstance(error, CollectiveTimeout):
+        grid._end_group(made)
+    elif not isinstance(error, SizeMismatch):
         grid.abort(f"{type(error).__name__}: {text}")
-    return type(error)(text, **error._facts)
+    return made
 
 
 def _as_target(out: list[Any] | None, way: int) -> OutputArray | None:

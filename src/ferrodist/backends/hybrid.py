@@ -18,19 +18,21 @@ from typing import Any, Self
 import numpy as np
 
 from ferrodist import _native
-from ferrodist.backends import two_levels
+from ferrodist._native import Status
+from ferrodist.backends import failures, two_levels
 from ferrodist.backends.base import Backend
 from ferrodist.backends.executor import MOST_PLANS, Planner, lengths_of
 from ferrodist.backends.failures import LeaveReason, StatusCode, unpack_leave_reason
+from ferrodist.backends.progress import Wait
 from ferrodist.backends.running_call import CollectiveArgs, RunningCall
 from ferrodist.backends.shared_memory import MISMATCH_FOUND, SharedMemoryBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.two_levels import HostMap
 from ferrodist.buffer import Buffer, DType
-from ferrodist.call import Kind
+from ferrodist.call import Kind, caller_site
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatch
+from ferrodist.errors import CollectiveMismatch, DistributedError, GroupAborted
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
 from ferrodist.schedules import Lengths
@@ -98,7 +100,52 @@ class HybridBackend(TcpBackend):
         """Let the members on this host share memory, as the group of the same identity."""
         here = [parent.members.index(self.members[rank]) for rank in self.host_map.local]
         local = tuple(parent.host_map.local.index(rank) for rank in here)
-        self._share_memory(parent.inside._split_off(local, identity, deadline))
+        inside = parent.inside
+        self._refuse_if_given_up()
+        split = inside._new_split(local, identity)
+
+        def ranks_here(ranks: Sequence[int]) -> list[int]:
+            return [self.host_map.local[local.index(rank)] for rank in ranks]
+
+        where = f"split({list(self.members)}) at {caller_site()}"
+        wait = Wait(self, where, lambda: ranks_here(split.absent()))
+
+        def poll() -> None:
+            wait.poll()
+            self._refuse_if_given_up()
+
+        try:
+            status = split.wait(deadline, poll)
+        finally:
+            wait.end()
+        if status.code != StatusCode.DONE:
+            failed = ranks_here([status.failed_rank])[0] if status.failed_rank >= 0 else -1
+            raise self._failure_inside(status, failed, ranks_here(split.absent()), deadline)
+        made = inside._adopt(split.group(), local)
+        inside._keep(made, identity)
+        self._share_memory(made)
+
+    def _refuse_if_given_up(self) -> None:
+        """Raise if another member has given this group up while it is being made."""
+        if (given := self.error_of(None)) is not None:
+            raise given.now(self.rank)
+
+    def _failure_inside(
+        self, status: Status, rank: int, absent: list[int], deadline: Deadline
+    ) -> BaseException:
+        """Make the error of members on this host that did not come to share memory."""
+        what = self._name_split(self.members)
+        if status.error is not None:
+            return status.error
+        if status.code == StatusCode.LATE:
+            return self._split_timeout(what, absent, deadline)
+        if status.code == StatusCode.CORRUPT:
+            reason = "its group does not lie in its memory"
+            return failures.damaged(what, rank, self.rank, reason)
+        if status.code == StatusCode.GROUP_ERROR:
+            reason = f"{what}: the group of this host was aborted"
+            return GroupAborted(reason, reason=reason, this_rank=self.rank)
+        return failures.lost_in_split(what, rank, self.rank, self.leave_reason_of(rank).how)
 
     def _share_memory(self, inside: SharedMemoryBackend) -> None:
         """Take the group of this host for collectives in two levels."""
@@ -106,6 +153,10 @@ class HybridBackend(TcpBackend):
         local = list(self.host_map.local)
         self._two_levels = _native.HybridGroup(self.group, inside.group, local, MISMATCH_FOUND)
         self._take_fast_path(self._two_levels)
+
+    def place_in_memory(self, member: int) -> tuple[SharedMemoryBackend, int] | None:
+        local = [self.members[rank] for rank in self.host_map.local]
+        return (self.inside, local.index(member)) if member in local and self._inside else None
 
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         return self.inside._new_memory(nbytes)
@@ -233,7 +284,7 @@ class HybridBackend(TcpBackend):
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
-    ) -> CollectiveMismatch:
+    ) -> DistributedError:
         """Stop the others of this host in their next collective; all ranks get the same error."""
         status = self._two_levels.tell_mismatch(
             running.call.kind,

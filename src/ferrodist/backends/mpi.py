@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
+from ferrodist import _native
 from ferrodist.backends.deferred import DeferredBackend
 from ferrodist.backends.mpi_calls import (
     AUTOMATIC,
@@ -31,7 +32,6 @@ from ferrodist.backends.mpi_calls import (
     make_call,
 )
 from ferrodist.backends.peers import describe_difference
-from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.provider import RankStatus
 from ferrodist.backends.provider_link import CONTROL_TAG, EAGER_NBYTES
 from ferrodist.backends.registry import program_end
@@ -103,7 +103,7 @@ class MpiRequest:
     def wait(self, seconds: float) -> None:
         """Wait until they are done, or for a while: first awake, for MPI advances only in calls."""
         end = time.monotonic() + seconds
-        if isinstance(threading.current_thread(), ProgressThread):
+        if _native.is_progress_thread():
             self._spins = 0
         while not self.test() and time.monotonic() < end:
             if self._spins > 0:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from ferrodist import _native
 from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
 from ferrodist.backends.base import Backend
@@ -21,6 +22,8 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, SelfSend
 from ferrodist.message_status import Status
 from ferrodist.work import Work
+
+T = TypeVar("T")
 
 
 def header_of(source: InputArray) -> bytes:
@@ -47,14 +50,13 @@ class MessagingBackend(Backend):
         text = f"{name}: rank {self.rank} has sent itself nothing that it could wait for"
         return SelfSend(f"{text}; send with async_op=True first", rank=peer, this_rank=self.rank)
 
-    @contextmanager
-    def _aborting_on_interrupt(self, what: str) -> Iterator[None]:
-        """Tell the others of Ctrl-C and the like inside a call; ferrodist's errors are its own."""
-        try:
-            yield
-        except BaseException as error:  # KeyboardInterrupt is the one that matters most
-            self._abort_if_foreign(error, what)
-            raise
+    def _abort_if_interrupted(self, what: str, run: Callable[[], T]) -> T:
+        """Do a call; abort the group if Ctrl-C or the like ends it.
+
+        Native code sees to that: a signal handler may raise in ``except`` and ``__exit__``, too.
+        """
+        result: T = _native.guard(run, lambda error: self._abort_if_foreign(error, what))
+        return result
 
     def _abort_if_foreign(self, error: BaseException, what: str) -> None:
         if not isinstance(error, DistributedError | CancelledError):
@@ -110,23 +112,26 @@ class ThreadMessagingBackend(MessagingBackend):
 
     def _send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         self._check_usable()
-        with self._aborting_on_interrupt("send"):
-            self._messenger.send(source, peer, tag, deadline)
+        self._abort_if_interrupted(
+            "send", lambda: self._messenger.send(source, peer, tag, deadline)
+        )
 
     def _sendrecv(
         self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
     ) -> Any:
         """Post the outgoing message, receive, and only then wait for the receiver."""
         self._check_usable()
-        with self._aborting_on_interrupt("sendrecv"):
-            return self._messenger.sendrecv(source, to, tag, receive, deadline)
+        return self._abort_if_interrupted(
+            "sendrecv", lambda: self._messenger.sendrecv(source, to, tag, receive, deadline)
+        )
 
     def _probe(self, peer: int, tag: int, deadline: Deadline) -> Status:
         self._check_usable()
         if self._is_alone(peer):
             return self._probe_own(peer, tag)
-        with self._aborting_on_interrupt("probe"):
-            return self._messenger.probe(peer, tag, deadline)
+        return self._abort_if_interrupted(
+            "probe", lambda: self._messenger.probe(peer, tag, deadline)
+        )
 
     def _try_probe(self, peer: int, tag: int) -> Status | None:
         self._check_usable()
@@ -140,12 +145,15 @@ class ThreadMessagingBackend(MessagingBackend):
 
     def _recv(self, receive: Receive, deadline: Deadline) -> Any:
         self._check_usable()
-        with self._aborting_on_interrupt("recv"):
+
+        def run() -> Any:
             posted = self._messenger.post_receive(receive, deadline)
             if not posted.is_done and self._is_alone(receive.peer):
                 posted.cancel()
                 raise self._nothing_sent(receive.peer, receive.tag)
             return posted.finish()
+
+        return self._abort_if_interrupted("recv", run)
 
     def _start_recv(self, receive: Receive, deadline: Deadline) -> Work[Any]:
         """Take a place among the receives now, wait in the background."""
@@ -194,8 +202,10 @@ class ThreadMessagingBackend(MessagingBackend):
         with self._lock:
             try:
                 thread.start()
-            except BaseException:  # no thread is to be had: others must not wait behind this
+            except BaseException as error:  # others must not wait behind this message
                 posted.cancel()
+                if isinstance(error, RuntimeError):
+                    raise failures.no_thread(error) from error
                 raise
             self._messages = [other for other in self._messages if other.is_alive()] + [thread]
         return work

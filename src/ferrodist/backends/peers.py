@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import select
+import signal
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ferrodist import _native
 from ferrodist.arrays import InputArray, as_input, as_output
 from ferrodist.backends.failures import LeaveReason, describe, died, names_of_ranks
 from ferrodist.backends.receive import Receive
@@ -29,13 +31,14 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import Job, Member
 from ferrodist.rendezvous.mesh import MeshPeer
-from ferrodist.rendezvous.watch import describe_exit, try_exit_code
+from ferrodist.rendezvous.watch import describe_exit, is_stopped, try_exit_code
 
 if TYPE_CHECKING:
     from ferrodist.backends.process_backend import ProcessBackend
 
 _PATIENCE = 0.3  # until a launcher has noted a death that we see at the same moment
 _PAUSE = 0.005
+_KILL_SECONDS = 1.0  # until the kernel has ended a process that was killed
 
 
 class ExitStatuses:
@@ -65,6 +68,38 @@ class ExitStatuses:
         board = self._job.status_board
         return None if board is None else board.describe(rank)
 
+    def can_kill(self, rank: int) -> bool:
+        """Tell whether this process may kill that of a rank, which a lifeline does not allow."""
+        return self._signal(rank, 0)
+
+    def kill(self, rank: int) -> bool:
+        """Kill the process of a rank; tell whether it is gone, which takes a second at most."""
+        return self._signal(rank, signal.SIGKILL) and is_readable(
+            self._members[rank].watch, _KILL_SECONDS
+        )
+
+    def _signal(self, rank: int, number: int) -> bool:
+        try:
+            signal.pidfd_send_signal(self._members[rank].watch, number)
+        except ProcessLookupError:
+            return True  # it is gone
+        except OSError:  # no pidfd, one of another pid namespace, another user's process
+            return False
+        return True
+
+    def is_traced(self, rank: int) -> bool:
+        """Tell whether a debugger holds the process of a rank."""
+        return _native.is_traced(self._members[rank].watch)
+
+    def is_stopped(self, rank: int) -> bool:
+        """Tell whether the process of a rank is stopped; False if that cannot be known."""
+        return is_stopped(self._members[rank].pid)
+
+    def note_kill(self, rank: int, text: str) -> None:
+        """Let the launcher say why a rank was killed."""
+        if self._job.status_board is not None:
+            self._job.status_board.set_final_error(rank, text, is_consequence=False)
+
     def say(self, error: BaseException) -> None:
         """Tell the launcher that this rank's program has raised."""
         rank, board = self._job.rank, self._job.status_board
@@ -85,6 +120,13 @@ class PeerExitStatuses(ExitStatuses):
         super().__init__(job, ())
         self._mesh_peers = mesh_peers
 
+    def is_traced(self, rank: int) -> bool:
+        watch = self._mesh_peers[rank].watch
+        return watch >= 0 and _native.is_traced(watch)
+
+    def is_stopped(self, rank: int) -> bool:
+        return self._mesh_peers[rank].watch >= 0 and is_stopped(self._mesh_peers[rank].pid)
+
     def leave_reason_of_silent(self, rank: int, flaw: str) -> LeaveReason:
         """Tell how a rank of the world left that said nothing; ``flaw`` is its connection's."""
         mesh_peer, me = self._mesh_peers[rank], self._job.rank
@@ -92,7 +134,7 @@ class PeerExitStatuses(ExitStatuses):
             place = f"{mesh_peer.host_name or mesh_peer.address}, pid {mesh_peer.pid}"
             return died(f"died, or its host or the way to it did: {flaw} ({place})")
         how = self._await_how(rank)
-        if how is None and mesh_peer.watch >= 0 and not _is_readable(mesh_peer.watch):
+        if how is None and mesh_peer.watch >= 0 and not is_readable(mesh_peer.watch):
             return LeaveReason(
                 f"is alive (pid {mesh_peer.pid}), but not connected to rank {me} any more: {flaw}",
                 "look at the network between the two",
@@ -108,10 +150,11 @@ class PeerExitStatuses(ExitStatuses):
         return None if board is None else board.describe(rank)
 
 
-def _is_readable(file: int) -> bool:
+def is_readable(file: int, seconds: float = 0.0) -> bool:
+    """Tell whether a file becomes readable in time; a watch does when its process is gone."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(seconds * 1000))
 
 
 # -- settings -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import functools
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ferrodist import _native
 from ferrodist._native import Status
@@ -33,16 +33,27 @@ from ferrodist.backends.failures import (
     unpack_group_error,
     unpack_leave_reason,
 )
+from ferrodist.backends.fence import fence_off
 from ferrodist.backends.p2p import MessagingBackend
 from ferrodist.backends.peers import ExitStatuses
 from ferrodist.backends.progress import Wait
-from ferrodist.backends.request_work import end_callbacks_thread
+from ferrodist.backends.request_work import end_callbacks
 from ferrodist.backends.running_call import Algorithm, Prepared, RunningCall
 from ferrodist.call import Kind, Site, caller_site
 from ferrodist.config import DEFAULT, Config, DefaultTimeout, Timeout
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendClosed, CollectiveMismatch, CollectiveTimeout, RankLost
+from ferrodist.errors import (
+    BackendClosed,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    DistributedError,
+    GroupAborted,
+    RankLost,
+)
 from ferrodist.work import Work
+
+if TYPE_CHECKING:
+    from ferrodist.backends.shared_memory import SharedMemoryBackend
 
 T = TypeVar("T")
 
@@ -66,7 +77,7 @@ class ProcessBackend(MessagingBackend):
     ) -> None:
         self.world = world
         self.group = group
-        self.members = members
+        self._members = members
         self.settled = 0  # the last call that ended in a difference all ranks know of
         self._exit_statuses = exit_statuses
         super().__init__(rank, len(members), config)
@@ -80,9 +91,13 @@ class ProcessBackend(MessagingBackend):
         self._children: weakref.WeakSet[ProcessBackend] = weakref.WeakSet()
         self._splits: dict[tuple[int, ...], int] = {}
         self._note_change()
-        weakref.finalize(self, end_callbacks_thread, Deadline(None)).atexit = False
+        weakref.finalize(self, _native.end_listening).atexit = False
         weakref.finalize(self, group.stop_progress)  # before the interpreter ends
         weakref.finalize(self, group.leave, b"").atexit = False
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._members
 
     def _note_change(self) -> None:
         timeout = self._timeout
@@ -141,9 +156,8 @@ class ProcessBackend(MessagingBackend):
         """Put a call in flight that Python prepares; the first thread to wait for it runs it."""
         with self._lock:  # so that nothing is queued behind the end of the thread
             self._check_usable()
-            run = functools.partial(self._run_in_flight, prepared)
-            kind, finish = prepared.call.kind, prepared.finish
-            work: Work[T] = self.group.start_prepared(self, kind, run, finish)
+            kind, running = prepared.call.kind, self._in_flight(prepared)
+            work: Work[T] = self.group.start_prepared(self, kind, running, prepared.finish)
             return work
 
     def _begin_call(self, running: RunningCall) -> None:
@@ -198,11 +212,11 @@ class ProcessBackend(MessagingBackend):
         why = [f"on rank {self.rank} a callback of an earlier Work is still running"]
         return failures.timeout(running.call, sequence, [self.rank], running.deadline, why)
 
-    def _is_settled(self, running: RunningCall) -> bool:
-        if running.in_background and self.group.is_stopping:
+    def _is_settled(self, sequence: int, in_background: bool) -> bool:
+        if in_background and self.group.is_stopping:
             return True  # the others learn that this rank has ended
-        is_known = self.settled == running.sequence
-        is_known = is_known or self.group.group_error(running.sequence) is not None
+        is_known = self.settled == sequence
+        is_known = is_known or self.group.group_error(sequence) is not None
         return is_known or self.group.has_left
 
     # -- calls that fail ------------------------------------------------------------------------
@@ -252,26 +266,32 @@ class ProcessBackend(MessagingBackend):
         if status.code == StatusCode.LOST:
             return failures.loss(call, sequence, rank, self.leave_reason_of(rank))
         if status.code == StatusCode.NO_HEARTBEAT:
-            return failures.loss(call, sequence, rank, failures.died(self.no_heartbeat))
+            return failures.loss(call, sequence, rank, failures.died(self.silence_of(rank)))
         return failures.corruption(call, sequence, rank, self.damage_of(rank, "what it posted"))
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
-    ) -> CollectiveMismatch:
+    ) -> DistributedError:
         return self._settle_mismatch(running, (error, text))
 
     def _settle_mismatch(
         self, running: RunningCall, report: MismatchReport | None
-    ) -> CollectiveMismatch:
+    ) -> DistributedError:
         """Exchange descriptors, and make of them the group error that all ranks make."""
         found = self._exchange_descriptors(running, CallDescriptor(running.call, report))
         calls = [descriptor.call for descriptor in found]
         first = next((one.report for one in found if one.report is not None), None)
         given = failures.mismatch(running.sequence, calls, first)
         self.settled = running.sequence
-        made = given._replace(text=given.text + self.group_name).now(self.rank)
-        assert isinstance(made, CollectiveMismatch)
-        return made
+        return given._replace(text=given.text + self.group_name).now(self.rank)
+
+    def _check_exchange(self, running: RunningCall, status: Status) -> None:
+        """Raise if the exchange of descriptors has failed, which nothing can settle any more."""
+        if status.code == StatusCode.MISMATCH:
+            where = f"{running.call.kind.label} #{running.sequence}"
+            reason = f"the ranks differ, and are not in the same call either (in {where})"
+            raise self.set_error(failures.abort(self.rank, reason)).now(self.rank)
+        self._check(running, status)
 
     # -- algorithms -----------------------------------------------------------------------------
 
@@ -331,6 +351,8 @@ class ProcessBackend(MessagingBackend):
 
     def last_seen(self, rank: int, sequence: int | None = None) -> str:
         """Say what a rank is doing that did not get through to a call, or to this rank's last."""
+        if self._exit_statuses.is_traced(self.members[rank]):
+            return "is held by a debugger"
         report = self.world.report_of(self.members[rank])
         if report:
             return report
@@ -348,10 +370,11 @@ class ProcessBackend(MessagingBackend):
             return self._exit_statuses.leave_reason_of(self.members[rank])
         return unpack_leave_reason(words)
 
-    @property
-    def no_heartbeat(self) -> str:
-        """What is said of a rank that does nothing at all, not even beat."""
-        return f"has sent no heartbeat for {self.config.heartbeat_timeout:g} s"
+    def silence_of(self, rank: int) -> str:
+        """Complete the sentence 'rank 2 ...' for a rank without a heartbeat."""
+        is_stopped = self._exit_statuses.is_stopped(self.members[rank])
+        why = ": it is stopped, by Ctrl-Z or SIGSTOP" if is_stopped else ""
+        return f"has sent no heartbeat for {self.config.heartbeat_timeout:g} s{why}"
 
     @property
     def group_name(self) -> str:
@@ -366,13 +389,20 @@ class ProcessBackend(MessagingBackend):
         self._check_process()
         self.set_error(failures.abort(self.rank, reason))
 
+    def _end_group(self, error: DistributedError) -> None:
+        facts = {name: fact for name, fact in error._facts.items() if name in ("rank", "missing")}
+        self.set_error(GroupError(type(error), 0, str(error), facts))
+
     def _check_usable(self) -> None:
         super()._check_usable()
         if self.group.has_left:  # with the group that this one was split off
             raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
+        final = self.error_of(None)
+        if final is not None and final.evicts(self.rank):
+            raise final.later(self.rank)
 
     def _complete(self, parent: Self, identity: int, deadline: Deadline) -> None:
-        """Do what is left to do when a split has made this group."""
+        """Do what is left to do when a split has made this group; errors name its own ranks."""
 
     # -- leaving --------------------------------------------------------------------------------
 
@@ -391,7 +421,7 @@ class ProcessBackend(MessagingBackend):
                 child._announce_closing()
             child._leave(leave_reason, deadline)
         self.group.stop_progress()
-        end_callbacks_thread(deadline)
+        end_callbacks(deadline)
         self.group.leave(pack_leave_reason(leave_reason))
 
     # -- groups ---------------------------------------------------------------------------------
@@ -401,9 +431,39 @@ class ProcessBackend(MessagingBackend):
         members = self._check_members(ranks)
         deadline = self._deadline(timeout)
         self.refuse_if_aborted()
+        fence_off(self, members, deadline)
         nth = self._splits[members] = self._splits.get(members, 0) + 1
         identity = _native.fingerprint([self._id, nth, *members]) or 1
         return self._split_off(members, identity, deadline)
+
+    def groups_of_process(self) -> list[ProcessBackend]:
+        """List the groups of this process that are made from the same first one, that included."""
+        first: ProcessBackend = self
+        while first._parent is not None:
+            first = first._parent
+        found = [first]
+        for group in found:  # which grows
+            found += group._children
+        return found
+
+    def place_in_memory(self, member: int) -> tuple[SharedMemoryBackend, int] | None:
+        """Return a group in shared memory, and the rank in it of a rank of the world, if any."""
+        return None
+
+    @property
+    def exit_statuses(self) -> ExitStatuses:
+        """What is known of how processes ended."""
+        return self._exit_statuses
+
+    @property
+    def next_sequence(self) -> int:
+        """The number of the first call that has not ended."""
+        return self._tickets.last_ended + 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank is in no call."""
+        return self._tickets.is_idle
 
     def _split_off(self, members: tuple[int, ...], identity: int, deadline: Deadline) -> Self:
         """Make a group whose members know it by ``identity``, which no other group has."""
@@ -414,14 +474,52 @@ class ProcessBackend(MessagingBackend):
         finally:
             wait.end()
         if status.code != StatusCode.DONE:
-            raise self._split_failure(split, members, deadline, status)
+            error = self._split_failure(split, members, deadline, status)
+            if _is_news(error):
+                self._give_up_split(split, members, error)
+            raise error
+        child = self._adopt(split.group(), members)
+        try:
+            child._complete(self, identity, deadline)
+        except BaseException as error:  # Ctrl-C too: members that have the group are told
+            if _is_news(error):
+                child._give_up_group(error)
+            renumbered = self._renumber(error, members, deadline)
+            if renumbered is error:
+                raise
+            raise renumbered from None  # the other speaks of ranks of a group that never was
+        self._keep(child, identity)
+        return child
+
+    def _adopt(self, group: Any, members: Sequence[int]) -> Self:
+        """Make this rank's backend of a group of some ranks of this one."""
         world_ranks = tuple(self.members[member] for member in members)
-        child = self._child(split.group(), world_ranks, members.index(self.rank))
-        child._complete(self, identity, deadline)
+        return self._child(group, world_ranks, members.index(self.rank))
+
+    def _keep(self, child: Self, identity: int) -> None:
         child._parent, child._id = self, identity  # a parent must outlive its groups
         child._inherit(self)
         self._children.add(child)
-        return child
+
+    def _give_up_split(self, split: Any, members: tuple[int, ...], error: BaseException) -> None:
+        """Tell members that may have the group already that this rank has not; no loss of it."""
+
+    def _give_up_group(self, error: BaseException) -> None:
+        """Tell the same of a group that this rank could not complete."""
+
+    def _renumber(
+        self, error: BaseException, members: tuple[int, ...], deadline: Deadline
+    ) -> BaseException:
+        """Make an error of a half-made group, which has its ranks, one of this group's split."""
+        what = self._name_split(members)
+        if not isinstance(error, DistributedError):
+            self.abort(f"{failures.describe(error)} (in split)")
+            return error
+        if isinstance(error, RankLost) and error.rank is not None:
+            return failures.lost_in_split(what, members[error.rank], self.rank, error.how)
+        if isinstance(error, CollectiveTimeout) and error.missing:
+            return self._split_timeout(what, [members[rank] for rank in error.missing], deadline)
+        return error
 
     def _split_failure(
         self,
@@ -445,9 +543,7 @@ class ProcessBackend(MessagingBackend):
         if code == StatusCode.CORRUPT:
             reason = self.damage_of(rank, "its group")
             return failures.damaged(what, rank, self.rank, reason)
-        how = self.leave_reason_of(rank).how
-        text = f"{what}: rank {rank} {how}"
-        return RankLost(text, rank=rank, this_rank=self.rank, how=how)
+        return failures.lost_in_split(what, rank, self.rank, self.leave_reason_of(rank).how)
 
     def _split_timeout(self, what: str, absent: list[int], deadline: Deadline) -> CollectiveTimeout:
         others = []
@@ -481,3 +577,8 @@ class ProcessBackend(MessagingBackend):
         """Return how long the median rank has slept for this one."""
         waits = sorted(self.group.waited(other, rank) for other in range(self.world_size))
         return waits[self.world_size // 2]
+
+
+def _is_news(error: BaseException) -> bool:
+    """Tell whether other members may not know why a split fails; an abort reaches all of them."""
+    return isinstance(error, DistributedError) and not isinstance(error, GroupAborted)

@@ -116,10 +116,11 @@ class MessageCall:
         tags = sorted({tag for one in peers for tag in backend.group.unexpected_tags(one)})
         if code == StatusCode.LATE:
             return failures.timed_out(self.what, peers, backend.rank, self.deadline, tags)
-        how = failures.died(backend.no_heartbeat)
         if code == StatusCode.LOST:
             is_gone = backend.group.is_gone(peer)
             how = backend.leave_reason_of(peer) if is_gone else failures.closing()
+        else:
+            how = failures.died(backend.silence_of(peer))
         is_last = self._peers[1] == ANY_PEER and how.is_normal
         make = failures.lost_all if is_last else failures.lost
         return make(self.what, peer, backend.rank, how, tags)
@@ -139,20 +140,26 @@ class ProcessMessagingBackend(ProcessBackend):
 
     def _send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         self._check_usable()
-        with self._aborting_on_interrupt("send"):
+
+        def run() -> None:
             call = MessageCall(self, (peer, NO_PEER, tag, 0), deadline)
-            self._await(call, self._isend(call, source, peer, tag), holds_caller=True)
+            self._await(call, self._isend(call, source, peer, tag), is_send=True, holds_caller=True)
+
+        self._abort_if_interrupted("send", run)
 
     def _recv(self, receive: Receive, deadline: Deadline) -> Any:
         self._check_usable()
-        with self._aborting_on_interrupt("recv"):
+
+        def run() -> Any:
             peers = NO_PEER, source_of(receive.peer), 0, receive.tag
             name = "recv_object" if receive.takes_object else "recv"
             call = MessageCall(self, peers, deadline, _leaf(receive), name=name)
             receiving = self.group.irecv(*_wanted(receive))
             self._refuse_if_alone(receive, receiving, "recv")
-            self._await(call, receiving, holds_caller=False)
+            self._await(call, receiving)
             return _finish(receive, receiving)
+
+        return self._abort_if_interrupted("recv", run)
 
     def _sendrecv(
         self, source: InputArray, to: int, tag: int, receive: Receive, deadline: Deadline
@@ -162,21 +169,24 @@ class ProcessMessagingBackend(ProcessBackend):
         A message that came but does not fit is this rank's own affair: its own goes out.
         """
         self._check_usable()
-        with self._aborting_on_interrupt("sendrecv"):
+
+        def run() -> Any:
             call = self._both(to, tag, receive, deadline)
             sending = self._isend(call, source, to, tag)
             receiving = self.group.irecv(*_wanted(receive))
             try:
                 self._refuse_if_alone(receive, receiving, "sendrecv")
-                self._await(call, receiving, holds_caller=False)
+                self._await(call, receiving)
             except (SizeMismatch, ProtocolError, InvalidArgument):
-                self._await(call, sending, holds_caller=True)
+                self._await(call, sending, is_send=True, holds_caller=True)
                 raise
             except BaseException:  # Ctrl-C too: native code must not read the array any more
                 sending.abandon(StatusCode.LATE)
                 raise
-            self._await(call, sending, holds_caller=False)
+            self._await(call, sending, is_send=True)
             return _finish(receive, receiving)
+
+        return self._abort_if_interrupted("sendrecv", run)
 
     def _start_send(
         self, source: InputArray, peer: int, tag: int, deadline: Deadline
@@ -198,9 +208,8 @@ class ProcessMessagingBackend(ProcessBackend):
         self._check_usable()
         self._refuse_if_gone(self._both(to, tag, receive, deadline), to)
         header, memory = header_of(source), source.buffer.memory
-        wanted, finish = _wanted(receive)[:4], receive.finish
         work: Work[Any] = self.group.start_sendrecv(
-            self, to, tag, header, memory, *wanted, deadline, finish
+            self, to, tag, header, memory, *_wanted(receive), deadline, receive.finish
         )
         return work
 
@@ -208,12 +217,15 @@ class ProcessMessagingBackend(ProcessBackend):
         self._check_usable()
         if self._is_alone(peer):
             return self._probe_own(peer, tag)
-        with self._aborting_on_interrupt("probe"):
+
+        def run() -> Status:
             peers = NO_PEER, source_of(peer), 0, tag
             call = MessageCall(self, peers, deadline, name="probe")
             probing = self.group.iprobe(peer, tag)
-            self._await(call, probing, holds_caller=False)
+            self._await(call, probing)
             return status_of(probing.source, probing.tag, probing.found)
+
+        return self._abort_if_interrupted("probe", run)
 
     def _try_probe(self, peer: int, tag: int) -> Status | None:
         """Tell what a receive would get now; raise if nothing can come any more."""
@@ -250,14 +262,28 @@ class ProcessMessagingBackend(ProcessBackend):
         self.refuse_if_aborted()
         if peer != self.rank and self.group.is_gone(peer):
             raise call.failure(self.loss_of(peer), peer, None)
+        final = self.error_of(None)  # a loss: another rank may know of it before this one does
+        if final is not None and final.facts.get("rank") == peer and "how" in final.facts:
+            how = failures.died(final.facts["how"])
+            raise failures.lost(call.what, peer, self.rank, how, ())
 
     def _refuse_if_alone(self, receive: Receive, receiving: _native.Request, call: str) -> None:
         if self._is_alone(receive.peer) and not receiving.test():
             receiving.abandon(StatusCode.GIVEN_UP)
             raise self._nothing_sent(receive.peer, receive.tag, call)
 
-    def _await(self, call: MessageCall, request: _native.Request, *, holds_caller: bool) -> None:
-        """Wait for a request, which is over in any case; raise what became of it."""
+    def _await(
+        self,
+        call: MessageCall,
+        request: _native.Request,
+        *,
+        is_send: bool = False,
+        holds_caller: bool = False,
+    ) -> None:
+        """Wait for a request, which is over in any case; raise what became of it.
+
+        ``holds_caller``: its caller does nothing but send, and may be part of a cycle.
+        """
         try:
             status = request.wait(call.deadline, holds_caller, call.poll)
         finally:
@@ -269,7 +295,7 @@ class ProcessMessagingBackend(ProcessBackend):
             cycle = self.group.find_send_cycle(call.dst)
         request.abandon(status.code)
         rank = status.failed_rank
-        if rank < 0 and holds_caller:
+        if rank < 0 and is_send:
             rank = call.dst
         raise call.failure(status.code, rank, status.error, request.found, cycle)
 
@@ -297,22 +323,17 @@ def _message_error(
     backend: ProcessBackend,
     status: int,
     failed_rank: int,
-    error: BaseException | None,
     found: bytes,
     cycle: list[int],
     expected: bytes,
     peers: tuple[int, int, int, int],
     timeout: float | None,
     site: Site | None,
-    waits_in: str | None,
 ) -> BaseException:
-    """Make the error of a call that native code did; tell the others of Ctrl-C in its wait."""
+    """Make the error of a call that native code did."""
     leaf = Leaf("", *unpack_shape(expected)) if expected else None
     call = MessageCall(backend, peers, Deadline(timeout), leaf, site)
-    made = call.failure(status, failed_rank, error, found, cycle)
-    if waits_in is not None:
-        backend._abort_if_foreign(made, waits_in)
-    return made
+    return call.failure(status, failed_rank, None, found, cycle)
 
 
 def _on_message_wait(

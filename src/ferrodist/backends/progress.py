@@ -37,12 +37,16 @@ class Progress:
     def __init__(self, name: str) -> None:
         import queue  # most programs have no such calls
 
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[int], None], int] | None] = (
+            queue.SimpleQueue()
+        )
         self.thread = ProgressThread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            raise failures.no_thread(error) from error
 
-    def put(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+        self.put = self._jobs.put  # (a job, what it is called with): no signal interrupts it
 
     def stop(self) -> None:
         """Let the thread end after the jobs queued so far."""
@@ -53,13 +57,17 @@ class Progress:
             self.thread.join(deadline.timeout())
 
 
-def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
+def _run_jobs(jobs: queue.SimpleQueue[tuple[Callable[[int], None], int] | None]) -> None:
+    while (item := jobs.get()) is not None:
+        job, number = item
         try:
-            job()
+            job(number)
         except BaseException:  # SystemExit too: the thread has to run the callbacks after it
             logger.exception("a callback of a Work failed")
-        del job  # a finished job must not keep the user's arrays alive while the thread sleeps
+        del (
+            item,
+            job,
+        )  # a finished job must not keep the user's arrays alive while the thread sleeps
 
 
 # -- waits that last ------------------------------------------------------------------------------

@@ -370,16 +370,20 @@ class ProviderBackend(ThreadMessagingBackend):
             self._entrance.late_error = None
             raise late
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._link.members
+
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
-    ) -> CollectiveMismatch:
+    ) -> DistributedError:
         """Tell the others, who wait for this rank before the next collective of the call."""
         self._enter(running, is_reporting=True)
         return self._settle_mismatch(running, (error, text))
 
     def _settle_mismatch(
         self, running: RunningCall, report: MismatchReport | None
-    ) -> CollectiveMismatch:
+    ) -> DistributedError:
         """Exchange descriptors, and make of them the error that all ranks make."""
         self.note_site(running)
         mine = pack_descriptor(CallDescriptor(running.call, report))
@@ -390,9 +394,7 @@ class ProviderBackend(ThreadMessagingBackend):
         first = next((one.report for one in found if one.report is not None), None)
         given = failures.mismatch(running.sequence, calls, first)
         self._settled = running.sequence
-        made = given._replace(text=given.text + self._link.group_name).now(self.rank)
-        assert isinstance(made, CollectiveMismatch)
-        return made
+        return given._replace(text=given.text + self._link.group_name).now(self.rank)
 
     def _look_while_queued(self, running: RunningCall) -> float:
         """Let the call that holds this one up run out of time when this one does."""
@@ -407,9 +409,9 @@ class ProviderBackend(ThreadMessagingBackend):
         self._link.refuse_if_final()
         return min(running.deadline.remaining(), _QUEUE_LOOK)
 
-    def _is_settled(self, running: RunningCall) -> bool:
-        is_known = self._settled == running.sequence or self._link.has_left
-        return is_known or self._link.error_of(running.sequence) is not None
+    def _is_settled(self, sequence: int, in_background: bool) -> bool:
+        is_known = self._settled == sequence or self._link.has_left
+        return is_known or self._link.error_of(sequence) is not None
 
     def _check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
@@ -430,10 +432,14 @@ class ProviderBackend(ThreadMessagingBackend):
         self._check_usable()
         members = self._check_members(ranks)
         deadline = self._deadline(timeout)
-        with self._aborting_on_interrupt("split"), self._link.before_leaving():
-            self._link.poll()
-            self._link.refuse_if_aborted()
-            provider = self._meet(members, deadline)
+
+        def meet() -> Provider:
+            with self._link.before_leaving():
+                self._link.poll()
+                self._link.refuse_if_aborted()
+                return self._meet(members, deadline)
+
+        provider = self._abort_if_interrupted("split", meet)
         world_ranks = tuple(self._link.members[member] for member in members)
         link = ProviderLink(provider, world_ranks, self._link)
         made = type(self)(provider, self.config, _link=link)

@@ -89,9 +89,9 @@ def _is_shorter(found: Leaf, expected: Leaf) -> bool:
 
 def status_of(source: int, tag: int, header: bytes | memoryview) -> Status:
     """Read what a header says of a message."""
-    if is_object(header):
-        return Status(source, tag, "object", ())
     dtype, shape = unpack_shape(header)
+    if is_object(header):
+        return Status(source, tag, "object", shape)
     return make_status(source, tag, dtype, shape)
 
 

@@ -214,7 +214,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return this process's rank in the world that ``init`` joined.
+    """Return this process's rank in the world that ``init`` joined, until it is closed.
 
     Example:
         >>> import ferrodist
@@ -225,7 +225,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks in the world that ``init`` joined.
+    """Return the number of ranks in the world that ``init`` joined, until it is closed.
 
     Example:
         >>> import ferrodist
@@ -246,10 +246,15 @@ def local_rank() -> int:
 
 
 def _made(what: str) -> Backend:
-    """Return what ``init`` made, closed or not: rank and world size stay valid."""
-    if _process.backend is None:
+    """Return what ``init`` made, also in a forked child: a worker may want to know whose it is."""
+    made = _process.backend
+    if made is None:
         raise NotInitialized(f"{what}: call ferrodist.init() first")
-    return _process.backend
+    if made.is_closed:
+        raise NotInitialized(
+            f"{what}: the backend that init() made was closed; backend.{what} stays valid"
+        )
+    return made
 
 
 def _check_same(made: Backend, name: str | None, timeout: Timeout, pickle: bool | None) -> Backend:

@@ -9,13 +9,15 @@ callbacks thread of the process is notified of the request.
 
 from __future__ import annotations
 
+import _thread
+import logging
 import os
 import threading
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from ferrodist import _native
-from ferrodist.backends.progress import ProgressThread
+from ferrodist.backends import failures
 from ferrodist.call import Kind
 from ferrodist.config import check_timeout
 from ferrodist.deadline import Deadline
@@ -23,7 +25,9 @@ from ferrodist.work import Work
 
 T = TypeVar("T")
 
-_LONGEST_SLEEP = 3600.0  # seconds
+logger = logging.getLogger("ferrodist")
+
+_LONGEST_WAIT = 2.0  # seconds, for callbacks: they may wait for the very thread that waits for them
 
 
 NO_PEER, ANY_PEER = -1, -2  # as of Peers in native/bind/messages.hpp
@@ -115,52 +119,52 @@ for _name in ("_condition", "_state", "_result", "_exception", "_waiters", "_don
 
 
 class _Callbacks:
-    """The thread that is notified of finished calls and runs their callbacks."""
+    """The thread that is notified of finished calls and runs their callbacks.
+
+    It sleeps while there is nothing to do. It ends when a group is closed and nothing is in flight;
+    the next call in flight starts another, which may be before this one has noticed.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        thread = ProgressThread(target=self._run, name="ferrodist-callbacks", daemon=True)
-        self._thread = thread  # before it runs: it looks there whether it is still wanted
-        try:
-            thread.start()
-        except BaseException:  # no thread can be started: the next caller tries again
-            self._thread = None
-            raise
-
-    def _run(self) -> None:
-        while True:
-            for work in _native.next_completions(_LONGEST_SLEEP):
-                if work is not None:
-                    work.on_complete()
-                elif self._thread is not threading.current_thread():
-                    return
-            work = None
+        """Start the thread; one that was started before, by a call that was interrupted, ends."""
+        try:  # a threading.Thread waits for its thread, and a signal there leaves it half-made
+            _thread.start_new_thread(_run_callbacks, (_native.begin_listening(),))
+        except RuntimeError as error:
+            raise failures.no_thread(error) from error
 
     def end(self, deadline: Deadline) -> None:
-        """End the thread if nothing is in flight: the next call in flight starts another."""
-        with self.lock:
-            thread = self._thread
-            if thread is None or thread is threading.current_thread() or _native.works_of(None):
-                return
-            if thread.ident is None:
-                return  # it is being started by this very thread, in which a finalizer runs
-            _native.end_listening()
-            self._thread = None
-            _native.wake_completions()
-        thread.join(deadline.timeout())
+        """Let the thread end if nothing is in flight; wait a moment for callbacks that run."""
+        _native.end_listening()
+        if not _native.is_progress_thread():
+            rest = deadline.timeout()
+            _native.wait_for_callbacks(_LONGEST_WAIT if rest is None else min(rest, _LONGEST_WAIT))
+
+
+def _run_callbacks(listener: int) -> None:
+    threading.current_thread().name = "ferrodist-callbacks"
+    _native.mark_progress_thread()
+    while (works := _native.next_completions(listener)) is not None:
+        for work in works:
+            try:
+                work.on_complete()
+            except BaseException:  # SystemExit too: there are callbacks after it
+                logger.exception("a callback of a Work failed")
+        work = works = None  # what is done must not keep the user's arrays while the thread sleeps
+    # Up to Python 3.12 threading goes on listing a thread that it has not started itself.
+    getattr(threading, "_active", {}).pop(threading.get_ident(), None)
 
 
 _callbacks = _Callbacks()
-end_callbacks_thread = _callbacks.end
+end_callbacks = _callbacks.end
 
 
 def _begin_anew() -> None:
     """In a forked child: the calls in flight are the parent's, and so is the thread."""
     _native.forget_works()
-    _callbacks.__dict__.update(lock=threading.RLock(), _thread=None)
+    _callbacks.lock = threading.RLock()
 
 
 _native.set_work_type(RequestWork)

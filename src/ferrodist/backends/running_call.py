@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """RunningCall: one call while it runs, on any backend; and what a call is made of.
 
-A public function prepares everything first, and then runs one or more whole collectives inside
-``with backend._call(call, deadline) as running``. However many, they are one call with one ticket:
-one sequence number, one fingerprint, one deadline.
+A public function prepares everything first, and then runs one or more whole collectives in the body
+of ``backend._run_call(call, deadline, body)``. However many, they are one call with one ticket: one
+sequence number, one fingerprint, one deadline.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from ferrodist.backends import failures
 from ferrodist.buffer import Buffer
 from ferrodist.call import Call, Kind
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatch
+from ferrodist.errors import CollectiveMismatch, DistributedError
 from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -79,24 +77,27 @@ class Prepared(abc.ABC, Generic[T]):
 
 @dataclass(slots=True, eq=False, repr=False)
 class RunningCall:
-    """One call from its ticket to its end; a context manager that runs it in ticket order.
+    """One call from its ticket to its end; ``body`` does its collectives.
 
-    A call that fails is made known to the other ranks before its ticket ends, unless they know.
+    Native code draws the ticket, calls ``run`` and ``end``, and ends the ticket. A signal handler
+    may raise at any instruction of Python code, in ``__exit__`` and ``finally`` too; a ticket that
+    never ends would hold up every later call, and the other ranks.
     """
 
     backend: Backend
     call: Call
     deadline: Deadline
+    body: Callable[[RunningCall], Any]
     _: KW_ONLY
-    ticket: InitVar[int] = 0  # 0 until it is drawn
-    sequence: int = field(init=False)
+    is_in_flight: bool = False
+    sequence: int = 0  # until its ticket is drawn
     in_background: bool = False
     num_collectives: int = 0  # of this call so far
     fingerprint: int = _NO_FINGERPRINT
     hook: Any = None  # what the backend keeps for the waits of this call
+    _has_turn: bool = False
 
-    def __post_init__(self, ticket: int) -> None:
-        self.sequence = ticket
+    def __post_init__(self) -> None:
         if self.fingerprint == _NO_FINGERPRINT:
             checks_site = self.backend.config.check_sites
             self.fingerprint = self.call.fingerprint(checks_site=checks_site)
@@ -106,46 +107,34 @@ class RunningCall:
         """How long native code waits in this call, on what thread, and what it polls meanwhile."""
         return self.deadline, self.in_background, self.poll
 
-    def __enter__(self) -> Self:
-        tickets = self.backend._tickets
-        if not self.sequence:
-            self.sequence = tickets.take()
-        try:
-            if tickets.last_ended + 1 < self.sequence:
-                with self.backend._holding():
-                    tickets.wait(self.sequence, self._look_while_queued)
-                # Else it begins late, and takes ranks that were queued as well for stuck ones.
-                self.deadline = self.deadline.from_now()
-            self.backend._begin_call(self)
-        except BaseException as error:  # Ctrl-C too: later calls wait for this ticket
-            self._end_ticket(error)
-            raise
-        return self
+    def perform(self) -> Any:
+        """Run the call after those made before it; return what its body returns."""
+        return self.backend._tickets.run(self)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
+    def run(self, ticket: int, in_background: bool) -> Any:
+        """Wait for the call's turn and do its collectives; called by native code."""
+        self.sequence, self.in_background = ticket, in_background
+        if self.is_in_flight and not in_background:  # it begins when a thread waits for it
+            self.deadline = self.deadline.from_now()
+        tickets = self.backend._tickets
+        if tickets.last_ended + 1 < ticket:
+            with self.backend._holding():
+                tickets.wait(ticket, self._look_while_queued)
+            # Else it begins late, and takes ranks that were queued as well for stuck ones.
+            self.deadline = self.deadline.from_now()
+        self._has_turn = True
+        self.backend._begin_call(self)
+        return self.body(self)
+
+    def end(self, ticket: int, error: BaseException | None) -> None:
+        """Leave the call, well or not; called by native code, again if a signal interrupts it."""
+        if self._has_turn:
             self.backend._end_call(self)
-        except BaseException as later:  # the ticket ends with it, whatever it is
-            error = later
-            raise
-        finally:
-            self._end_ticket(error)
+        if error is not None:
+            self.backend._settle(self.call.kind, ticket, error, self.in_background)
 
     def _look_while_queued(self) -> float:
         return self.backend._look_while_queued(self)
-
-    def _end_ticket(self, error: BaseException | None) -> None:
-        try:
-            if error is not None and not self.backend._is_settled(self):  # which tells the others
-                what = f"{self.call.kind.label} #{self.sequence}"
-                self.backend.abort(f"{failures.describe(error)} (in {what})")
-        finally:
-            self.backend._tickets.end(self.sequence)
 
     def collective(
         self,
@@ -169,7 +158,7 @@ class RunningCall:
         self.collective(Kind.ALL_GATHER, mine, Buffer.of_numbers(table))
         return table
 
-    def mismatch(self, error: type[CollectiveMismatch], text: str) -> CollectiveMismatch:
+    def mismatch(self, error: type[CollectiveMismatch], text: str) -> DistributedError:
         """Report to all ranks a difference the fingerprints leave out; return what to raise."""
         return self.backend._report_mismatch(self, error, text)
 

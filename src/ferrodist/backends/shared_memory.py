@@ -31,7 +31,7 @@ from ferrodist.buffer import Buffer, DType
 from ferrodist.call import MAX_TAG, Kind
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatch
+from ferrodist.errors import CollectiveMismatch, DistributedError
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job, meet
 from ferrodist.schedules.cost import LINKS
@@ -73,7 +73,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
         """Join a job whose ranks are all on this host; every rank calls it."""
         config = Config.from_environment() if config is None else config
         arena = _native.Arena(job.rank, job.world_size)
-        members = meet(job, arena.fd, config.join_timeout)
+        members = meet(job, arena.fd, job.join_seconds(config))
         try:
             fds = [(member.arena, member.watch) for member in members]
             world = _native.World(job.rank, arena, fds, config.heartbeat, config.heartbeat_timeout)
@@ -104,6 +104,27 @@ class SharedMemoryBackend(ProcessMessagingBackend):
     def damage_of(self, rank: int, what: str) -> str:
         """Say that it is no part of the memory that its rank shares."""
         return f"{what} does not lie in its memory"
+
+    # -- what the fence needs ---------------------------------------------------------------------
+
+    def place_in_memory(self, member: int) -> tuple[SharedMemoryBackend, int] | None:
+        return (self, self.members.index(member)) if member in self.members else None
+
+    def is_dead(self, rank: int) -> bool:
+        """Tell whether the process of a rank is gone."""
+        return self.world.is_dead(self.members[rank])
+
+    def beats_of(self, rank: int) -> int:
+        return self.world.beats_of(self.members[rank])
+
+    def is_traced(self, rank: int) -> bool:
+        return self._exit_statuses.is_traced(self.members[rank])
+
+    def can_kill(self, rank: int) -> bool:
+        return self._exit_statuses.can_kill(self.members[rank])
+
+    def kill(self, rank: int) -> bool:
+        return self._exit_statuses.kill(self.members[rank])
 
     def _new_memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Take memory of this process's arena; it goes back with the last array over it."""
@@ -224,7 +245,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
-    ) -> CollectiveMismatch:
+    ) -> DistributedError:
         """Stop the others in their next round with a difference; all get the same group error."""
         status = self.run_native(running, 0, Kind.BARRIER, fingerprint=MISMATCH_FOUND)
         if status.code not in (StatusCode.DONE, StatusCode.MISMATCH):  # done: all ranks report one
@@ -249,7 +270,7 @@ class SharedMemoryBackend(ProcessMessagingBackend):
         self, running: RunningCall, mine: Any, all_of_them: Any, counts: Counts | None = None
     ) -> None:
         buffers, args = (_buffer(mine), _buffer(all_of_them)), CollectiveArgs(counts=counts)
-        self._check(
+        self._check_exchange(
             running,
             self.run_native(running, 0, Kind.ALL_GATHER, *buffers, args, fingerprint=_DESCRIPTORS),
         )

@@ -25,7 +25,9 @@ from ferrodist.backends.failures import (
     LeaveReason,
     StatusCode,
     pack_descriptor,
+    pack_group_error,
     unpack_descriptor,
+    unpack_group_error,
 )
 from ferrodist.backends.peers import PeerExitStatuses, check_settings
 from ferrodist.backends.process_messages import ProcessMessagingBackend
@@ -34,6 +36,7 @@ from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
+from ferrodist.errors import RankLost
 from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.mesh import MeshPeer, address_among, join_mesh
@@ -77,7 +80,7 @@ class TcpBackend(ProcessMessagingBackend):
         mesh_peers = join_mesh(job, config)
         mesh = _native.Mesh(
             job.rank,
-            [(mesh_peer.socket, mesh_peer.key) for mesh_peer in mesh_peers],
+            [(mesh_peer.socket, mesh_peer.key, mesh_peer.watch) for mesh_peer in mesh_peers],
             config.heartbeat,
             config.heartbeat_timeout,
             config.message_nbytes,
@@ -145,6 +148,26 @@ class TcpBackend(ProcessMessagingBackend):
     def _child(self, group: _native.TcpGroup, world_ranks: tuple[int, ...], rank: int) -> Self:
         config, mesh_peers, exit_statuses = self.config, self.mesh_peers, self._exit_statuses
         return type(self)(self.world, group, world_ranks, rank, config, mesh_peers, exit_statuses)
+
+    def _give_up_split(self, split: Any, members: tuple[int, ...], error: BaseException) -> None:
+        is_loss = isinstance(error, RankLost) and error.rank in members
+        lost = members.index(error.rank) if is_loss else None  # type: ignore[attr-defined]
+        due = failures.split_given_up(members.index(self.rank), error, lost)
+        split.give_up(pack_group_error(due, [self.members[member] for member in members]))
+
+    def _give_up_group(self, error: BaseException) -> None:
+        lost = error.rank if isinstance(error, RankLost) else None
+        due = failures.split_given_up(self.rank, error, lost)
+        self.group.give_up_split(pack_group_error(due, self.members))
+
+    def _split_failure(
+        self, split: Any, members: tuple[int, ...], deadline: Deadline, status: Status
+    ) -> BaseException:
+        if status.code == StatusCode.GROUP_ERROR and split.error is not None:
+            world_ranks = [self.members[member] for member in members]
+            given = unpack_group_error(split.error, world_ranks)
+            return self._renumber(given.now(members.index(self.rank)), members, deadline)
+        return super()._split_failure(split, members, deadline, status)
 
     def damage_of(self, rank: int, what: str) -> str:
         """Say what is wrong with the bytes that came from a rank."""
@@ -258,7 +281,7 @@ class TcpBackend(ProcessMessagingBackend):
             pack_descriptor(mine),
             *running.waiting,
         )
-        self._check(running, status)
+        self._check_exchange(running, status)
         return [unpack_descriptor(descriptor) for descriptor in found]
 
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+from ferrodist import _native
 from ferrodist.backends.framing import POINT_TO_POINT, Frame
-from ferrodist.backends.progress import ProgressThread
 from ferrodist.backends.receive import ANY, MatchQueue, Message, PostedReceive, is_object
 from ferrodist.backends.thread_faults import Faults, FaultyLinks
 
@@ -169,7 +169,7 @@ class Switch:
     def holding(self, rank: int) -> Iterator[None]:
         """Show that a call holds this thread of a rank; one that makes progress never shows."""
         held, thread = self.mailboxes[rank].held, threading.get_ident()
-        is_shown = not isinstance(threading.current_thread(), ProgressThread) and thread not in held
+        is_shown = not _native.is_progress_thread() and thread not in held
         if is_shown:
             held[thread] = time.monotonic()
         try:

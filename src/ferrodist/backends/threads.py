@@ -31,6 +31,7 @@ from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveMismatch,
+    DistributedError,
     InvalidWorldSize,
     RankLost,
 )
@@ -146,8 +147,7 @@ class SimulatedBackend(ThreadMessagingBackend):
         self._check_usable()
         members = self._check_members(ranks)
         deadline = self._deadline(timeout)
-        with self._aborting_on_interrupt("split"):
-            control = self._join(members, deadline)
+        control = self._abort_if_interrupted("split", lambda: self._join(members, deadline))
         backend = type(self)(self._world, control, members.index(self.rank), self.config)
         backend._inherit(self)
         backend._parent = self  # a parent that is dropped would take its groups along
@@ -223,7 +223,7 @@ class SimulatedBackend(ThreadMessagingBackend):
 
     def _report_mismatch(
         self, running: RunningCall, error: type[CollectiveMismatch], text: str
-    ) -> CollectiveMismatch:
+    ) -> DistributedError:
         """Report the difference, then wait for the group error that all ranks get."""
         self._control.report_mismatch(running.sequence, error, text)
         with self._control.switch.lock:
@@ -254,10 +254,10 @@ class SimulatedBackend(ThreadMessagingBackend):
         held_up = self._tickets.last_ended + 1  # where the other ranks wait for this one
         self._control.set_error(failures.timeout(call, held_up, [self.rank], deadline, why))
 
-    def _is_settled(self, running: RunningCall) -> bool:
+    def _is_settled(self, sequence: int, in_background: bool) -> bool:
         with self._control.switch.lock:
             has_left = self._control.statuses[self.rank].leave_reason is not None
-            return has_left or self._control.error_of(running.sequence) is not None
+            return has_left or self._control.error_of(sequence) is not None
 
     def _check_algorithm(
         self, kind: Kind, algorithm: Algorithm, root: int, reproducible: bool
@@ -297,6 +297,10 @@ class SimulatedBackend(ThreadMessagingBackend):
                 waiting_for=statuses[self.rank].waiting_for,
                 lateness=tuple(status.lateness for status in statuses),
             )
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._control.members
 
     def _give_up(self, reason: str) -> None:
         """Abort the group from outside, with no rank to blame."""

@@ -72,6 +72,7 @@ class TorchDistributedBackend(HybridBackend):
     engine: Caller | None = None  # of arrays of the host
     _gpu_engine: Caller | None = None
     _entry: Any = None  # the program of the exchange before a call
+    num_engine_calls = 0  # collectives that the engine has run; ferrodist's own ran all others
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -297,6 +298,7 @@ class TorchDistributedBackend(HybridBackend):
 
     def _await_engine(self, running: RunningCall, call: EngineCall, is_on_device: bool) -> None:
         """Wait for the engine, and look at the other ranks if that lasts."""
+        self.num_engine_calls += 1
         if call.work is not None:
             try:  # on a device the stream waits, not the program
                 call.work.wait() if is_on_device else call.work.wait(_LOOK)

@@ -146,6 +146,12 @@ _FORMS: dict[type, _Form] = {
     ),
     zoneinfo.ZoneInfo: _Form(b"zone", _fields("key"), _of(zoneinfo.ZoneInfo)),
     type(pathlib.Path()): _Form(b"path", lambda value: [str(value)], _of(pathlib.Path)),
+    pathlib.PurePosixPath: _Form(
+        b"posix path", lambda value: [str(value)], _of(pathlib.PurePosixPath)
+    ),
+    pathlib.PureWindowsPath: _Form(
+        b"windows path", lambda value: [str(value)], _of(pathlib.PureWindowsPath)
+    ),
     uuid.UUID: _Form(b"uuid", _fields("int"), lambda items: uuid.UUID(int=items[0])),
     decimal.Decimal: _Form(b"decimal", lambda value: [str(value)], _of(decimal.Decimal)),
     fractions.Fraction: _Form(

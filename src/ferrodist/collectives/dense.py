@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, Unpack, overload
 
 from ferrodist.arrays import split_blocks
-from ferrodist.backends.call_methods import InPlaceOptions, Op, Options
+from ferrodist.backends.call_methods import InPlaceOptions, No, Op, Options, Yes
 from ferrodist.call import Kind
 from ferrodist.collectives.fast_path import (
     ALL_GATHER,
@@ -25,9 +25,7 @@ from ferrodist.collectives.fast_path import (
 from ferrodist.collectives.plan import execute, execute_barrier
 from ferrodist.collectives.request import (
     Group,
-    No,
     Request,
-    Yes,
     are_defaults,
     check_keywords,
     open_backend,
@@ -301,6 +299,8 @@ def gather(
     **options: Unpack[InPlaceOptions],
 ) -> Any:
     """Join the arrays of all ranks along axis 0 on ``root``; the other ranks get None.
+
+    ``x`` may be part r of ``out``.
 
     Example:
         >>> import ferrodist

@@ -8,7 +8,6 @@ before, about every 50 ms of a wait, and when the call fails.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist import _native
@@ -47,7 +46,7 @@ def _on_error(
     out: Any,
     site: Site | None,
 ) -> NoReturn:
-    """Raise what became of a call, see that all ranks hear of it, and end it.
+    """Raise what became of a call; where ranks differ, all learn of it before.
 
     ``part`` is what the root of a scatter has told if ``x`` or ``out`` does not fit it.
     """
@@ -62,18 +61,21 @@ def _on_error(
     )
 
     deadline = backend._deadline(start=backend.end_wait())
-    running = RunningCall(backend, call, deadline, ticket=sequence, num_collectives=num_collectives)
-    refused = None
-    with contextlib.ExitStack() as stack:
-        stack.push(running)  # its ticket has come up already: only its end is left
+    running = RunningCall(
+        backend, call, deadline, _no_body, sequence=sequence, num_collectives=num_collectives
+    )
+    try:
         if part is not None:
             from ferrodist.collectives.scatter import refuse_part  # which is above this file
 
-            refused = refuse_part(running, root, part, x, out)
-        if refused is None:
-            raise backend.failure_of(running, _native.Status(status, failed_rank, error))
-    assert refused is not None  # a call that failed has an error
-    raise refused
+            refuse_part(running, root, part, x, out)
+        raise backend.failure_of(running, _native.Status(status, failed_rank, error))
+    finally:
+        backend._end_call(running)
+
+
+def _no_body(running: RunningCall) -> None:
+    """Do nothing: the collectives of the call are over."""
 
 
 def _leaves_of(x: Any) -> tuple[Leaf, ...]:
@@ -85,6 +87,7 @@ _native.set_hooks(
     on_wait=lambda backend, site: backend.look_in_wait(site),
     on_wait_end=lambda backend: backend.end_wait(),
     on_error=_on_error,
+    settle=lambda backend, kind, sequence, error: backend._settle(kind, sequence, error),
     make_plan=lambda backend, kind, dtype, op, root, nbytes, in_place: backend.plan_of(
         Kind(kind), DType(dtype), ReduceOp(op), root, nbytes, bool(in_place)
     ),

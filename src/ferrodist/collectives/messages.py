@@ -26,12 +26,12 @@ from ferrodist.arrays import (
     type_name,
 )
 from ferrodist.backends.base import Backend
-from ferrodist.backends.call_methods import Peer, RecvOptions, SendOptions, Tag
+from ferrodist.backends.call_methods import No, Peer, RecvOptions, SendOptions, Tag, Yes
 from ferrodist.backends.receive import ANY, Receive
 from ferrodist.backends.registry import current_backend
 from ferrodist.buffer import ArrayKind
 from ferrodist.call import MAX_TAG, as_index
-from ferrodist.collectives.request import Group, No, Yes, check_keywords, open_backend, public
+from ferrodist.collectives.request import Group, check_keywords, open_backend, public
 from ferrodist.config import DEFAULT, Timeout
 from ferrodist.errors import InvalidArgument, ProtocolError, SelfSend
 from ferrodist.message_status import (
@@ -216,15 +216,16 @@ def sendrecv(
     like: Any = None,
     tag: int = 0,
     recv_tag: Tag | None = None,
+    with_status: bool = False,
     timeout: Timeout = DEFAULT,
     async_op: bool = False,
     **mistaken: Any,
 ) -> Any:
     """Send ``x`` to ``dst`` and receive from ``src`` at once: a ring of these never deadlocks.
 
-    Returns what was received, as ``recv`` does. ``out`` may be ``x``. What is received has the tag
-    ``recv_tag``, or ``tag`` if that is not given. Either rank may be this one itself, or
-    ``PROC_NULL``: then that half is left out.
+    Returns what was received, as ``recv`` does, also with ``with_status``. ``out`` may be ``x``.
+    What is received has the tag ``recv_tag``, or ``tag`` if that is not given. Either rank may be
+    this one itself, or ``PROC_NULL``: then that half is left out.
 
     Example:
         >>> import ferrodist
@@ -235,7 +236,7 @@ def sendrecv(
         >>> run_ranks(3, shift)
         [2, 0, 1]
     """
-    if timeout is DEFAULT and not mistaken:
+    if timeout is DEFAULT and not (mistaken or with_status):
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_isendrecv" if async_op else "_fast_sendrecv", None)
         done = (
@@ -252,8 +253,10 @@ def sendrecv(
     received = number if recv_tag is None else _check_recv_tag(recv_tag)
     target = _target(out, like, "sendrecv")
     if peer is None:
-        return _send_alone(backend, source, to, number, deadline, async_op, out)
-    receive = Receive(peer, received, target)
+        nothing = (out, NO_MESSAGE) if with_status else out
+        return _send_alone(backend, source, to, number, deadline, async_op, nothing)
+    takes_shorter = with_status and out is not None and is_writable_in_part(target)
+    receive = Receive(peer, received, target, None, bool(with_status), takes_shorter)
     if to is None:
         return (backend._start_recv if async_op else backend._recv)(receive, deadline)
     if target is not None and overlap(source, target).kind is not OverlapKind.NONE:
@@ -269,21 +272,21 @@ def _send_alone(
     tag: int,
     deadline: Any,
     async_op: bool,
-    out: Any,
+    nothing: Any,
 ) -> Any:
-    """Send what sendrecv sends where nothing is received; ``out`` comes back as it is."""
+    """Send what sendrecv sends where nothing is received; ``nothing`` is what it returns."""
     if to == backend.rank and not async_op:
         text = "sendrecv: what this rank sends to itself is not received in this call"
         raise SelfSend(text, rank=to, this_rank=to)
     sending = _send(backend, source, to, tag, deadline, async_op)
-    if not async_op or out is None:
-        return sending if async_op else out
+    if not async_op or nothing is None:
+        return sending if async_op else nothing
     assert sending is not None
     work: Work[Any] = Work(sending.describe)
 
     def finish(sent: Any) -> None:
         error = sent.exception()
-        work.set_result(out) if error is None else work.set_exception(error)
+        work.set_result(nothing) if error is None else work.set_exception(error)
 
     sending.add_done_callback(finish)
     return work
@@ -407,7 +410,7 @@ def recv_object(
         ...         return backend.send_object(["a", 1], 1)
         ...     return ferrodist.recv_object(backend=backend, with_status=True)
         >>> run_ranks(2, pass_on)
-        [None, (['a', 1], Status(source=0, tag=0, dtype='object', shape=()))]
+        [None, (['a', 1], Status(source=0, tag=0, dtype='object', shape=(4,)))]
     """
     backend = _open("recv_object", backend, src, mistaken)
     peer, number = _check_source(backend, src, "recv_object"), _check_recv_tag(tag)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Collectives of plain Python objects; ``codec`` says which, and how they become bytes.
 
-A rank whose object cannot be sent says so in the call: all ranks raise, and the group goes on.
+A rank whose object cannot be sent refuses it in the call: all ranks raise, and the group goes on.
 
 The codec knows types of many modules, which take a quarter of the time of ``import ferrodist``: it
 is imported by the first call.
@@ -19,7 +19,7 @@ from ferrodist.backends.call_methods import ObjectOptions
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
-from ferrodist.collectives.request import Group, Request, public, share_refusal, size_of_refusal
+from ferrodist.collectives.request import Group, Request, public
 from ferrodist.errors import InvalidArgument
 
 
@@ -102,34 +102,22 @@ def scatter_object(
 
 @dataclass(slots=True, eq=False, repr=False)
 class _ObjectCall(Prepared[Any]):
-    """A call on encoded objects: the sizes are told first, then the bytes travel.
-
-    ``refused`` is why this rank has none, or, after the call, what it raises.
-    """
+    """A call on encoded objects: the sizes are told first, then the bytes travel."""
 
     request: Request
     data: list[bytes]
     pickle: bool
-    refused: BaseException | None = None
     found: Buffer | None = None
     sizes: list[int] = field(default_factory=list)  # of the objects in what was found
 
     def run(self, running: RunningCall) -> None:
         root, is_told_by_root = self.request.args.root, self.request.kind in _FROM_ROOT
-        sizes = self._tell_sizes(running, root if is_told_by_root else None)
-        place = next((place for place, size in enumerate(sizes) if size < 0), None)
-        if place is None:
-            self._move(running, sizes)
-            return
-        rank = root if is_told_by_root else place
-        self.refused = share_refusal(running, rank, sizes[place], self.refused)
+        self._move(running, self._tell_sizes(running, root if is_told_by_root else None))
 
     def _tell_sizes(self, running: RunningCall, root: int | None) -> list[int]:
         """Give every rank the sizes of the root's bytes, or those of all ranks."""
         world = running.backend.world_size if self.request.kind is Kind.SCATTER_OBJECT else 1
         sizes = [len(one) for one in self.data] or [0] * world
-        if self.refused is not None:
-            sizes[0] = size_of_refusal(self.refused)
         if root is None:
             return list(running.tell_numbers(*sizes)[:, 0].tolist())
         numbers = np.array(sizes, np.int64)
@@ -157,8 +145,6 @@ class _ObjectCall(Prepared[Any]):
     def finish(self) -> Any:
         from ferrodist.collectives.codec import decode
 
-        if self.refused is not None:
-            raise self.refused
         if self.found is None:
             return None
         values, place = [], 0
@@ -178,13 +164,12 @@ _MOVED_AS = {
 
 def _execute(request: Request, values: Any, pickle: bool | None) -> Any:
     use_pickle = request.backend._pickle if pickle is None else bool(pickle)
-    call = request.call(pickle=use_pickle)
-    one = _ObjectCall(call, request.deadline, request, [], use_pickle)
     try:
-        one.data = _encode_each(request, values, use_pickle)
-    except Exception as error:  # noqa: BLE001 -- whatever an object raises, those who wait are told
-        one.refused = error
-    return request.execute(one)
+        data = _encode_each(request, values, use_pickle)
+    except Exception as error:  # noqa: BLE001 -- an object may raise anything, and other ranks wait
+        return request.refuse(error)
+    call = request.call(pickle=use_pickle)
+    return request.execute(_ObjectCall(call, request.deadline, request, data, use_pickle))
 
 
 def _encode_each(request: Request, values: Any, pickle: bool) -> list[bytes]:

@@ -40,6 +40,11 @@ from ferrodist.errors import (
 )
 from ferrodist.reduce_op import CustomOp, ReduceOp
 
+# Where some ranks have no result, and ignore the ``out`` that others refuse; and where it depends
+# on the rank how ``x`` and ``out`` may overlap. Ranks that accept what one refuses are in the call.
+_OUT_OF_SOME = (Kind.REDUCE, Kind.GATHER, Kind.EXSCAN)
+_PLACED_BY_RANK = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
 _TAKES_TREES = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 
@@ -55,13 +60,18 @@ def execute(request: Request, x: Any, out: Any, *, as_list: bool = False) -> Any
         inputs = [_take(request, path, leaf) for path, leaf in named]
     _check_pair(request, inputs)
     shapes = [result_shape(request, taken, path) for path, taken in zip(paths, inputs, strict=True)]
-    results = _make_room(request, inputs, shapes, paths, _outs(request, out, paths))
-    items = [
-        Item(taken, result, out is not None and is_in_place(request, taken, result))
-        for taken, result in zip(inputs, results, strict=True)
-    ]
-    if out is not None:
-        _refuse_crossing(request, paths, inputs, results)
+    try:
+        results = _make_room(request, inputs, shapes, paths, _outs(request, out, paths))
+    except InvalidArgument as error:
+        if request.kind in _OUT_OF_SOME:
+            return request.refuse(error)
+        raise
+    try:
+        items = _join(request, paths, inputs, results, is_out_given=out is not None)
+    except InvalidArgument as error:
+        if request.kind in _OUT_OF_SOME + _PLACED_BY_RANK:
+            return request.refuse(error)
+        raise
     leaves = [leaf_of(taken, path) for path, taken in zip(paths, inputs, strict=True)]
     dense = DenseCall(request.call(tuple(leaves)), request.deadline)
     if isinstance(request.op, CustomOp):
@@ -86,6 +96,8 @@ def _take_apart(request: Request, x: Any) -> tuple[list[tuple[str, Any]], Rebuil
         raise _refuse_none(request)
     if is_tree(x) and request.kind not in _TAKES_TREES:
         kind, advice = type(x).__name__, advise_objects(request.kind.label + ":")
+        if request.kind.is_reduction:  # of which objects have none
+            advice = "call it for each"
         text = f"x is a {kind}, but this call takes a single array; join its parts, or {advice}"
         raise request.refusal(UnsupportedArray, text, got=kind)
     return flatten(x)
@@ -205,6 +217,10 @@ def _outs(request: Request, out: Any, paths: list[str]) -> list[Any]:
     if out is None or not _has_result(request):
         return [None] * len(paths)
     named, _ = flatten(out, "out")
+    if paths == [""] and is_tree(out):
+        kind = type(out).__name__
+        text = f"out is a {kind}, but x is a single array; pass a writable array"
+        raise request.refusal(InvalidArgument, text, got=kind)
     if [path for path, _ in named] != paths:
         found = [path for path, _ in named]
         text = f"out must have the structure of x; x has leaves {paths}, out has {found}"
@@ -225,6 +241,24 @@ def _make_room(
         new_result(taken, shape) if out is None else take_out(request, out, path, taken, shape)
         for taken, shape, path, out in zip(inputs, shapes, paths, outs, strict=True)
     ]
+
+
+def _join(
+    request: Request,
+    paths: list[str],
+    inputs: list[InputArray],
+    results: list[OutputArray | None],
+    *,
+    is_out_given: bool,
+) -> list[Item]:
+    """Put every input together with its result; refuse memory that they must not share."""
+    items = [
+        Item(taken, result, is_out_given and is_in_place(request, taken, result))
+        for taken, result in zip(inputs, results, strict=True)
+    ]
+    if is_out_given:
+        _refuse_crossing(request, paths, inputs, results)
+    return items
 
 
 def take_out(
@@ -266,17 +300,24 @@ def _cut(request: Request, shape: tuple[int, ...], where: str) -> tuple[int, ...
     return (shape[0] // world, *shape[1:])
 
 
-def is_in_place(request: Request, taken: InputArray, result: OutputArray | None) -> bool:
-    """Tell whether ``out`` is the memory of ``x``, or an allowed part; refuse other overlaps."""
+def is_in_place(
+    request: Request,
+    taken: InputArray,
+    result: OutputArray | None,
+    counts: Sequence[int] | None = None,
+) -> bool:
+    """Tell whether ``out`` is the memory of ``x``, or an allowed part; refuse other overlaps.
+
+    ``counts`` are the rows of each rank where they differ.
+    """
     if result is None or result.span is None:
         return False
     found = overlap(taken, result)
     if found.kind is OverlapKind.NONE:
         return False
-    if _is_allowed(request, taken, result, found):
+    if found.kind is OverlapKind.SAME or _is_own_part(request, taken, result, found, counts):
         return found.in_place
-    text = "out overlaps x in memory; pass x itself or memory of its own"
-    raise request.refusal(InvalidArgument, text)
+    raise request.refusal(InvalidArgument, f"out overlaps x in memory; {_ADVICE[request.kind]}")
 
 
 def _refuse_crossing(
@@ -290,20 +331,34 @@ def _refuse_crossing(
         raise request.refusal(InvalidArgument, text)
 
 
-def _is_allowed(request: Request, taken: InputArray, result: OutputArray, found: Overlap) -> bool:
-    if found.kind is OverlapKind.SAME:
-        return True
-    if request.kind is Kind.ALL_GATHER:
-        return found.offset == request.backend.rank * taken.buffer.nbytes
-    if found.offset is None:
+_JOINED = (Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_GATHER_UNEVEN, Kind.GATHER_UNEVEN)
+_CUT = (Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_UNEVEN)
+_ADVICE = {
+    **dict.fromkeys(Kind, "pass x itself or memory of its own"),
+    **dict.fromkeys(_JOINED, "x may only be the part of out that is this rank's"),
+    **dict.fromkeys(_CUT, "out may only be the part of x that is this rank's"),
+}
+
+
+def _is_own_part(
+    request: Request,
+    taken: InputArray,
+    result: OutputArray,
+    found: Overlap,
+    counts: Sequence[int] | None,
+) -> bool:
+    """Tell whether the smaller of ``x`` and ``out`` is this rank's part of the larger."""
+    if found.offset is None or request.kind not in _JOINED + _CUT:
         return False
-    if request.kind is Kind.REDUCE_SCATTER_UNEVEN:
-        assert request.counts is not None
-        row_nbytes = taken.buffer.nbytes // max(1, taken.buffer.shape[0])
-        return -found.offset == sum(request.counts[: request.backend.rank]) * row_nbytes
-    if request.kind is Kind.REDUCE_SCATTER:
-        return -found.offset == request.backend.rank * result.buffer.nbytes
-    return False
+    is_joined, rank = request.kind in _JOINED, request.backend.rank
+    offset, whole, part = (
+        (found.offset, result.buffer, taken.buffer)
+        if is_joined
+        else (-found.offset, taken.buffer, result.buffer)
+    )
+    if counts is None:
+        return offset == rank * part.nbytes
+    return offset == sum(counts[:rank]) * (whole.nbytes // max(1, sum(counts)))
 
 
 # -- fusing ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ferrodist.arrays import InputArray, OutputArray, as_input, flatten, new_res
 from ferrodist.backends.running_call import CollectiveArgs, Part, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind, Leaf
-from ferrodist.collectives.request import applying, share_refusal, size_of_refusal
+from ferrodist.collectives.request import applying
 from ferrodist.errors import DistributedError, InvalidShape, UnsupportedArray, UnsupportedOp
 from ferrodist.reduce_op import CustomOp, ReduceOp
 
@@ -171,14 +171,25 @@ class CustomReduction:
         )
 
     def _confirm(self, running: RunningCall) -> bool:
-        """Tell all ranks whether there is a result, and if not, why."""
-        size = np.zeros(1, np.int64)
-        if self.refused is not None:
-            size[0] = size_of_refusal(self.refused)
-        running.broadcast(Buffer.of_numbers(size), self.home)
-        if size[0] < 0:
-            self.refused = share_refusal(running, self.home, int(size[0]), self.refused)
-        return self.refused is None
+        """Give all ranks the reason if there is no result: its length, then its text."""
+        reason = bytearray(str(self.refused or "").encode(errors="replace"))
+        length = np.array([len(reason)])
+        running.broadcast(Buffer.of_numbers(length), self.home)
+        if not length[0]:
+            return True
+        reason = reason or bytearray(int(length[0]))
+        words = Buffer(memoryview(reason), DType.UINT8, (len(reason),), reason)
+        running.broadcast(words, self.home)
+        if self.refused is None:
+            where = f" (on rank {self.home})"
+            self.refused = UnsupportedOp(
+                reason.decode().removesuffix(where) + where,
+                rank=self.home,
+                this_rank=running.backend.rank,
+                op=running.call.kind.label,
+                sequence=running.sequence,
+            )
+        return False
 
     def _hand_out(
         self, running: RunningCall, input: Buffer, result: OutputArray | None, blocks: Buffer | None

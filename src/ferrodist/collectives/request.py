@@ -2,35 +2,38 @@
 """What all public calls begin with: how they show their options, and the checks of these.
 
 First the root or peer, then the arrays, then the shapes; nothing is sent and no sequence number is
-used before all of it has passed. What a rank refuses in a call on which others wait is told in the
-call, and all raise it.
+used before all of it has passed. Where others may wait in the call all the same, a rank refuses its
+arguments in the call, and all raise its error.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from ferrodist import errors
 from ferrodist.arrays import InputArray, check_number
+from ferrodist.backends import failures
 from ferrodist.backends.base import Backend
 from ferrodist.backends.call_methods import InPlaceOptions, Op
-from ferrodist.backends.failures import pack_json, unpack_json
 from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.config import DEFAULT
 from ferrodist.errors import (
+    CollectiveMismatch,
     DistributedError,
     InvalidArgument,
     NotInitialized,
+    OutOfMemory,
     UnsupportedArray,
     UnsupportedOp,
 )
+from ferrodist.profiler import profiled
 from ferrodist.reduce_op import CustomOp, ReduceOp
 
 _ABSENT: Any = object()
@@ -46,6 +49,22 @@ _MEANT = {
     "tensor": "x",
     "obj": "value",
     "object_list": "value",
+}
+
+# The arguments that calls share, for their docstrings.
+_MEANINGS = {
+    "backend": "The group; None is the backend that ``init`` made.",
+    "root": "The rank, in the group, that the data comes from or goes to.",
+    "op": "'sum', 'mean', 'prod', 'min', 'max', 'band', 'bor', 'bxor', 'land', 'lor', 'lxor', "
+    "'minloc', 'maxloc', a ``ReduceOp``, or ``ReduceOp.custom(fn)``.",
+    "tag": "Keeps conversations apart; messages of one tag stay in order.",
+    "out": "Receives the result and is returned; writable, C-contiguous, of its dtype and shape.",
+    "timeout": "Seconds, or a timedelta, for the whole call; None for no limit. By default "
+    "``backend.timeout``.",
+    "async_op": "Return a ``Work`` at once; its ``wait()`` returns the result.",
+    "algorithm": "The name of a schedule, or a ``Schedule``; None lets ferrodist choose.",
+    "reproducible": "Reduce in rank order: the same bits on every backend and for any size.",
+    "pickle": "Also send what msgpack cannot, by pickle; on all ranks or on none.",
 }
 
 _DEFAULTS = {
@@ -82,10 +101,21 @@ def public(options: Any = None) -> Callable[[F], F]:
                 if name in own or name in hints
             ]
         function.__dict__["__signature__"] = signature.replace(parameters=fixed)
+        function.__doc__ = _with_meanings(function.__doc__, [p.name for p in fixed])
         _attach(function, signature.replace(parameters=fixed))
         return function
 
     return decorate
+
+
+def _with_meanings(doc: str | None, names: Sequence[str]) -> str | None:
+    """Put what the shared arguments mean before the example of a docstring."""
+    known = [name for name in _MEANINGS if name in names]
+    if doc is None or not known:  # python -OO
+        return doc
+    lines = "".join(f"        {name}: {_MEANINGS[name]}\n" for name in known)
+    head, example, rest = doc.partition("    Example:\n")
+    return f"{head}    Args:\n{lines}\n{example}{rest}"
 
 
 def _parameter(name: str, default: Any, hint: Any) -> inspect.Parameter:
@@ -148,8 +178,6 @@ def _after(function: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 # Short names for the typed signatures of the public functions.
 Group = Backend | None
-Yes = Literal[True]
-No = Literal[False]
 
 
 class Request:
@@ -240,7 +268,13 @@ class Request:
 
     def execute(self, prepared: Prepared[Any]) -> Any:
         """Hand the call to the backend: return its result, or its Work if it is asynchronous."""
-        return (self.backend._start if self.is_async else self.backend._perform)(prepared)
+        with profiled(f"ferrodist:{self.kind.label}"):
+            return (self.backend._start if self.is_async else self.backend._perform)(prepared)
+
+    def refuse(self, error: BaseException) -> Any:
+        """Enter the call only to refuse it, because other ranks wait in it; all raise the error."""
+        call = self.call(compared=())._replace(refused=reason_of(error), counts=None)
+        return self.execute(Refused(call, self.deadline, error))
 
     def check_op(self, taken: InputArray, where: str) -> None:
         """Refuse a reduction that has no meaning for the dtype, and numbers that could wrap."""
@@ -337,45 +371,35 @@ def problem_of_dtype(
 
 # -- what a rank refuses in a call -----------------------------------------------------------------
 #
-# Where all ranks are told a size before data moves, a size below zero says that there is no data,
-# and how long the reason is. The call ends well as far as the group is concerned, which goes on.
+# Where other ranks may find the same arguments right, or do not look at them, they enter the call
+# and wait. A rank that refuses enters it as well, with a fingerprint that no other call has, and
+# sends its reason as part of its descriptor: all ranks raise it, and the group goes on.
 
 _LONGEST = 10_000  # characters of a reason
+_GROUP_GOES_ON = (InvalidArgument, UnsupportedArray, UnsupportedOp, OutOfMemory, CollectiveMismatch)
 
 
-def size_of_refusal(error: BaseException) -> int:
-    """Return what a rank tells instead of a size."""
-    return -len(_pack_refusal(error))
+@dataclass(slots=True, eq=False, repr=False)
+class Refused(Prepared[Any]):
+    """A call that this rank makes only to refuse its own arguments."""
+
+    error: BaseException
+
+    def run(self, running: RunningCall) -> None:
+        """Enter the call; it ends in a mismatch unless all ranks refuse it."""
+        try:
+            running.collective(Kind.BARRIER)
+        except _GROUP_GOES_ON as error:
+            if error.sequence != running.sequence:
+                raise
+
+    def finish(self) -> Any:
+        """Raise what this rank refuses, also if another rank refuses something else."""
+        raise self.error
 
 
-def share_refusal(
-    running: RunningCall, rank: int, size: int, mine: BaseException | None
-) -> BaseException:
-    """Give all ranks the reason of the one that refuses; return what to raise after the call.
-
-    ``size`` is what that rank told. One that refuses itself raises its own error.
-    """
-    is_told_here = mine is not None and rank == running.backend.rank
-    words = bytearray(_pack_refusal(mine)) if is_told_here else bytearray(-size)
-    running.broadcast(Buffer(memoryview(words), DType.UINT8, (len(words),), words), rank)
-    return _unpack_refusal(words, running, rank) if mine is None else mine
-
-
-def _pack_refusal(error: BaseException | None) -> bytes:
-    text = str(error) if isinstance(error, DistributedError) else f"{type(error).__name__}: {error}"
-    return pack_json([type(error).__name__, text[:_LONGEST]])
-
-
-def _unpack_refusal(words: bytearray, running: RunningCall, rank: int) -> DistributedError:
-    name, text = unpack_json(words)
-    kind = getattr(errors, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, DistributedError)):
-        kind = UnsupportedArray  # what an object raised that is no error of ours
-    where = f" (on rank {rank})"
-    return kind(
-        text.removesuffix(where) + where,
-        rank=rank,
-        this_rank=running.backend.rank,
-        op=running.call.kind.label,
-        sequence=running.sequence,
-    )
+def reason_of(error: BaseException) -> tuple[str, str]:
+    """Return the name of an error of ours, and its text; an object may raise any other."""
+    if isinstance(error, DistributedError):
+        return type(error).__name__, str(error)[:_LONGEST]
+    return UnsupportedArray.__name__, failures.describe(error)[:_LONGEST]

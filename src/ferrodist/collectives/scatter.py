@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """scatter and scatter_uneven: only the root knows what there is, and tells it before data moves.
 
-What the root refuses is told as well: the others wait for their parts.
+What a rank refuses, it refuses in the call: the others wait for their parts, or for the root.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack, overload
 import numpy as np
 
 from ferrodist.arrays import InputArray, OutputArray, as_input, as_output, new_result, numpy_result
-from ferrodist.backends.call_methods import AllOptions, InPlaceOptions, Options
+from ferrodist.backends.call_methods import AllOptions, InPlaceOptions, No, Options, Yes
 from ferrodist.backends.running_call import RunningCall
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
@@ -20,14 +20,10 @@ from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
 from ferrodist.collectives.plan import is_in_place, result_shape
 from ferrodist.collectives.request import (
     Group,
-    No,
     Request,
-    Yes,
     are_defaults,
     leaf_of,
     public,
-    share_refusal,
-    size_of_refusal,
 )
 from ferrodist.collectives.uneven import SizedCall, check_counts, check_sum, split_shape
 from ferrodist.errors import (
@@ -74,7 +70,11 @@ def scatter(
         if done is not NotImplemented:
             return done
     request = Request(Kind.SCATTER, backend, options, root=root, is_async=async_op)
-    return request.execute(_prepare(request, x, out))
+    try:
+        call = _prepare(request, x, out)
+    except DistributedError as error:
+        return request.refuse(error)
+    return request.execute(call)
 
 
 @public(AllOptions)
@@ -98,32 +98,28 @@ def scatter_uneven(
         [array([0]), array([1, 2])]
     """
     request = Request(Kind.SCATTER_UNEVEN, backend, options, root=root)
-    given = None
-    if not request.is_root and counts is not None:
-        given = check_counts(request, counts, "counts")
-    call = _prepare(request, x, options.get("out"), counts)
-    call.given = given
+    try:
+        call = _prepare(request, x, options.get("out"), counts)
+        if not request.is_root and counts is not None:
+            call.given = check_counts(request, counts, "counts")
+    except DistributedError as error:
+        return request.refuse(error)
     return request.execute(call)
 
 
 def _prepare(request: Request, x: Any, out: Any, counts: Sequence[int] | None = None) -> _Scatter:
-    taken, told, refused = None, None, None
-    try:
-        if x is not None or request.is_root:
-            taken = as_input(x, f"{request.kind.label}: x")
-        if request.is_root:
-            assert taken is not None
-            told = _what_to_tell(request, taken, counts)
-            if out is not None:
-                part = told.part_of(request.backend.rank)
-                is_in_place(request, taken, as_output(out, part.dtype, part.shape))
-    except DistributedError as error:
-        if not request.is_root:
-            raise
-        refused = error  # the others wait for their parts: they are told
+    taken, told = None, None
+    if x is not None or request.is_root:
+        taken = as_input(x, f"{request.kind.label}: x")
+    if request.is_root:
+        assert taken is not None
+        told = _what_to_tell(request, taken, counts)
+        if out is not None:
+            part = told.part_of(request.backend.rank)
+            is_in_place(request, taken, as_output(out, part.dtype, part.shape))
     call = request.call(() if taken is None else (leaf_of(taken),), compared=())
     scatter = _Scatter(call, request.deadline, request, taken, out)
-    scatter.told, scatter.refused = told, refused
+    scatter.told = told
     return scatter
 
 
@@ -171,29 +167,22 @@ def _what_to_tell(request: Request, taken: InputArray, counts: Sequence[int] | N
 
 class _Scatter(SizedCall):
     told: _Told | None = None  # by the root
-    refused: BaseException | None = None  # by the root; after the call, what this rank raises
     given: list[int] | None = None  # counts passed by another rank
 
     def run(self, running: RunningCall) -> None:
         request, taken = self.request, self.taken
         root, rank = request.args.root, request.backend.rank
-        numbers = self._tell(running)
-        if numbers[0] < 0:
-            self.refused = share_refusal(running, root, int(numbers[0]), self.refused)
-            return
-        told = _Told.from_numbers(numbers)
+        told = _Told.from_numbers(self._tell(running))
         self._compare_counts(running, told)
         self.result = _room_for_part(running, root, told.part_of(rank), taken, self.out)
         source = taken.buffer if request.is_root and taken is not None else None
         self.collective(running, Kind.SCATTER, source, told.counts, told.shape)
 
     def _tell(self, running: RunningCall) -> np.ndarray[Any, Any]:
-        """Tell every rank dtype and shape of the parts, or that there are none."""
+        """Tell every rank dtype and shape of the parts."""
         world = running.backend.world_size
         numbers = _no_numbers(world if self.request.kind is Kind.SCATTER_UNEVEN else 0)
-        if self.refused is not None:
-            numbers[0] = size_of_refusal(self.refused)
-        elif self.told is not None:
+        if self.told is not None:
             numbers = self.told.to_numbers(world)
         running.broadcast(Buffer.of_numbers(numbers), self.request.args.root)
         return numbers
@@ -206,26 +195,12 @@ class _Scatter(SizedCall):
                 f"{self.request.args.root} are {told.counts}",
             )
 
-    def finish(self) -> Any:
-        if self.refused is not None:
-            raise self.refused
-        return SizedCall.finish(self)
 
-
-def refuse_part(
-    running: RunningCall, root: int, told: bytes, x: Any, out: Any
-) -> BaseException | None:
-    """Tell all ranks that what this one passed on the fast path does not fit its part.
-
-    If it is the root that refuses, return what to raise after the call.
-    """
-    numbers = np.frombuffer(told, np.int64)
-    if numbers[0] < 0:
-        return share_refusal(running, root, int(numbers[0]), None)
-    found = _Told.from_numbers(numbers).part_of(running.backend.rank)
+def refuse_part(running: RunningCall, root: int, told: bytes, x: Any, out: Any) -> None:
+    """Tell all ranks that what this one passed on the fast path does not fit its part."""
+    found = _Told.from_numbers(np.frombuffer(told, np.int64)).part_of(running.backend.rank)
     taken = None if x is None else as_input(x, "scatter: x")
     _room_for_part(running, root, found, taken, out)
-    return None
 
 
 def _room_for_part(

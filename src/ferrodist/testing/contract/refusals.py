@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Check ``refused``: what is wrong on this rank is refused here, before anything is sent.
 
-No sequence number is used: a rank that was refused is still in step with those that were not.
+No sequence number is used: a rank that was refused is still in step with those that were not. What
+other ranks may accept is refused in the call, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -67,13 +68,21 @@ def refused_outs() -> Refusals:
     yield from _overlaps()
 
 
+_OUT_OF_ROOT = ("reduce", "gather")  # where only the root looks at out, so that the others wait
+
+
 def _call_with(function: str, x: Any, out: Any) -> Attempt:
     def attempt(backend: Backend) -> object:
-        # Only a root has a result, and so an out that is looked at.
-        options = {"root": backend.rank} if function in ("reduce", "gather") else {}
-        return getattr(ferrodist, function)(x, backend, out=out, **options)
+        if function not in _OUT_OF_ROOT:
+            return getattr(ferrodist, function)(x, backend, out=out)
+        return getattr(ferrodist, function)(x, backend, root=backend.world_size - 1, out=out)
 
     return attempt
+
+
+def _refused_out(function: str, attempt: Attempt, says: str, min_world: int = 1) -> Refusal:
+    is_told = function in _OUT_OF_ROOT
+    return Refusal(InvalidArgument, attempt, says, min_world=min_world, is_told=is_told)
 
 
 def _read_only(*shape: int) -> Any:
@@ -98,16 +107,13 @@ def _wrong_kinds() -> Refusals:
     for name, (out, says) in wrong.items():
         for function in ("allreduce", "broadcast", "reduce"):
             attempt = _call_with(function, zeros(4, 2), out)
-            yield f"{function}: out {name}", Refusal(InvalidArgument, attempt, says)
+            yield f"{function}: out {name}", _refused_out(function, attempt, says)
 
 
 def _wrong_sizes() -> Refusals:
     for function in ("all_gather", "gather"):
         attempt = _call_with(function, zeros(4), zeros(4))
-        yield (
-            f"{function}: out of one block",
-            Refusal(InvalidArgument, attempt, "shape", min_world=2),
-        )
+        yield f"{function}: out of one block", _refused_out(function, attempt, "shape", 2)
     for out, says in ((zeros(3), "shape"), (np.zeros(2), "dtype")):
         yield f"recv: out {says}", Refusal(InvalidArgument, _recv(out), says, min_world=2)
     names = _call_with("allreduce", {"a": zeros(2)}, {"b": zeros(2)})
@@ -127,7 +133,7 @@ def _recv(out: Any) -> Attempt:
 
 def _overlaps() -> Refusals:
     for function in ("allreduce", "broadcast", "reduce", "all_to_all"):
-        yield f"{function}: out overlaps x", Refusal(InvalidArgument, _shifted(function), "overlap")
+        yield f"{function}: out overlaps x", _refused_out(function, _shifted(function), "overlap")
     memory = zeros(8)
     backwards = _call_with("allreduce", memory[::-1], memory)
     yield "allreduce: out is x backwards", Refusal(InvalidArgument, backwards, "overlap")
@@ -138,9 +144,10 @@ def _overlaps() -> Refusals:
     yield "allreduce: leaves of out are other leaves", Refusal(InvalidArgument, swapped, "overlap")
     twice = _call_with("broadcast", [one, two], [memory[:3], memory[:3]])
     yield "broadcast: one out for two leaves", Refusal(InvalidArgument, twice, "overlap")
-    for function in ("all_gather", "reduce_scatter"):
-        other = Refusal(InvalidArgument, _other_part(function), "overlap", min_world=2)
-        yield f"{function}: the part of another rank", other
+    for function in ("all_gather", "gather", "reduce_scatter"):
+        attempt = _first_part(function)
+        other = Refusal(InvalidArgument, attempt, "overlap", min_world=2, is_told=True)
+        yield f"{function}: the part of rank 0", other
 
 
 def _shifted(function: str) -> Attempt:
@@ -153,14 +160,15 @@ def _shifted(function: str) -> Attempt:
     return attempt
 
 
-def _other_part(function: str) -> Attempt:
-    """Let x, or out, be the part of the next rank in the other one."""
+def _first_part(function: str) -> Attempt:
+    """Let x, or out, be the part of rank 0 in the other one: only the last rank is wrong in it."""
 
     def attempt(backend: Backend) -> object:
         large = zeros(backend.world_size, 2)
-        small = large[(backend.rank + 1) % backend.world_size].reshape(1, 2)
-        x, out = (small, large) if function == "all_gather" else (large, small)
-        return getattr(ferrodist, function)(x, backend, out=out)
+        place = 0 if _is_last(backend) else backend.rank
+        small = large[place : place + 1]
+        x, out = (large, small) if function == "reduce_scatter" else (small, large)
+        return _call_with(function, x, out)(backend)
 
     return attempt
 

@@ -16,6 +16,7 @@ from ferrodist import Backend, ReduceOp, Work
 from ferrodist.testing.contract.case import Case, Trial, digest
 from ferrodist.testing.contract.inputs import (
     COUNTED,
+    JOINED,
     ROOTED,
     SAME_EVERYWHERE,
     SCATTERS,
@@ -239,9 +240,10 @@ def _part(trial: Trial) -> None:
     """The smaller of the two arrays is this rank's part of the larger one."""
     case, rank, world = trial.case, trial.rank, trial.world
     values = values_of(case, rank, world)
-    if case.function == "all_gather":
-        out = np.ones(_result_shape(trial) or (), values.dtype)
-        x = _block(out, rank, values.shape)
+    if case.function in JOINED:
+        rows, begin = rows_of(case, world), rows_before(case, rank, world)
+        out = np.ones((sum(rows), *values.shape[1:]), values.dtype)
+        x = out[begin : begin + rows[rank]].reshape(values.shape)
         x[...] = values
     else:
         x = values.copy()
@@ -252,6 +254,10 @@ def _part(trial: Trial) -> None:
             out = _block(x, rank, shape)
     x, out = (to_library(array, case.library_of(rank)) for array in (x, out))
     got = call(case, trial.backend, x, out=out)
+    if _result_shape(trial) is None:
+        trial.expect(got is None, "a rank without a result must get None")
+        trial.expect_array(x, values, library=case.library_of(rank), dtype=case.dtype)
+        return
     trial.expect(got is out, "out was not returned")
     expect_result_of(trial, case, out)
 
