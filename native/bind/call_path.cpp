@@ -27,6 +27,7 @@ nb::object settle_failure(Tickets& tickets, Arguments args, const CollectiveCall
                           nb::object error, std::uint64_t ticket, int num_begun, nb::handle part, nb::handle site) {
     const auto number = static_cast<unsigned long long>(ticket);
     const int kind = static_cast<int>(call.kind);
+    const InsideCall inside(tickets, ticket);
     nb::object found = caught([&] {
         const nb::object shape = call.has_input ? tuple_of(call.x.num_axes, call.x.shape) : nb::none();
         call_python_with(
@@ -41,11 +42,27 @@ nb::object settle_failure(Tickets& tickets, Arguments args, const CollectiveCall
     return found;
 }
 
+// The hook of a call that has its ticket.
+class TicketHook final : public GilHook {
+public:
+    TicketHook(const Tickets& tickets, std::uint64_t ticket, PyObject* backend, PyObject* site)
+        : GilHook(hooks().on_wait, backend, site), tickets_(tickets), ticket_(ticket) {}
+    bool poll() override {
+        const InsideCall inside(tickets_, ticket_);
+        return GilHook::poll();
+    }
+
+private:
+    const Tickets& tickets_;
+    const std::uint64_t ticket_;
+};
+
 // A call that has its ticket, from its first collective to its result.
 class FastCall {
 public:
     FastCall(NativeGroup& group, Arguments args, const CollectiveCall& call, std::uint64_t ticket)
-        : group_(group), args_(args), call_(call), ticket_(ticket), hook_(hooks().on_wait, args[arg_backend], Py_None),
+        : group_(group), args_(args), call_(call), ticket_(ticket),
+          hook_(group.calls->tickets, ticket, args[arg_backend], Py_None),
           options_{&hook_, 0, group.spins, ticket, group.calls->timeout_ns, group.calls->patience} {}
 
     // Does one collective; false if it failed.
@@ -89,7 +106,7 @@ private:
     Arguments args_;
     const CollectiveCall& call_;
     std::uint64_t ticket_;
-    GilHook hook_;
+    TicketHook hook_;
     core::WaitOptions options_;
     core::Status status_;
     int num_begun_ = 0;
@@ -355,7 +372,7 @@ private:
     void run_here() override {
         nb::object error;
         {
-            GilHook hook(hooks().on_wait, args_[arg_backend], site_.ptr());
+            TicketHook hook(calls_.tickets, ticket_, args_[arg_backend], site_.ptr());
             hook.let_go();
             run_in_turn(hook, group_.spins);
             hook.take_back();

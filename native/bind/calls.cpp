@@ -187,6 +187,7 @@ nb::object run_call(Tickets& tickets, nb::handle running, std::uint64_t ticket, 
     static PyObject* const run = PyUnicode_InternFromString("run");
     static PyObject* const end = PyUnicode_InternFromString("end");
     const nb::object number = nb::steal(PyLong_FromUnsignedLongLong(ticket));
+    const InsideCall inside(tickets, ticket);
     const nb::object result = nb::steal(call_method(run, running.ptr(), number.ptr(), in_background ? Py_True : Py_False));
     nb::object error = result.is_valid() ? nb::object() : nb::steal(fetch_exception());
     error = insist(std::move(error),
@@ -213,6 +214,9 @@ PyObject* FlyingCall::start(int kind, std::unique_ptr<FlyingCall> call) {
 }
 
 nb::object FlyingCall::wait(std::int64_t end_ns) {
+    if (const std::uint64_t outer = InsideCall::number_of(calls_.tickets); outer != 0 && outer <= ticket_) {
+        return call_python_with(hooks().nested, "OiK", backend_.ptr(), kind_, static_cast<unsigned long long>(outer));
+    }
     if (end_ns == 0 && calls_.progress.claim(*this)) {
         run_here();
         return {};
@@ -343,6 +347,7 @@ void add_calls(nb::module_& module) {
         .def("wait", &wait_for_turn, "number"_a, "poll"_a,
              "Wait until all calls before have ended; poll() may raise, or says how long to sleep.")
         .def("end", &Tickets::end, "number"_a, "End a call, also one that never ran.")
+        .def_prop_ro("inside", &InsideCall::number_of, "The number of the call that this thread is in; 0 if in none.")
         .def_prop_ro("is_idle", &Tickets::is_idle, "Whether no call runs, or waits to.")
         .def_prop_ro("last_ended", &Tickets::ended, "The number of the last call that ended with all before it.");
 }

@@ -85,6 +85,31 @@ private:
     int num_waiters_ = 0;
 };
 
+// While it lives, Python code that runs on this thread is inside a call of a group: a signal handler, an operation of
+// the user's own. A second call of that group would wait there for the first one, below it on the stack.
+class InsideCall : core::NonCopyable {
+public:
+    InsideCall(const Tickets& tickets, std::uint64_t number) : tickets_(tickets), number_(number), outer_(innermost_) {
+        innermost_ = this;
+    }
+    ~InsideCall() { innermost_ = outer_; }
+
+    // The number of the call of a group that this thread is in; 0 if it is in none.
+    static std::uint64_t number_of(const Tickets& tickets) {
+        const InsideCall* one = innermost_;
+        while (one != nullptr && &one->tickets_ != &tickets) {
+            one = one->outer_;
+        }
+        return one == nullptr ? 0 : one->number_;
+    }
+
+private:
+    static inline thread_local const InsideCall* innermost_ = nullptr;
+    const Tickets& tickets_;
+    const std::uint64_t number_;
+    const InsideCall* const outer_;
+};
+
 class FlyingCall;
 
 // The queue, and its thread.

@@ -45,6 +45,7 @@ struct Hooks {
     PyObject* no_thread = nullptr;         // (why) -> the error of a call in flight that no thread can be started for
     PyObject* check_wait = nullptr;        // (timeout) -> seconds
     PyObject* on_unasked_error = nullptr;  // (backend, work, error): nobody has asked for the error of a call
+    PyObject* nested = nullptr;            // (backend, kind, sequence) -> the error of a wait inside an earlier call
     PyObject* left_error = nullptr;        // (backend, kind, sequence) -> the error of a call cut short by leaving
 };
 

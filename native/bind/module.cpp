@@ -66,6 +66,7 @@ constexpr std::pair<std::string_view, PyObject* Hooks::*> hook_names[] = {
     {"start_callbacks", &Hooks::start_callbacks},
     {"check_wait", &Hooks::check_wait},
     {"on_unasked_error", &Hooks::on_unasked_error},
+    {"nested", &Hooks::nested},
     {"left_error", &Hooks::left_error},
     {"no_thread", &Hooks::no_thread},
     {"out_of_memory", &Hooks::out_of_memory},

@@ -145,7 +145,10 @@ Status Split::wait(const WaitOptions& options) {
     group_ = std::make_shared<Group>(parent_->shared_world(), world_ranks(), rank(), block,
                                      is_first_ ? std::optional(block_) : std::nullopt, parent_);
     // When all have met in the block, nobody needs the invitations any more.
-    const Status status = group_->meet(options);
+    Status status = group_->meet(options);
+    if (status.code == StatusCode::group_error && group_->missing().empty()) {
+        status = {};  // a member that has got the group has ended it already: the next call here says so
+    }
     group_->next_round();
     return {status.code, status.failed_rank < 0 ? -1 : members_[static_cast<std::size_t>(status.failed_rank)]};
 }

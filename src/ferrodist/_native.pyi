@@ -192,6 +192,10 @@ class Tickets:
         """End a call, also one that never ran."""
 
     @property
+    def inside(self) -> int:
+        """The number of the call that this thread is in; 0 if in none."""
+
+    @property
     def is_idle(self) -> bool:
         """Whether no call runs, or waits to."""
 

@@ -21,6 +21,7 @@ from ferrodist import (
     CollectiveTimeout,
     DistributedError,
     GroupAborted,
+    InvalidArgument,
     RankLost,
     ReduceOp,
     SimulatedBackend,
@@ -247,6 +248,56 @@ def test_interrupts_at_every_line_leave_a_usable_or_aborted_group(start, call):
 def test_signals_at_any_time_leave_a_usable_or_aborted_group(start, call, num_interrupts):
     with start(3, of_all_ranks(interrupt_by_signals, call, num_interrupts), **ENVIRONMENT) as job:
         assert job.results(SECONDS)[0] == 0
+
+
+INNER = {
+    "fast": lambda b: b.allreduce(np.full(3, b.rank)),
+    "tree": lambda b: b.allreduce(mixed_tree(b.rank)),
+    "in flight": lambda b: b.allreduce(np.full(3, b.rank), async_op=True).wait(),
+}
+
+
+@pytest.mark.parametrize("outer", ["fast", "tree"])
+@pytest.mark.parametrize("inner", INNER)
+def test_call_of_a_signal_handler_inside_a_call_of_the_group_is_refused(start_job, outer, inner):
+    """Rank 0 waits in a call for rank 1; the handler's call would wait for that call."""
+
+    def body(backend, pipe):
+        world = backend.dup()
+
+        def on_alarm(number, frame):
+            with pytest.raises(InvalidArgument, match="set a flag there") as caught:
+                INNER[inner](backend)
+            assert "inside call #1 of the same group" in str(caught.value)
+            world.barrier()  # another group's call is no matter
+
+        if backend.rank == 0:
+            signal.signal(signal.SIGALRM, on_alarm)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        else:
+            world.barrier()
+        result = CALLS[outer](backend)
+        if inner == "in flight":  # it was made by the handler, and only not waited for
+            assert backend.rank == 0 or INNER[inner](backend)[0] == 3
+        return result
+
+    with start_job(3, body, **ENVIRONMENT) as job:
+        assert job.results() == [3, 3, 3]
+
+
+def test_member_that_ends_a_new_group_at_once_leaves_it_to_the_others(start_job):
+    def body(world, pipe):
+        for number in range(300):
+            group = world.dup()
+            if world.rank == number % 5:
+                group.abort("at once")
+            with pytest.raises(GroupAborted, match="at once"):
+                group.barrier()
+            world.barrier()
+            group.close()
+
+    with start_job(5, body) as job:
+        job.results()
 
 
 # Not in flight, nor messages: those of threads wait for a Future or a Condition of Python's own,

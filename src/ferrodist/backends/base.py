@@ -505,6 +505,8 @@ class Backend(CallMethods, abc.ABC):
     def _run_call(self, call: Call, deadline: Deadline, body: Callable[[RunningCall], T]) -> T:
         """Run a call after those made before it; return what ``body`` returns."""
         self._check_usable()
+        if outer := self._tickets.inside:
+            raise failures.nested(call.kind, outer, self.rank)
         result: T = RunningCall(self, call, deadline, body).perform()
         return result
 
@@ -755,6 +757,7 @@ def _check_int64(value: Any, name: str, expected: str) -> int:
 
 _native.set_hooks(
     no_thread=failures.no_thread,
+    nested=lambda backend, kind, outer: failures.nested(kind, outer, backend.rank),
     out_of_memory=lambda text, nbytes: OutOfMemory(text, nbytes=nbytes or None),
 )
 

@@ -401,6 +401,19 @@ def no_memory(what: str, peer: int, this_rank: int) -> OutOfMemory:
     return OutOfMemory(text, rank=peer, this_rank=this_rank)
 
 
+def nested(kind: int, outer: int, this_rank: int) -> errors.InvalidArgument:
+    """Make the error of a call inside another one of its group, on the same thread."""
+    from ferrodist.call import Kind
+
+    name = Kind(kind).label
+    return errors.InvalidArgument(
+        f"{name}: made or waited for inside call #{outer} of the same group, by a signal handler "
+        "or an operation of your own, so each of the two would wait for the other; set a flag "
+        f"there, and call {name} when #{outer} has returned",
+        this_rank=this_rank,
+    )
+
+
 def no_thread(why: object) -> errors.DistributedError:
     """Make the error of a call in flight that needs a thread, when none can be started."""
     return errors.DistributedError(
