@@ -304,7 +304,7 @@ import select, socket, sys
 from contextlib import suppress
 from ferrodist.rendezvous.tls import Tls
 
-secret, port = sys.stdin.readline().split()
+secret, port, ending = sys.stdin.readline().split()
 end = Tls(bytes.fromhex(secret)).connect(socket.create_connection(("127.0.0.1", int(port))))
 end.setblocking(False)
 poll = select.poll()
@@ -313,20 +313,21 @@ sent = 0
 while poll.poll(300) or sent < 1 << 21:  # until nobody takes more
     with suppress(BlockingIOError):
         sent += end.send(bytes(1 << 18))
-end.close()
+end.close() if ending == "close" else end.shutdown(socket.SHUT_WR)  # so ends a mesh that is kept
 print(sent, flush=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_unread", [False, True])
-def test_what_a_program_sends_before_it_ends_arrives(has_unread):
+@pytest.mark.parametrize("ending", ["close", "shutdown"])
+def test_what_a_program_sends_before_it_ends_arrives(has_unread, ending):
     """Also when it leaves something unread, for which the kernel resets the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         command = [sys.executable, "-c", SENDER]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen(command, **pipes) as process:
-            process.stdin.write(f"{SECRET.hex()} {listener.getsockname()[1]}\n".encode())
+            process.stdin.write(f"{SECRET.hex()} {listener.getsockname()[1]} {ending}\n".encode())
             process.stdin.flush()
             accepting, _ = listener.accept()
             with Tls(SECRET).accept(accepting) as end:

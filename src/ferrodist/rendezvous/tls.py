@@ -197,12 +197,20 @@ class Tunnel:
         return self.has_all_left() and _num_unacknowledged(self.outer) == 0
 
     def is_inner_gone(self) -> bool:
+        """Tell whether the inner side was closed."""
+        return self._poll_inner(select.POLLHUP)
+
+    def is_inner_silent(self) -> bool:
+        """Tell whether the inner side will send nothing more; it may still listen."""
+        return self._poll_inner(select.POLLHUP | select.POLLRDHUP)
+
+    def _poll_inner(self, wanted: int) -> bool:
         poll = select.poll()
         try:
-            poll.register(self.inner, 0)
+            poll.register(self.inner, wanted)
         except ValueError:  # this end is closed as well
             return True
-        return any(events & select.POLLHUP for _, events in poll.poll(0))
+        return any(events & wanted for _, events in poll.poll(0))
 
     def _check_over(self) -> None:
         has_all_arrived = self._has_outer_ended and not self._to_inner
@@ -421,10 +429,13 @@ class Relay:
                     self._doorbell[0].send(b"!", socket.MSG_DONTWAIT)
 
     def finish(self, seconds: float = _LINGER_SECONDS) -> None:
-        """Wait until what was written to closed links has arrived, but not for long."""
+        """Wait until what was written to links that have ended has arrived, but not for long.
+
+        A link has ended that says no more: its socket may well be open until the process is gone.
+        """
         deadline = Deadline(seconds)
         while deadline.remaining() > 0 and any(
-            not tunnel.is_over and not tunnel.has_arrived() and tunnel.is_inner_gone()
+            not tunnel.is_over and not tunnel.has_arrived() and tunnel.is_inner_silent()
             for tunnel in list(self._tunnels)
         ):
             time.sleep(_PAUSE)
