@@ -160,20 +160,24 @@ class _Reaper:
         try:
             # Looked at first: as long as it is not waited for, its pid is not another process's.
             while end := os.waitid(os.P_ALL, 0, flags | os.WNOWAIT):
-                self._take_end(end.si_pid, has_failed=end.si_status != 0)
+                self._take_end(end)
         except ChildProcessError:
             return False
         return True
 
-    def _take_end(self, pid: int, *, has_failed: bool) -> None:
-        """Wait for a child; with a rank that failed or was to end, ends its process group."""
-        if pid in self._ranks and (has_failed or self._are_to_end):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
+    def _take_end(self, end: os.waitid_result) -> None:
+        """Wait for a child; with a rank that failed or was to end, ends its process group.
+
+        The launcher is told first: if we are killed in between, the status would be lost with us.
+        """
+        pid = end.si_pid
         if pid in self._ranks:
+            if end.si_status != 0 or self._are_to_end:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
             self._ranks.remove(pid)
-            self._report(f"ended {pid} {status}")
+            self._report(f"ended {pid} {_wait_status(end)}")
+        os.waitpid(pid, 0)
 
     def _report_left(self, what: str) -> None:
         for pid in descendants():
@@ -183,6 +187,13 @@ class _Reaper:
     def _report(self, line: str) -> None:
         with suppress(BrokenPipeError):  # the launcher is gone, which is noticed elsewhere
             os.write(self._events, f"{line}\n".encode())
+
+
+def _wait_status(end: os.waitid_result) -> int:
+    """Return what ``waitpid`` will say of this child."""
+    if end.si_code == os.CLD_EXITED:
+        return end.si_status << 8
+    return end.si_status | (0x80 if end.si_code == os.CLD_DUMPED else 0)
 
 
 def _become(spec: RankSpec, mask: set[int | signal.Signals], failed: int) -> None:
