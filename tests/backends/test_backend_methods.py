@@ -79,22 +79,6 @@ def test_type_checkers_see_the_same_parameters():
     }
 
 
-@pytest.mark.slow
-def test_methods_have_the_types_of_the_functions(tmp_path):
-    api = pytest.importorskip("mypy.api", reason="make lint installs mypy")
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from typing import assert_type\n"
-        "import ferrodist\n"
-        "b = ferrodist.init()\n"
-        "assert_type(b.allreduce(1.0), float)\n"
-        "assert_type(b.broadcast(1.0, async_op=True), ferrodist.Work[float])\n"
-        "assert_type(b.reduce(1.0), float | None)\n"
-    )
-    said, errors, code = api.run(["--config-file=", str(program)])
-    assert code == 0, said + errors
-
-
 def options_of(node):
     """Name what ``**options: Unpack[...]`` stands for."""
     if node.args.kwarg is None:
