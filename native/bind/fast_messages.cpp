@@ -57,6 +57,31 @@ bool read_receive(Request& receive, const MessageGroup& self, ReceiveTarget& tar
            target.read(receive, out, like, PyObject_IsTrue(with_status) > 0);
 }
 
+// When a call gives up, by its own timeout or that of the backend, which alone may be patient.
+struct TimeLimit {
+    std::int64_t timeout_ns = 0;  // 0: never
+    core::Patience patience;
+
+    // False: the general path.
+    bool read(PyObject* timeout, const Calls& calls) {
+        constexpr double longest = 1e9;  // seconds
+        if (timeout == hooks().default_timeout) {
+            *this = {calls.timeout_ns, calls.patience};
+            return true;
+        }
+        if (timeout == Py_None) {
+            return true;
+        }
+        if (!PyFloat_CheckExact(timeout) && !PyLong_CheckExact(timeout)) {
+            return false;
+        }
+        const double seconds = PyFloat_AsDouble(timeout);
+        PyErr_Clear();  // an integer beyond all bounds
+        timeout_ns = seconds > 1e-9 && seconds < longest ? static_cast<std::int64_t>(seconds * 1e9) : 0;
+        return timeout_ns != 0;
+    }
+};
+
 // -- calls that wait ---------------------------------------------------------------------------------
 
 // A request of a call that waits: whatever is thrown, nothing of it is left behind.
@@ -70,9 +95,9 @@ struct OwnRequest : Request {
 // One call on the fast path, from its first wait to its result.
 class FastMessage {
 public:
-    FastMessage(MessageGroup& self, const char* name, nb::handle backend, const Peers& peers)
+    FastMessage(MessageGroup& self, const char* name, nb::handle backend, const TimeLimit& limit, const Peers& peers)
         : self_(self), messages_(self.messages()), name_(name), peers_(peers), hook_(backend, peers, Py_None),
-          options_{&hook_, 0, self.spins, 0, self.calls->timeout_ns, self.calls->patience} {
+          options_{&hook_, 0, self.spins, 0, limit.timeout_ns, limit.patience} {
         if (!self.keeps_gil) {
             options_.begin();  // waits there begin with the deadline
         }
@@ -141,12 +166,13 @@ private:
     Failure failure_;
 };
 
-// args: backend, x, dst, tag
+// args: backend, x, dst, tag, timeout
 PyObject* fast_send(PyObject* self_object, PyObject* const* args) {
     MessageGroup& self = *nb::inst_ptr<MessageGroup>(self_object);
     InputArray x;
+    TimeLimit limit;
     OwnRequest send(self.messages());
-    if (!read_send(send, self, x, args[1], args[2], args[3], true)) {
+    if (!limit.read(args[4], *self.calls) || !read_send(send, self, x, args[1], args[2], args[3], true)) {
         return decline();
     }
     if (self.keeps_gil && send.nbytes <= core::eager_limit) {
@@ -156,7 +182,7 @@ PyObject* fast_send(PyObject* self_object, PyObject* const* args) {
         }
     }
     send.is_send = true;
-    FastMessage call(self, "send", args[0], Peers(send));
+    FastMessage call(self, "send", args[0], limit, Peers(send));
     if (!self.keeps_gil || send.nbytes > core::eager_limit) {
         call.messages().isend(send, ArrayHeader(x).all());
     }
@@ -167,15 +193,17 @@ PyObject* fast_send(PyObject* self_object, PyObject* const* args) {
     Py_RETURN_NONE;
 }
 
-// args: backend, src, out, like, tag, with_status
+// args: backend, src, out, like, tag, with_status, timeout
 PyObject* fast_recv(PyObject* self_object, PyObject* const* args) {
     MessageGroup& self = *nb::inst_ptr<MessageGroup>(self_object);
     ReceiveTarget target;
+    TimeLimit limit;
     OwnRequest receive(self.messages());
-    if (!read_receive(receive, self, target, args[1], args[2], args[3], args[4], args[5], true)) {
+    if (!limit.read(args[6], *self.calls) ||
+        !read_receive(receive, self, target, args[1], args[2], args[3], args[4], args[5], true)) {
         return decline();
     }
-    FastMessage call(self, "recv", args[0], Peers(receive));
+    FastMessage call(self, "recv", args[0], limit, Peers(receive));
     call.messages().irecv(receive);
     if (!call.wait(receive, false)) {
         return call.raise(args[0], receive.header);
@@ -184,19 +212,20 @@ PyObject* fast_recv(PyObject* self_object, PyObject* const* args) {
     return target.finish(receive).release().ptr();
 }
 
-// args: backend, x, dst, src, out, like, tag, recv_tag
+// args: backend, x, dst, src, out, like, tag, recv_tag, timeout
 PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args) {
     MessageGroup& self = *nb::inst_ptr<MessageGroup>(self_object);
     InputArray x;
     ReceiveTarget target;
+    TimeLimit limit;
     OwnRequest send(self.messages()), receive(self.messages());
     PyObject* const recv_tag = args[7] == Py_None ? args[6] : args[7];
-    if (!read_send(send, self, x, args[1], args[2], args[6], true) ||
+    if (!limit.read(args[8], *self.calls) || !read_send(send, self, x, args[1], args[2], args[6], true) ||
         !read_receive(receive, self, target, args[3], args[4], args[5], recv_tag, Py_False, true) || target.overlaps(x)) {
         return decline();
     }
     send.is_send = true;
-    FastMessage call(self, "sendrecv", args[0], Peers(send, receive));
+    FastMessage call(self, "sendrecv", args[0], limit, Peers(send, receive));
     call.messages().isend(send, ArrayHeader(x).all());
     call.messages().irecv(receive);
     // A message that came but does not fit is this rank's own affair: its own goes out. Else it is withdrawn.
@@ -207,7 +236,7 @@ PyObject* fast_sendrecv(PyObject* self_object, PyObject* const* args) {
     }
     if (!is_received && call.has_misfit()) {
         call.end();
-        FastMessage rest(self, "sendrecv", args[0], Peers(send));
+        FastMessage rest(self, "sendrecv", args[0], limit, Peers(send));
         rest.wait(send, true);
         rest.end();
     }
@@ -258,7 +287,7 @@ public:
 
     // New reference: a list of what has come, with None where there is no neighbor.
     PyObject* run(PyObject* backend) {
-        FastMessage call(self_, "an exchange with neighbors", backend, {});
+        FastMessage call(self_, "an exchange with neighbors", backend, {self_.calls->timeout_ns, self_.calls->patience}, {});
         for_each([&](NeighborMessages& one) { call.messages().isend(one.send, ArrayHeader(one.x).all()); });
         for_each([&](NeighborMessages& one) { call.messages().irecv(one.receive); });
         // A message that came but does not fit is this rank's own affair: the neighbors get theirs.
@@ -352,39 +381,44 @@ struct ReceiveInFlight final : MessageInFlight {
     ReceiveTarget target;
 };
 
+// None: the general path.
 template <class Call>
-std::unique_ptr<Call> new_call(PyObject* group, PyObject* backend) {
+std::unique_ptr<Call> new_call(PyObject* group, PyObject* backend, PyObject* timeout) {
     auto call = std::make_unique<Call>(group, backend);
-    const Calls& calls = *call->self.calls;
-    call->set_deadline(calls.timeout_ns == 0 ? 0 : core::now_ns() + calls.timeout_ns, calls.timeout_ns, calls.patience);
+    TimeLimit limit;
+    if (!limit.read(timeout, *call->self.calls)) {
+        return nullptr;
+    }
+    call->set_deadline(limit.timeout_ns == 0 ? 0 : core::now_ns() + limit.timeout_ns, limit.timeout_ns, limit.patience);
     return call;
 }
 
-// args: backend, x, dst, tag
+// args: backend, x, dst, tag, timeout
 PyObject* fast_isend(PyObject* group, PyObject* const* args) {
-    auto call = new_call<SendInFlight>(group, args[0]);
-    if (!call->read(args[1], args[2], args[3])) {
+    auto call = new_call<SendInFlight>(group, args[0], args[4]);
+    if (call == nullptr || !call->read(args[1], args[2], args[3])) {
         return decline();
     }
     const ArrayHeader header(call->x);
     return start_send(std::move(call), header.all());
 }
 
-// args: backend, src, out, like, tag, with_status
+// args: backend, src, out, like, tag, with_status, timeout
 PyObject* fast_irecv(PyObject* group, PyObject* const* args) {
-    auto call = new_call<ReceiveInFlight>(group, args[0]);
-    if (!read_receive(call->request, call->self, call->target, args[1], args[2], args[3], args[4], args[5], false)) {
+    auto call = new_call<ReceiveInFlight>(group, args[0], args[6]);
+    if (call == nullptr ||
+        !read_receive(call->request, call->self, call->target, args[1], args[2], args[3], args[4], args[5], false)) {
         return decline();
     }
     return start_receive(std::move(call));
 }
 
-// args: backend, x, dst, src, out, like, tag, recv_tag
+// args: backend, x, dst, src, out, like, tag, recv_tag, timeout
 PyObject* fast_isendrecv(PyObject* group, PyObject* const* args) {
-    auto send = new_call<SendInFlight>(group, args[0]);
-    auto receive = new_call<ReceiveInFlight>(group, args[0]);
+    auto send = new_call<SendInFlight>(group, args[0], args[8]);
+    auto receive = new_call<ReceiveInFlight>(group, args[0], args[8]);
     PyObject* const recv_tag = args[7] == Py_None ? args[6] : args[7];
-    if (!send->read(args[1], args[2], args[6]) ||
+    if (send == nullptr || receive == nullptr || !send->read(args[1], args[2], args[6]) ||
         !read_receive(receive->request, receive->self, receive->target, args[3], args[4], args[5], recv_tag, Py_False, false) ||
         receive->target.overlaps(send->x)) {
         return decline();
@@ -404,17 +438,17 @@ nb::object bind_fast(nb::handle group) {
 
 void add_fast_messages(nb::class_<MessageGroup, NativeGroup>& group) {
     group
-        .def_prop_ro("fast_send", &bind_fast<&fast_send, 4>, "The fast path of send: (backend, x, dst, tag).")
+        .def_prop_ro("fast_send", &bind_fast<&fast_send, 5>, "The fast path of send: (backend, x, dst, tag, timeout).")
         .def_prop_ro("fast_exchange", &bind_fast<&fast_exchange, 5>,
                      "An exchange with neighbors: (backend, peers, first tag, parts, list of out or None).")
-        .def_prop_ro("fast_recv", &bind_fast<&fast_recv, 6>,
-                     "The fast path of recv: (backend, src, out, like, tag, with_status).")
-        .def_prop_ro("fast_sendrecv", &bind_fast<&fast_sendrecv, 8>,
-                     "The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag or None).")
-        .def_prop_ro("fast_isend", &bind_fast<&fast_isend, 4>,
-                     "The fast path of an async send: (backend, x, dst, tag) -> its Work.")
-        .def_prop_ro("fast_irecv", &bind_fast<&fast_irecv, 6>, "The fast path of an async recv: as of recv -> its Work.")
-        .def_prop_ro("fast_isendrecv", &bind_fast<&fast_isendrecv, 8>,
+        .def_prop_ro("fast_recv", &bind_fast<&fast_recv, 7>,
+                     "The fast path of recv: (backend, src, out, like, tag, with_status, timeout).")
+        .def_prop_ro("fast_sendrecv", &bind_fast<&fast_sendrecv, 9>,
+                     "The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag, timeout).")
+        .def_prop_ro("fast_isend", &bind_fast<&fast_isend, 5>,
+                     "The fast path of an async send: as of send -> its Work.")
+        .def_prop_ro("fast_irecv", &bind_fast<&fast_irecv, 7>, "The fast path of an async recv: as of recv -> its Work.")
+        .def_prop_ro("fast_isendrecv", &bind_fast<&fast_isendrecv, 9>,
                      "The fast path of an async sendrecv, as of sendrecv -> its Work.");
 }
 

@@ -39,6 +39,7 @@ struct Hooks {
     PyObject* on_message_wait_end = nullptr;  // (what on_message_wait has returned): the call is over
 
     PyObject *any_source = nullptr, *any_tag = nullptr;  // what callers pass for these
+    PyObject* default_timeout = nullptr;  // what callers pass for the backend's own
 
     // -- calls in flight -----------------------------------------------------------------------------------
     PyObject* start_callbacks = nullptr;   // (): something is in flight, and no thread is notified of what fails

@@ -61,6 +61,7 @@ constexpr std::pair<std::string_view, PyObject* Hooks::*> hook_names[] = {
     {"on_message_interrupt", &Hooks::on_message_interrupt},
     {"on_message_wait", &Hooks::on_message_wait},
     {"on_message_wait_end", &Hooks::on_message_wait_end},
+    {"default_timeout", &Hooks::default_timeout},
     {"any_source", &Hooks::any_source},
     {"any_tag", &Hooks::any_tag},
     {"start_callbacks", &Hooks::start_callbacks},

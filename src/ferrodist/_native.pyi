@@ -416,15 +416,15 @@ class MessageGroup(NativeGroup):
 
     @property
     def fast_send(self) -> Callable[..., Any]:
-        """The fast path of send: (backend, x, dst, tag)."""
+        """The fast path of send: (backend, x, dst, tag, timeout)."""
 
     @property
     def fast_recv(self) -> Callable[..., Any]:
-        """The fast path of recv: (backend, src, out, like, tag, with_status)."""
+        """The fast path of recv: (backend, src, out, like, tag, with_status, timeout)."""
 
     @property
     def fast_sendrecv(self) -> Callable[..., Any]:
-        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag or None)."""
+        """The fast path of sendrecv: (backend, x, dst, src, out, like, tag, recv_tag, timeout)."""
 
     @property
     def fast_exchange(self) -> Callable[..., Any]:
@@ -432,7 +432,7 @@ class MessageGroup(NativeGroup):
 
     @property
     def fast_isend(self) -> Callable[..., Any]:
-        """The fast path of an async send: (backend, x, dst, tag) -> its Work."""
+        """The fast path of an async send: as of send -> its Work."""
 
     @property
     def fast_irecv(self) -> Callable[..., Any]:

@@ -541,20 +541,20 @@ def messages_on(path: str, backend: Any) -> Iterator[None]:
 
 
 def exchange(path: str, backend: Any, x: Any) -> list[Any]:
-    """Exchange arrays with the other rank of two, by all calls there are."""
+    """Exchange arrays with the other rank of two, by all calls there are, some with a timeout."""
     peer = 1 - backend.rank
     with messages_on(path, backend):
         found = [ferrodist.sendrecv(x, peer, peer, backend, like=x)]
-        receive = ferrodist.recv(peer, backend, like=x, tag=1, async_op=True)
-        send = ferrodist.send(x, peer, backend, tag=1, async_op=True)
+        receive = ferrodist.recv(peer, backend, like=x, tag=1, async_op=True, timeout=60)
+        send = ferrodist.send(x, peer, backend, tag=1, async_op=True, timeout=60.5)
         found += [receive.wait(60), send.wait(60)]
         if backend.rank == 0:
-            ferrodist.send(x, peer, backend, tag=2)
-        found.append(ferrodist.recv(peer, backend, like=x, tag=2))
+            ferrodist.send(x, peer, backend, tag=2, timeout=60)
+        found.append(ferrodist.recv(peer, backend, like=x, tag=2, timeout=60))
         if backend.rank == 1:
             ferrodist.send(x, peer, backend, tag=2)
         # From anybody, with any tag, to oneself, and both ways in flight.
-        other = ferrodist.sendrecv(x, peer, peer, backend, like=x, async_op=True)
+        other = ferrodist.sendrecv(x, peer, peer, backend, like=x, async_op=True, timeout=None)
         send = ferrodist.send(x, peer, backend, tag=3, async_op=True)
         array, status = backend.recv(like=x, tag=3, with_status=True)
         send.wait(60)

@@ -18,6 +18,7 @@ from ferrodist.backends.receive import ANY, Receive, leaf_of_target, make_status
 from ferrodist.backends.request_work import ANY_PEER, NO_PEER, name_of_message, source_of
 from ferrodist.buffer import ArrayKind, DType
 from ferrodist.call import Leaf, Site, caller_site
+from ferrodist.config import DEFAULT
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendClosed, InvalidArgument, ProtocolError, SizeMismatch
 from ferrodist.message_status import ANY_SOURCE, ANY_TAG, Status
@@ -354,6 +355,7 @@ _native.set_hooks(
     on_message_wait=_on_message_wait,
     on_message_wait_end=MessageCall.end_wait,
     on_message_interrupt=lambda backend, name, error: backend._abort_if_foreign(error, name),
+    default_timeout=DEFAULT,
     any_source=ANY_SOURCE,
     any_tag=ANY_TAG,
 )

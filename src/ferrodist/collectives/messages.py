@@ -80,16 +80,16 @@ def send(
         >>> run_ranks(2, pass_on)
         [None, array([0, 1, 2])]
     """
-    if timeout is DEFAULT and not mistaken:
+    if not mistaken:
         group = current_backend() if backend is None else backend
         if async_op:
             start = getattr(group, "_fast_isend", None)
-            work = NotImplemented if start is None else start(group, x, dst, tag)
+            work = NotImplemented if start is None else start(group, x, dst, tag, timeout)
             if work is not NotImplemented:
                 return work  # type: ignore[no-any-return] # it comes from native code
         else:
             fast = getattr(group, "_fast_send", None)
-            if fast is not None and fast(group, x, dst, tag) is None:
+            if fast is not None and fast(group, x, dst, tag, timeout) is None:
                 return None
     backend = _open("send", backend, dst, mistaken)
     peer = _check_destination(backend, dst, "send", async_op=async_op)
@@ -183,12 +183,13 @@ def recv(
         >>> run_ranks(2, pass_on)
         [None, (2.5, Status(source=0, tag=3, dtype='float64', shape=()))]
     """
-    if timeout is DEFAULT and not extra and not mistaken:
+    if not extra and not mistaken:
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_irecv" if async_op else "_fast_recv", None)
-        done = NotImplemented if fast is None else fast(group, src, out, like, tag, with_status)
-        if done is not NotImplemented:
-            return done
+        if fast is not None:
+            done = fast(group, src, out, like, tag, with_status, timeout)
+            if done is not NotImplemented:
+                return done
     _refuse_array(src, "recv(src) returns what was sent, recv(src, out=x) fills x")
     if extra:
         raise TypeError(f"recv() takes src and backend by position, got {2 + len(extra)}")
@@ -236,14 +237,13 @@ def sendrecv(
         >>> run_ranks(3, shift)
         [2, 0, 1]
     """
-    if timeout is DEFAULT and not (mistaken or with_status):
+    if not (mistaken or with_status):
         group = current_backend() if backend is None else backend
         fast = getattr(group, "_fast_isendrecv" if async_op else "_fast_sendrecv", None)
-        done = (
-            NotImplemented if fast is None else fast(group, x, dst, src, out, like, tag, recv_tag)
-        )
-        if done is not NotImplemented:
-            return done
+        if fast is not None:
+            done = fast(group, x, dst, src, out, like, tag, recv_tag, timeout)
+            if done is not NotImplemented:
+                return done
     _refuse_array(src, "sendrecv(x, dst, src, out=y) fills y")
     backend = _open("sendrecv", backend, dst, mistaken)
     to = _check_destination(backend, dst, "sendrecv", async_op=True)
