@@ -42,8 +42,7 @@ def test_killed_ranks_are_named_by_all_within_two_seconds_and_they_live_on(
     dead = WHO[who]
 
     def body(backend, pipe):
-        pipe.send("ready")
-        error, when = error_and_time(call_for_ever, backend, nbytes)
+        error, when = error_and_time(call_for_ever, backend, nbytes, pipe)
         later, _ = error_and_time(ferrodist.barrier, backend)
         greetings = greet_survivors(backend, dead[0]) if len(dead) == 1 else []
         with backend.split([rank for rank in range(4) if rank not in dead]) as group:
@@ -98,8 +97,7 @@ def test_kills_at_any_moment_are_all_noticed(start_hybrid_job, seeds):
         failed_rank, moment = rng.randrange(world), rng.uniform(0, 0.02)
 
         def body(backend, pipe, nbytes=nbytes):
-            pipe.send("ready")
-            return error_and_time(call_for_ever, backend, nbytes)
+            return error_and_time(call_for_ever, backend, nbytes, pipe)
 
         with start_hybrid_job(hosts, body) as job:
             for rank in job:
@@ -169,8 +167,7 @@ def test_a_stopped_rank_is_given_up_at_the_silence_limit_and_may_not_come_back(
     others = [rank for rank in range(4) if rank != stopped]
 
     def body(backend, pipe):
-        pipe.send("ready")
-        error, when = error_and_time(call_for_ever, backend, 32)
+        error, when = error_and_time(call_for_ever, backend, 32, pipe)
         if backend.rank == stopped:
             pipe.send((error, error_and_time(ferrodist.allreduce, 1000, backend)[0]))
             return None

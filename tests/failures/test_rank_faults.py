@@ -26,8 +26,12 @@ MEGABYTE = 1 << 20
 LARGE = {"shared_memory": 64 * MEGABYTE, "tcp": 8 * MEGABYTE, "hybrid": 8 * MEGABYTE}
 
 
-def call_for_ever(backend: Any, nbytes: int) -> None:
-    """Go through the collectives, again and again, until one raises."""
+def call_for_ever(backend: Any, nbytes: int, pipe: Any) -> None:
+    """Go through the collectives, again and again, until one raises.
+
+    A rank is ready after the first round: until then it waits for memory, which takes long on some
+    machines, and is in nobody's call.
+    """
     world = backend.world_size
     x = np.full((world, nbytes // world), backend.rank, np.uint8)
     out = np.empty_like(x)
@@ -38,6 +42,8 @@ def call_for_ever(backend: Any, nbytes: int) -> None:
         ferrodist.gather(x[:1], backend, number % world)
         ferrodist.all_to_all(x, backend)
         ferrodist.barrier(backend)
+        if number == 0:
+            pipe.send("ready")
 
 
 def greet_survivors(backend: Any, lost: int) -> list[int]:
@@ -74,8 +80,7 @@ def test_a_killed_rank_is_named_by_all_soon_and_they_live_on(
     nbytes = LARGE[backend_name] if is_large else 30
 
     def body(backend, pipe):
-        pipe.send("ready")
-        error, when = error_and_time(call_for_ever, backend, nbytes)
+        error, when = error_and_time(call_for_ever, backend, nbytes, pipe)
         later, _ = error_and_time(ferrodist.barrier, backend)
         return error, when, later, greet_survivors(backend, failed_rank)
 
@@ -102,8 +107,7 @@ def kill_at_some_moment(start: Any, seed: int) -> list[float]:
     failed_rank, moment = rng.randrange(world), rng.uniform(0, 0.03)
 
     def body(backend, pipe):
-        pipe.send("ready")
-        return error_and_time(call_for_ever, backend, nbytes)
+        return error_and_time(call_for_ever, backend, nbytes, pipe)
 
     with start(world, body) as job:
         all_ready(job)
@@ -279,8 +283,7 @@ def test_a_stopped_rank_is_given_up_at_the_silence_limit_and_may_not_come_back(
     start, backend_name, failed_rank
 ):
     def body(backend, pipe):
-        pipe.send("ready")
-        error, when = error_and_time(call_for_ever, backend, 30)
+        error, when = error_and_time(call_for_ever, backend, 30, pipe)
         if backend.rank == failed_rank:
             pipe.send((error, error_and_time(ferrodist.allreduce, 1000, backend)[0]))
             return None

@@ -127,11 +127,15 @@ def test_a_split_that_one_rank_gives_up_is_no_loss_of_that_rank(start_hybrid_job
             error, _ = error_and_time(lambda: backend.split(range(4), timeout=limit))
         else:
             error, _ = error_and_time(ferrodist.barrier, backend.split(range(4)))
+            pipe.send(type(error).__name__)
+            pipe.recv()  # the other must not hear first that this rank's program has ended
         return type(error).__name__, error.missing
 
     with start_hybrid_job("0011", body) as job:
         assert job[3].hear() == "ready"
         assert job[2].end().result == ("CollectiveTimeout", [3])
-        assert [job[rank].end().result[0] for rank in (0, 1)] == ["GroupAborted"] * 2
+        assert [job[rank].hear() for rank in (0, 1)] == ["GroupAborted"] * 2
+        job[0].tell()
+        job[1].tell()
         job[3].tell()
         assert job[3].end().result[0] == "GroupAborted"
