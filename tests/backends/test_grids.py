@@ -119,14 +119,21 @@ def test_arrays_in_cpu_memory_are_exchanged_by_native_code(start):
 # -- neighbors that do not come --------------------------------------------------------------------
 
 
-def test_a_late_neighbor_is_named_and_ends_the_grid_but_not_its_parent(start):
+def gather(grid: Any, x: Any, is_async: bool, **options: Any) -> list[Any]:
+    """Exchange with the neighbors, as a call or as a Work."""
+    found = grid.neighbor_all_gather(x, async_op=is_async, **options)
+    return found.wait() if is_async else found
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_late_neighbor_is_named_and_ends_the_grid_but_not_its_parent(start, is_async):
     def body(backend, pipe):
         grid = backend.grid(3)
         if backend.rank == 1:
             backend.recv(0)  # until the first has given up
         else:
             with pytest.raises((CollectiveTimeout, GroupAborted)) as caught:
-                grid.neighbor_all_gather(np.arange(3), timeout=0.2 if backend.rank == 0 else 20)
+                gather(grid, np.arange(3), is_async, timeout=0.2 if backend.rank == 0 else 20)
             if backend.rank == 0:
                 assert type(caught.value) is CollectiveTimeout
                 said = str(caught.value)
@@ -136,19 +143,20 @@ def test_a_late_neighbor_is_named_and_ends_the_grid_but_not_its_parent(start):
             assert "neighbor_all_gather, the higher neighbor along axis 0, rank 1" in said, said
             assert "tag" not in said, said
         with pytest.raises(GroupAborted, match="higher neighbor along axis 0"):
-            grid.neighbor_all_gather(1)
+            gather(grid, 1, is_async)
         return backend.allreduce(1)
 
     with start(3, body) as job:
         assert job.results() == [3] * 3
 
 
-def exchange_for_ever(grid: Any) -> None:
+def exchange_for_ever(grid: Any, is_async: bool) -> None:
     while True:
-        grid.neighbor_all_gather(grid.rank)
+        gather(grid, grid.rank, is_async)
 
 
-def test_a_dead_neighbor_is_named_to_those_who_are_not_its_neighbors(start):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_dead_neighbor_is_named_to_those_who_are_not_its_neighbors(start, is_async):
     def body(backend, pipe):
         grid = backend.grid((1, 4))
         grid.neighbor_all_gather(backend.rank)
@@ -156,7 +164,7 @@ def test_a_dead_neighbor_is_named_to_those_who_are_not_its_neighbors(start):
         if backend.rank == 3:
             signal.pause()
         with pytest.raises((RankLost, GroupAborted), match=r"rank 3.*(died|killed|SIGKILL)"):
-            exchange_for_ever(grid)
+            exchange_for_ever(grid, is_async)
         survivors = backend.split([0, 1, 2])
         return survivors.grid(3).neighbor_all_gather(survivors.rank)
 

@@ -13,9 +13,12 @@ import functools
 import math
 import operator
 import re
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -27,10 +30,12 @@ from ferrodist.arrays import (
     overlap,
 )
 from ferrodist.backends.base import Backend
+from ferrodist.backends.call_methods import No, Yes
 from ferrodist.backends.receive import Receive
 from ferrodist.buffer import DType
 from ferrodist.call import MAX_TAG, Call, Kind, Leaf, as_index, caller_site
 from ferrodist.config import DEFAULT, Timeout
+from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     CollectiveTimeout,
     DistributedError,
@@ -66,6 +71,11 @@ class Place:
         alone = cls(shape, periodic, coords)
         ways = [(axis, step) for axis in range(len(shape)) for step in (-1, 1)]
         return replace(alone, neighbors=tuple(alone.rank_beside(*way) for way in ways))
+
+    @property
+    def ways(self) -> list[int]:
+        """The directions in which there is a neighbor."""
+        return [way for way, peer in enumerate(self.neighbors) if peer != NOBODY]
 
     def rank_beside(self, axis: int, step: int) -> int:
         """Return the rank ``step`` places further along an axis; NOBODY beyond an open edge."""
@@ -179,13 +189,22 @@ class Grid(Backend):
 
     # -- exchanges with neighbors -----------------------------------------------------------------
 
+    @overload
     def neighbor_all_gather(
-        self, x: Any, *, out: Any = None, timeout: Timeout = DEFAULT
-    ) -> list[Any]:
+        self, x: Any, *, out: Any = ..., timeout: Timeout = ..., async_op: No = ...
+    ) -> list[Any]: ...
+    @overload
+    def neighbor_all_gather(
+        self, x: Any, *, out: Any = ..., timeout: Timeout = ..., async_op: Yes
+    ) -> Work[list[Any]]: ...
+    def neighbor_all_gather(
+        self, x: Any, *, out: Any = None, timeout: Timeout = DEFAULT, async_op: bool = False
+    ) -> Any:
         """Send ``x`` to all neighbors; return a list of what they sent, by direction.
 
         The list has None beyond open edges. ``out`` may list an array, or None, for each
-        direction. Only neighbors wait for each other.
+        direction. Only neighbors wait for each other. ``async_op=True`` returns a Work: what does
+        not depend on the neighbors can be computed meanwhile.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -193,16 +212,29 @@ class Grid(Backend):
             [[None, 10], [0, 20], [10, None]]
         """
         parts = [x] * len(self._place.neighbors)
-        return _exchange(self, "neighbor_all_gather", parts, out, timeout)
+        return _exchange(self, "neighbor_all_gather", parts, out, timeout, async_op)
 
+    @overload
     def neighbor_all_to_all(
-        self, parts: Iterable[Any], *, out: Any = None, timeout: Timeout = DEFAULT
-    ) -> list[Any]:
+        self, parts: Iterable[Any], *, out: Any = ..., timeout: Timeout = ..., async_op: No = ...
+    ) -> list[Any]: ...
+    @overload
+    def neighbor_all_to_all(
+        self, parts: Iterable[Any], *, out: Any = ..., timeout: Timeout = ..., async_op: Yes
+    ) -> Work[list[Any]]: ...
+    def neighbor_all_to_all(
+        self,
+        parts: Iterable[Any],
+        *,
+        out: Any = None,
+        timeout: Timeout = DEFAULT,
+        async_op: bool = False,
+    ) -> Any:
         """Send one part to each neighbor; return a list of what they sent, by direction.
 
         ``parts`` is in the order of directions, too. Parts beyond an open edge are ignored, and
         the result has None there. Neighbors may send other shapes than this rank. ``out`` may list
-        an array, or None, for each direction.
+        an array, or None, for each direction. ``async_op=True`` returns a Work.
 
         Example:
             >>> from ferrodist.testing import run_ranks
@@ -212,7 +244,7 @@ class Grid(Backend):
             >>> run_ranks(3, swap)
             [[2, -1], [0, -2], [1, 0]]
         """
-        return _exchange(self, "neighbor_all_to_all", parts, out, timeout)
+        return _exchange(self, "neighbor_all_to_all", parts, out, timeout, async_op)
 
     def __dir__(self) -> list[str]:
         own = {name for name in vars(Grid) if not name.startswith("_")}
@@ -286,27 +318,35 @@ def _check_periodic(periodic: Any, num_axes: int) -> tuple[bool, ...]:
 # -- exchanges with neighbors ----------------------------------------------------------------------
 
 
-def _exchange(grid: Grid, name: str, parts: Any, out: Any, timeout: Timeout) -> list[Any]:
+def _exchange(
+    grid: Grid, name: str, parts: Any, out: Any, timeout: Timeout, is_async: bool
+) -> list[Any] | Work[list[Any]]:
     place = grid._place
     given = place.list_by_direction(parts, f"{name}: parts")
     rooms = None if out is None else place.list_by_direction(out, f"{name}: out")
     try:
-        if timeout is DEFAULT and grid._fast_exchange is not None:
+        if timeout is DEFAULT and not is_async and grid._fast_exchange is not None:
             done = grid._fast_exchange(grid, place.neighbors, _FIRST_TAG, given, rooms)
             if done is not NotImplemented:
                 return done  # type: ignore[no-any-return] # it comes from native code
     except DistributedError as error:
         raise _failure_of_exchange(grid, error, name) from None
-    return _exchange_in_python(grid, name, given, rooms, timeout)
+    messages = _post_messages(grid, name, given, rooms, timeout)
+    if is_async:
+        return ExchangeWork(grid, name, messages)
+    try:
+        return _by_direction(grid, _await_all(messages))
+    except DistributedError as error:
+        raise _end_exchange(grid, error, name, messages) from None
 
 
-def _exchange_in_python(
+def _post_messages(
     grid: Grid, name: str, parts: list[Any], out: list[Any] | None, timeout: Timeout
-) -> list[Any]:
-    """Post a receive and a send for every neighbor, then wait for all of them."""
+) -> list[Work[Any]]:
+    """Post a receive for every neighbor, then a send; return them in this order."""
     grid._check_usable()
     deadline, neighbors = grid._deadline(timeout), grid._place.neighbors
-    ways = [way for way, peer in enumerate(neighbors) if peer != NOBODY]
+    ways = grid._place.ways
     sources = {way: as_input(parts[way], f"{name}: the part for {_side(way)}") for way in ways}
     targets = {way: _as_target(out, way) for way in ways}
     for way, source in sources.items():  # what comes may come first
@@ -321,11 +361,84 @@ def _exchange_in_python(
         for way in ways:
             tag = _FIRST_TAG + way
             works.append(grid._start_send(sources[way], neighbors[way], tag, deadline))
-        received = _await_all(works)[: len(ways)]
     except DistributedError as error:
         raise _end_exchange(grid, error, name, works) from None
-    came = dict(zip(ways, received, strict=True))
-    return [came.get(way) for way in range(len(parts))]
+    return works
+
+
+def _by_direction(grid: Grid, results: list[Any]) -> list[Any]:
+    """Make the list that an exchange returns of what its messages have, receives first."""
+    came = dict(zip(grid._place.ways, results, strict=False))
+    return [came.get(way) for way in range(len(grid._place.neighbors))]
+
+
+class ExchangeWork(Work[list[Any]]):
+    """The Work of an exchange, whose parts are messages in flight."""
+
+    def __init__(self, grid: Grid, name: str, messages: list[Work[Any]]) -> None:
+        super().__init__(name)
+        self._grid, self._messages = grid, messages
+        self._settling = threading.Lock()
+        self._error: DistributedError | None = None
+        self._is_settled = False
+        for message in messages:
+            message.add_done_callback(self._take)
+        self._settle()  # there may be no neighbors
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Wait for all messages, and return what came, by direction."""
+        self._await_messages(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for all messages, and return the error of the first that failed."""
+        self._await_messages(timeout)
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        """Tell whether all messages have come and gone, or failed."""
+        for message in self._messages:
+            if message.done():
+                self._take(message)
+        return super().done()
+
+    def _await_messages(self, timeout: float | None) -> None:
+        """Wait here for what native code does, without a thread between."""
+        deadline = Deadline(timeout)
+        for message in self._messages:
+            with suppress(TimeoutError):  # which is told by who called us
+                message.exception(None if timeout is None else deadline.timeout())
+            if message.done():
+                self._take(message)
+
+    def _take(self, message: Future[Any]) -> None:
+        """Note how a message ended; the first that fails ends those that are left."""
+        error = message.exception()
+        if isinstance(error, DistributedError) and not isinstance(error, SizeMismatch):
+            made = _name_exchange(error, self.describe)
+            with self._settling:
+                is_first = self._error is None
+                self._error = self._error or made
+            if is_first:
+                _end_after(self._grid, error, made)
+        self._settle()
+
+    def _settle(self) -> None:
+        if not all(message.done() for message in self._messages):  # which may call back
+            return
+        with self._settling:
+            if self._is_settled:
+                return
+            self._is_settled = True
+        self._grid._finish(self, self._results)
+
+    def _results(self) -> list[Any]:
+        try:
+            if self._error is None:
+                return _by_direction(self._grid, _await_all(self._messages))
+        except SizeMismatch as error:
+            self._error = _name_exchange(error, self.describe)
+        raise self._error
 
 
 def _await_all(works: list[Work[Any]]) -> list[Any]:
@@ -353,10 +466,13 @@ def _end_exchange(
 
 
 def _failure_of_exchange(grid: Grid, error: DistributedError, name: str) -> DistributedError:
-    """Name the call that was made, and the neighbor, instead of a message and its tag.
+    made = _name_exchange(error, name)
+    _end_after(grid, error, made)
+    return made
 
-    It ends the group, unless it concerns this rank alone: the others would wait for each other.
-    """
+
+def _name_exchange(error: DistributedError, name: str) -> DistributedError:
+    """Name the call that was made, and the neighbor, instead of a message and its tag."""
     if not isinstance(error, _OF_MESSAGES):
         return error
 
@@ -365,13 +481,15 @@ def _failure_of_exchange(grid: Grid, error: DistributedError, name: str) -> Dist
         side = way if message[1] == "send" else way ^ 1
         return f"{name}, {_side(side)}, rank {message[2]}"
 
-    text = _MESSAGE.sub(name_side, str(error), count=1)
-    made = type(error)(text, **error._facts)
+    return type(error)(_MESSAGE.sub(name_side, str(error), count=1), **error._facts)
+
+
+def _end_after(grid: Grid, error: DistributedError, made: DistributedError) -> None:
+    """End the group, unless this rank alone is concerned: the others would wait for each other."""
     if isinstance(error, CollectiveTimeout):
         grid._end_group(made)
-    elif not isinstance(error, SizeMismatch):
-        grid.abort(f"{type(error).__name__}: {text}")
-    return made
+    elif isinstance(error, _OF_MESSAGES) and not isinstance(error, SizeMismatch):
+        grid.abort(f"{type(error).__name__}: {made}")
 
 
 def _as_target(out: list[Any] | None, way: int) -> OutputArray | None:

@@ -162,6 +162,14 @@ def _expect_exchanges(trial: Trial, grid: Any, peers: Sequence[int | None], coun
         trial.expect(found is (None if peer is None else room), f"out was not returned {what}")
         right = np.full(count, -1.0) if peer is None else _message(peer, 9, count)
         trial.expect_array(room, right, what=f"out of neighbor_all_gather {what}")
+    works = [
+        grid.neighbor_all_to_all(parts, async_op=True),
+        grid.neighbor_all_gather(2 * mine, async_op=True, out=[np.empty(count) for _ in ways]),
+    ]
+    got = [work.wait(trial.backend.timeout) for work in reversed(works)]
+    doubled = [None if peer is None else 2 * _message(peer, 9, count) for peer in peers]
+    for found, right in zip(got[0] + got[1], doubled + wanted, strict=True):
+        trial.expect_array(found, right, what=f"two exchanges in flight {what}")
 
 
 def _large_halos(trial: Trial) -> None:
