@@ -10,7 +10,7 @@ namespace ferrodist::shm {
 namespace {
 
 constexpr std::size_t largest_segment = 256 * 1024;
-constexpr std::size_t num_kept = 8;  // spare segments at most
+constexpr std::size_t num_kept = 32;  // spare segments at most: new memory takes longer than a copy
 // Long bodies go round so many: lines that are still in the receiver's cache are slow to write.
 constexpr std::size_t num_rotated = 6;
 constexpr std::size_t body_piece = 16 * 1024;  // written at one go: the receiver copies it meanwhile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 import threading
 import time
@@ -245,6 +246,30 @@ def test_more_ranks_than_cores_finish_and_wait_without_using_them(start_job):
         for totals, seconds in job.results():
             assert totals == {28}
             assert seconds < 0.2
+
+
+def test_many_messages_in_flight_take_no_new_memory(start_job):
+    """New pages of shared memory take longer than the copy: a sender keeps those it has."""
+
+    def body(backend, pipe):
+        arrays = [np.full(64 << 10, number, np.uint8) for number in range(64)]
+        faults = []
+        for _ in range(12):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            if backend.rank == 0:
+                works = [backend.send(array, 1, async_op=True) for array in arrays]
+                backend.barrier()
+            else:
+                backend.barrier()
+                works = [backend.recv(0, out=np.empty_like(array), async_op=True) for array in arrays]
+            found = ferrodist.wait_all(works)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        return faults, [int(array[-1]) for array in found if array is not None]
+
+    with start_job(2, body) as job:
+        (faults, _), (_, received) = job.results()
+    assert received == list(range(64))
+    assert sum(faults[2:]) < 10 * 64 * 8  # half of the pages of the messages
 
 
 @pytest.mark.parametrize("nbytes", [24, 1 << 20])
