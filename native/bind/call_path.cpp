@@ -312,6 +312,8 @@ private:
     int num_polls_ = 0;
 };
 
+constexpr std::size_t most_short_nbytes = 256 * 1024;
+
 class FlyingCollective final : public FlyingCall {
 public:
     FlyingCollective(PyObject* self, NativeGroup& group, Arguments args)
@@ -335,7 +337,22 @@ public:
         }
         one_ = call_.collective();
         plan_ = group_.plan_for(one_, args_[arg_backend]);
+        is_short_ = one_.nbytes <= most_short_nbytes;
         return !one_.in_place || plan_.is_alias_safe;
+    }
+
+    bool meet() override {
+        if (!is_short_ || InsideCall::number_of(calls_.tickets) != 0 || calls_.tickets.ended() + 1 != ticket_ ||
+            !calls_.progress.claim(*this)) {
+            return test();
+        }
+        const bool is_ready = without_gil([&] { return group_.await_ready(ticket_); });
+        if (!is_ready) {
+            calls_.progress.put_back(*this);
+            return false;
+        }
+        run_here();
+        return true;
     }
 
     bool has_failed() override { return is_cut_short_ || status_.failed(); }

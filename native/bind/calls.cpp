@@ -36,8 +36,10 @@ bool GilHook::poll() {
 
 namespace {
 
-constexpr std::int64_t head_start_ns = 50'000, nap_ns = 100'000;
+constexpr std::int64_t nap_ns = 100'000, long_nap_ns = 2'000'000;
+constexpr std::int64_t head_start_ns = 50'000, long_head_start_ns = 300'000;
 constexpr int most_naps = 10;
+constexpr int many_claimed = 16;
 constexpr std::int64_t longest_moment_ns = 1'000'000'000;
 
 thread_local const Progress* runs_here = nullptr;
@@ -45,6 +47,8 @@ thread_local const Progress* runs_here = nullptr;
 }  // namespace
 
 bool Progress::is_stopping_here() { return runs_here != nullptr && runs_here->is_stopping(); }
+
+bool Progress::State::is_short() const { return queue.empty() || (queue.size() == 1 && queue.front()->is_short_); }
 
 void Progress::start() {
     const std::lock_guard guard(state_->mutex);
@@ -68,7 +72,7 @@ void Progress::post(FlyingCall& call) {
     call.state_ = FlyingCall::State::queued;
     call.posted_ns_ = core::now_ns();
     call.place_ = state_->queue.insert(state_->queue.end(), &call);
-    if (!state_->is_napping) {
+    if (!state_->is_napping || (state_->is_nap_long && !state_->is_short())) {
         state_->posted.notify_one();
     }
 }
@@ -80,7 +84,22 @@ bool Progress::claim(FlyingCall& call) {
     }
     state_->queue.erase(call.place_);
     call.state_ = FlyingCall::State::running;
+    ++state_->num_claimed;
     return true;
+}
+
+void Progress::put_back(FlyingCall& call) {
+    std::unique_lock lock(state_->mutex);
+    if (state_->is_stopping) {
+        lock.unlock();
+        return call.cut_short();
+    }
+    call.state_ = FlyingCall::State::queued;
+    call.place_ = state_->queue.insert(state_->queue.begin(), &call);
+    --state_->num_claimed;
+    if (!state_->is_napping) {
+        state_->posted.notify_one();
+    }
 }
 
 std::uint64_t Progress::finish(FlyingCall& call, bool has_failed) {
@@ -143,34 +162,40 @@ void Progress::stop() {
     }
 }
 
-// Takes naps for a while before it sleeps: in a loop of calls that are waited for at once it is not woken by each.
+// Takes naps for a while before it sleeps: in a loop of calls that are waited for at once it is not woken by each. After
+// many such calls it leaves short ones alone for longer: each look at the queue takes the core from who does them.
 void Progress::run(State& state) {
     pthread_setname_np(pthread_self(), "ferrodist-calls");
     const auto nap = [&](std::unique_lock<std::mutex>& lock, std::int64_t nanoseconds) {
         state.is_napping = true;
-        state.posted.wait_for(lock, std::chrono::nanoseconds(nanoseconds), [&] { return state.is_stopping; });
+        state.is_nap_long = nanoseconds > nap_ns;
+        const auto is_awake = [&] { return state.is_stopping || (state.is_nap_long && !state.is_short()); };
+        state.posted.wait_for(lock, std::chrono::nanoseconds(nanoseconds), is_awake);
         state.is_napping = false;
     };
+    const auto is_trusting = [&] { return state.num_claimed >= many_claimed; };
     std::unique_lock lock(state.mutex);
     int num_naps = 0;
     while (!state.is_stopping) {
         if (state.queue.empty()) {
             if (++num_naps < most_naps) {
-                nap(lock, nap_ns);
+                nap(lock, is_trusting() ? long_nap_ns : nap_ns);
             } else {
-                state.posted.wait(lock, [&] { return state.is_stopping || !state.queue.empty(); });
+                state.posted.wait(lock);  // for a call, which may be done by now
                 num_naps = 0;
             }
             continue;
         }
         FlyingCall& call = *state.queue.front();
         // The thread that made the call may be about to wait for it, and is quicker.
-        if (const std::int64_t rest = call.posted_ns_ + head_start_ns - core::now_ns(); rest > 0) {
+        const std::int64_t head_start = !state.is_short() ? head_start_ns : is_trusting() ? long_nap_ns : long_head_start_ns;
+        if (const std::int64_t rest = call.posted_ns_ + head_start - core::now_ns(); rest > 0) {
             nap(lock, rest);
             continue;
         }
         state.queue.pop_front();
         call.state_ = FlyingCall::State::running;
+        state.num_claimed = 0;
         num_naps = 0;
         lock.unlock();
         call.run();  // ends with finish(): the call may be gone after it

@@ -132,6 +132,8 @@ public:
     bool hear(FlyingCall& call, std::uint64_t token);
     // Waits until a call is complete, or for a while; tells whether it is.
     bool wait(FlyingCall& call, std::int64_t longest_ns);
+    // Queues a call again, before all others, that was claimed and is not begun.
+    void put_back(FlyingCall& call);
     bool is_complete(const FlyingCall& call) const;
     bool is_stopping() const;
     // Whether this thread is one of progress, and about to end.
@@ -145,6 +147,11 @@ private:
         std::condition_variable posted, finished;
         std::list<FlyingCall*> queue;
         bool is_stopping = false, is_napping = false;
+        bool is_nap_long = false;  // it ends with the first call that is not short
+        int num_claimed = 0;  // calls in a row that were done by threads that waited for them
+
+        // Whether somebody may soon wait for all that is queued, and do it sooner than the thread would.
+        bool is_short() const;
         std::thread thread;
         core::Birth birth;
     };
@@ -220,6 +227,7 @@ protected:
     const nanobind::object group_object_, backend_;
     int kind_ = -1;
     std::uint64_t ticket_ = 0;
+    bool is_short_ = false;  // it is done sooner than a thread wakes
     bool is_cut_short_ = false;
 
 private:

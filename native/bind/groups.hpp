@@ -59,6 +59,8 @@ public:
     virtual bool lets_go_of_gil(std::size_t) const { return true; }
     virtual KeptPlan plan_for(const Collective&, PyObject*) { return {}; }
     virtual core::Status run(const Collective& one, const KeptPlan& plan, const core::WaitOptions& options) = 0;
+    // Whether all ranks are about to begin a call, whose turn it is, or are within a moment.
+    virtual bool await_ready(std::uint64_t) { return false; }
     // The object that Works of a group are listed under, which is itself but for one in two levels.
     virtual PyObject* listed_under(PyObject* self) const { return self; }
 
@@ -123,6 +125,7 @@ struct SharedGroup final : GroupOver<shm::Group> {
     bool can_call() const override;
     bool lets_go_of_gil(std::size_t nbytes) const override;
     core::Status run(const Collective& one, const KeptPlan& plan, const core::WaitOptions& options) override;
+    bool await_ready(std::uint64_t sequence) override { return group->await_ready(sequence); }
     core::Messages& messages() override { return own_messages; }
     std::vector<int> find_send_cycle(int peer) override { return own_messages.find_send_cycle(peer); }
     bool can_call_with(int peer) const override;

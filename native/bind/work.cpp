@@ -334,6 +334,8 @@ PyObject* call_plain(PyObject* self, PyObject*) {
 
 PyObject* is_done(WorkObject& work) { return PyBool_FromLong(is_over(work) || InUse(work)->test()); }
 
+PyObject* meet(WorkObject& work) { return PyBool_FromLong(is_over(work) || InUse(work)->meet()); }
+
 // Result and error, one of which is None.
 PyObject* outcome_of(WorkObject& work) {
     settle(work);
@@ -424,6 +426,8 @@ PyMethodDef methods[] = {
     {"exception", named<&exception_of>(), with_names,
      "exception($self, /, timeout=None)\n--\n\nReturn the error of the call, None if it went well."},
     {"done", &call_plain<&is_done>, METH_NOARGS, "done($self, /)\n--\n\nTell whether the call is over."},
+    {"_meet", &call_plain<&meet>, METH_NOARGS,
+     "_meet($self, /)\n--\n\nDo a short call now if all ranks are about to; tell whether it is over."},
     {"_outcome", &call_plain<&outcome_of>, METH_NOARGS,
      "_outcome($self, /)\n--\n\nReturn result and error of a call that is over."},
     {"_wait_for_end", named<&wait_for_end>(), with_names,

@@ -27,6 +27,8 @@ public:
     virtual bool is_complete() = 0;  // keeps the GIL
     // Makes progress without waiting, and tells whether it is complete.
     virtual bool test() = 0;
+    // The same, and may do a short call, which all ranks are about to do: that takes no longer than a thread for it.
+    virtual bool meet() { return test(); }
     // Waits until it is complete, or a moment (0: none) has come; gives the exception that ended the wait, if any.
     virtual nanobind::object wait(std::int64_t end_ns) = 0;
     // Has Completions told of its end; false if it is complete, and nobody is told.

@@ -328,6 +328,29 @@ Status Group::await_others(const WaitOptions& options) {
     return {};
 }
 
+bool Group::await_ready(std::uint64_t sequence) {
+    const auto number = static_cast<std::uint32_t>(sequence);
+    words(rank_).ready_for.store(number, std::memory_order_relaxed);  // a hint; pairs with the load below
+    const std::int64_t start = now_ns();
+    for (int step = 1; step < size(); ++step) {
+        const int peer = (rank_ + step) % size();
+        while (words(peer).ready_for.load(std::memory_order_relaxed) != number && !has_come(peer)) {
+            switch (spins()->next(start, now_ns())) {
+                case Spins::Step::spin:
+                    pause();
+                    break;
+                case Spins::Step::yield:
+                    spins()->yield();
+                    break;
+                case Spins::Step::sleep:
+                    spins()->waited(2 * Spins::longest_ns);  // or longer: not worth as much the next time
+                    return false;
+            }
+        }
+    }
+    return true;
+}
+
 std::vector<int> Group::missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < size(); ++rank) {

@@ -118,6 +118,9 @@ public:
         mine.store(mine.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     }
     Status await_others(const WaitOptions& options);
+    // Tells the others that this rank is about to begin a call, whose turn it is, and waits a moment for them; true if all
+    // are about to begin it too, or have. Each must begin it then, soon, on whatever thread.
+    bool await_ready(std::uint64_t sequence);
     void next_round() { ++round_; }
     // Whether a rank has not come to the current round, or not staged all it said it would.
     bool is_missing(int rank) const { return !has_come(rank) || !has_staged(rank, everything); }

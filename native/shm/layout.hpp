@@ -155,6 +155,7 @@ struct RankWords {
     Word sending_to;    // rank + 1 whom a blocked send is for; 0: none
     Word cycle_next;    // rank + 1 of the next in a cycle of sends; written by the rank that found it
     Word num_moves;     // parts of large shared memory that this rank has copied or reduced
+    Word ready_for;     // number of the last call in flight that this rank was about to begin
     // 1 << 32 | round: since a call failed here, this rank uses nothing that was shown in earlier rounds; 0: none has.
     std::atomic<std::uint64_t> out_of;
     std::uint32_t leave_reason_nbytes;

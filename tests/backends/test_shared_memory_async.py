@@ -7,6 +7,7 @@ import resource
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,23 @@ CALLS = {
 
 def progress_threads() -> list[Path]:
     """List the native threads that run calls in flight."""
-    tasks = Path("/proc/self/task").iterdir()
-    return [task for task in tasks if (task / "comm").read_text() == "ferrodist-calls\n"]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # one that ends meanwhile
+            if (task / "comm").read_text() == "ferrodist-calls\n":
+                found.append(task)
+    return found
 
 
 def cpu_seconds(thread: Path) -> float:
     """How long a thread has run on a core."""
     return int((thread / "schedstat").read_text().split()[0]) * 1e-9
+
+
+def num_sleeps(thread: Path) -> int:
+    """How often a thread has gone to sleep."""
+    status = (thread / "status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 # -- the thread ------------------------------------------------------------------------------------
@@ -248,6 +259,82 @@ def test_more_ranks_than_cores_finish_and_wait_without_using_them(start_job):
             assert seconds < 0.2
 
 
+def test_the_thread_of_calls_sleeps_while_calls_are_waited_for(start_job):
+    def body(backend, pipe):
+        x = np.full(3, backend.rank)
+        for _ in range(2000):  # it starts, and sees that it is not needed
+            ferrodist.allreduce(x, backend, async_op=True).wait()
+        [thread] = progress_threads()
+        wakes, start = num_sleeps(thread), time.perf_counter()
+        for _ in range(20_000):
+            ferrodist.allreduce(x, backend, async_op=True).wait()
+        return num_sleeps(thread) - wakes, time.perf_counter() - start
+
+    with start_job(2, body) as job:
+        for wakes, seconds in job.results():
+            assert wakes < 100 + 2000 * seconds
+
+
+@pytest.mark.parametrize("nbytes", [24, 1 << 20])
+def test_a_call_nobody_waits_for_is_done_after_many_that_were_waited_for(start_job, nbytes):
+    def body(backend, pipe):
+        x = np.full(nbytes // 8, backend.rank + 1)
+        for _ in range(50):
+            ferrodist.allreduce(x[:3], backend, async_op=True).wait()
+        if backend.rank == 1:
+            return pipe.send(int(ferrodist.allreduce(x, backend)[-1]))
+        work = ferrodist.allreduce(x, backend, async_op=True)
+        pipe.recv()
+        return int(work.result()[-1])
+
+    with start_job(2, body) as job:
+        assert job[1].hear() == 3
+        job[0].tell()
+        assert job.results()[0] == 3
+
+
+def test_a_short_call_is_done_at_once_where_all_others_have_come(start_job):
+    def body(backend, pipe):
+        met = []
+        for number in range(20):
+            for nbytes in (24, 1 << 20):  # a long one is worth a thread
+                x = np.full(nbytes // 8, backend.rank + number)
+                if backend.rank != 0:
+                    ferrodist.allreduce(x, backend)
+                    continue
+                pipe.recv()
+                work = ferrodist.allreduce(x, backend, async_op=True)
+                met.append(work._meet())
+                assert work.result()[-1] == 3 + 3 * number
+        return met
+
+    with start_job(3, body) as job:
+        for _ in range(40):
+            for rank in job.others(0):
+                rank.await_sleep()
+            job[0].tell()
+        met = job.results()[0]
+        assert sum(met[::2]) > sum(met[1::2])  # on a busy machine the thread is quicker with some
+
+
+def test_a_call_that_others_do_not_come_to_goes_on_without_its_program(start_job):
+    def body(backend, pipe):
+        if backend.rank == 0:
+            work = ferrodist.allreduce(1, backend, async_op=True)
+            pipe.send(work._meet())
+            pipe.recv()
+            return work.result()
+        pipe.recv()
+        return pipe.send(ferrodist.allreduce(1, backend))
+
+    with start_job(2, body) as job:
+        assert job[0].hear() is False
+        job[1].tell()
+        assert job[1].hear() == 2
+        job[0].tell()
+        assert job.results()[0] == 2
+
+
 def test_many_messages_in_flight_take_no_new_memory(start_job):
     """New pages of shared memory take longer than the copy: a sender keeps those it has."""
 
@@ -261,7 +348,7 @@ def test_many_messages_in_flight_take_no_new_memory(start_job):
                 backend.barrier()
             else:
                 backend.barrier()
-                works = [backend.recv(0, out=np.empty_like(array), async_op=True) for array in arrays]
+                works = [backend.recv(0, async_op=True) for _ in arrays]
             found = ferrodist.wait_all(works)
             faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         return faults, [int(array[-1]) for array in found if array is not None]

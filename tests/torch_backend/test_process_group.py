@@ -464,6 +464,15 @@ def check_futures_of_calls_that_are_over(rank: int, _: Any) -> None:
         assert future.value()[0].tolist() == [dist.get_world_size()] * 2
 
 
+def check_futures_of_short_calls_that_all_have_come_to(rank: int, _: Any) -> None:
+    """They are done at once, on the thread that asks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestWork, "_meet", lambda work: work.wait() is not None)
+        future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+        assert future.done()
+        assert future.value()[0].tolist() == [dist.get_world_size()] * 2
+
+
 def check_futures_do_not_wait_for_each_other(rank: int, _: Any) -> None:
     """A future is done when its call is, whatever messages and other groups are in flight."""
     world = dist.get_world_size()

@@ -192,7 +192,7 @@ class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torc
         thread = self._thread
         is_alone = self._site.backend.world_size == 1 and thread is not MESSAGES
         # A callback may wait for the future, and no other thread would finish it.
-        if self._pending.done() or is_alone or thread.is_current():
+        if self._pending._meet() or is_alone or thread.is_current():
             over.set_result(None)
         elif thread is MESSAGES:
             self._pending.add_done_callback(lambda _: thread.finish(over))
