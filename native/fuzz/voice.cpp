@@ -50,7 +50,7 @@ void Voice::say(Script& script, net::Header header, const Buffer& payload) {
             header.number = number_ + script.one_in(4);
             header.length = script.number();
             header.digest = script.number();
-            header.epoch = static_cast<std::uint16_t>(script.one_in(4));
+            header.cpu = static_cast<std::uint16_t>(script.number());
             const net::HeaderBytes head = net::encode(header, key_);
             bytes.assign(head.begin(), head.end());
             bytes.insert(bytes.end(), payload.begin(), payload.end());

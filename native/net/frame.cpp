@@ -156,7 +156,7 @@ struct Wire {
     std::uint32_t magic;
     std::uint8_t version;
     std::uint8_t kind;
-    std::uint16_t epoch;
+    std::uint16_t cpu;
     std::uint32_t source;
     std::uint32_t tag;
     std::uint64_t group, sequence, fingerprint, number, length, digest, seal;
@@ -195,7 +195,7 @@ std::uint64_t longest_payload(FrameKind kind, std::uint64_t piece) {
 }
 
 HeaderBytes encode(const Header& header, const FrameKey& key) {
-    Wire wire{magic, wire_version, static_cast<std::uint8_t>(header.kind), header.epoch, header.source,
+    Wire wire{magic, wire_version, static_cast<std::uint8_t>(header.kind), header.cpu, header.source,
               header.tag, header.group, header.sequence, header.fingerprint, header.number,
               header.length, header.digest, 0};
     HeaderBytes bytes;
@@ -215,7 +215,7 @@ std::variant<Header, Flaw> decode(const std::byte* bytes, const FrameKey& key, s
     if (wire.seal != key.sign(sealed_part(bytes))) {
         return Flaw("the seal does not fit the header");
     }
-    if (wire.version != wire_version || wire.epoch != 0) {
+    if (wire.version != wire_version) {
         return Flaw("a version of the wire that this one does not speak");
     }
     if (wire.source != source || wire.number != number) {
@@ -229,7 +229,7 @@ std::variant<Header, Flaw> decode(const std::byte* bytes, const FrameKey& key, s
         return Flaw("the payload is longer than a frame of its kind may have");
     }
     return Header{kind, wire.source, wire.tag, wire.group, wire.sequence, wire.fingerprint,
-                  wire.number, wire.length, wire.digest, wire.epoch};
+                  wire.number, wire.length, wire.digest, wire.cpu};
 }
 
 }  // namespace ferrodist::net

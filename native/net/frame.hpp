@@ -3,12 +3,13 @@
 //
 // A frame is a header of 72 bytes and a payload. All numbers are little-endian:
 //
-//     u32 magic   u8 version   u8 kind   u16 epoch   u32 source   u32 tag
+//     u32 magic   u8 version   u8 kind   u16 cpu   u32 source   u32 tag
 //     u64 group   u64 sequence   u64 fingerprint   u64 number   u64 length   u64 digest   u64 seal
 //
 // `number` counts the frames of one direction of one link from 1: none can be left out, repeated or
 // moved. `digest` is a keyed hash of the payload, `seal` one of all of the header before it. So a
-// header is believed, and its length, before anything is set aside for the payload.
+// header is believed, and its length, before anything is set aside for the payload. `cpu` is the number + 1 of
+// the CPU that its sender ran on: a hint for the waits of ranks on its host.
 #pragma once
 
 #include <array>
@@ -59,7 +60,7 @@ private:
 // -- frames ---------------------------------------------------------------------------------------
 
 constexpr std::size_t header_nbytes = 72;
-constexpr std::uint8_t wire_version = 5;
+constexpr std::uint8_t wire_version = 6;
 
 enum class FrameKind : std::uint8_t {
     heartbeat,   // I am alive: a thread of mine has been held in one call for so many ns: sequence
@@ -102,7 +103,7 @@ struct Header {
     std::uint64_t number = 0;
     std::uint64_t length = 0;
     std::uint64_t digest = 0;
-    std::uint16_t epoch = 0;
+    std::uint16_t cpu = 0;
 };
 
 using HeaderBytes = std::array<std::byte, header_nbytes>;

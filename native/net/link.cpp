@@ -5,6 +5,7 @@
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -124,6 +125,7 @@ void Link::send_in_place(const Header& header, Bytes payload, Ticket& ticket) {
 void Link::seal(Outgoing& frame) {
     frame.header.source = source_;
     frame.header.number = ++num_sent_;
+    frame.header.cpu = static_cast<std::uint16_t>(sched_getcpu() + 1);
     frame.header.length = frame.size;
     frame.header.digest = frame.size == 0 ? 0 : out_key_.digest({frame.data, frame.size});
     frame.bytes = encode(frame.header, out_key_);

@@ -64,6 +64,8 @@ public:
 
     int socket() const { return socket_; }
     bool is_on_this_host() const { return is_on_this_host_; }
+    // The number + 1 of the CPU that the other side ran on when it sent the last frame that has begun; 0: none yet.
+    std::uint32_t peer_cpu() const { return header_.cpu; }
     State state() const { return state_; }
     bool is_up() const { return state_ == State::up; }
     // Why it is not up, as a clause about the other side.

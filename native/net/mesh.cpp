@@ -273,14 +273,11 @@ void Mesh::serve(int peer) {
     }
 }
 
-// On one host it is the sender's CPU that hands a packet to the receiving socket.
+// SO_INCOMING_CPU would cost no byte, but after own data its last packet may be an acknowledgement, made on the own CPU.
 void Mesh::see_cpu(int peer) {
     if (link(peer).is_on_this_host()) {
-        int cpu = -1;
-        socklen_t size = sizeof cpu;
-        ::getsockopt(link(peer).socket(), SOL_SOCKET, SO_INCOMING_CPU, &cpu, &size);
         // Relaxed: a hint, which pairs with the loads in Spins.
-        cpus_[static_cast<std::size_t>(peer)].store(static_cast<std::uint32_t>(cpu + 1), std::memory_order_relaxed);
+        cpus_[static_cast<std::size_t>(peer)].store(link(peer).peer_cpu(), std::memory_order_relaxed);
     }
 }
 

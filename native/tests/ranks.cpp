@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 #include "ranks.hpp"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -37,6 +38,28 @@ core::Status meet_all(shm::Group& group, std::uint64_t sequence, std::int64_t ti
 
 core::Status meet_all(shm::Group& group, std::uint64_t sequence, core::ProgressHook& hook) {
     return shm::run(group, shm::Task{shm::Kind::barrier}, options_of(hook, sequence, very_long, group.spins()));
+}
+
+std::vector<int> allowed_cpus() {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    sched_getaffinity(0, sizeof(set), &set);
+    std::vector<int> cpus;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+        if (CPU_ISSET(cpu, &set)) {
+            cpus.push_back(cpu);
+        }
+    }
+    return cpus;
+}
+
+void stay_on(const std::vector<int>& cpus) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int cpu : cpus) {
+        CPU_SET(static_cast<std::size_t>(cpu), &set);
+    }
+    CHECK_EQUAL(sched_setaffinity(0, sizeof(set), &set), 0);
 }
 
 void run_threads(int count, const std::function<void(int)>& work) {

@@ -80,6 +80,10 @@ core::Status meet_all(shm::Group& group, std::uint64_t sequence, core::ProgressH
 // Runs one function per rank, each in a thread of its own, and waits for all.
 void run_threads(int count, const std::function<void(int)>& work);
 
+// The cores that the calling thread may use; keeps it on some.
+std::vector<int> allowed_cpus();
+void stay_on(const std::vector<int>& cpus);
+
 // The ranks of one host, with the group of all.
 class Host {
 public:

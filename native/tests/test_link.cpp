@@ -66,6 +66,20 @@ TEST(frames_of_all_sizes_cross_both_ways_in_any_portions) {
     }
 }
 
+TEST(a_frame_says_on_which_cpu_its_sender_ran) {
+    Wire wire;
+    CHECK_EQUAL(wire.two.peer_cpu(), 0u);
+    const std::vector<int> cpus = allowed_cpus();
+    for (const int cpu : cpus) {
+        stay_on({cpu});
+        send(wire.two, random_bytes(10, 1), 1);  // after own data, too
+        send(wire.one, random_bytes(10, 2), 2);
+        wire.carry_all();
+        CHECK_EQUAL(wire.two.peer_cpu(), static_cast<std::uint32_t>(cpu) + 1);
+    }
+    stay_on(cpus);
+}
+
 TEST(payloads_go_to_their_places_and_come_from_the_memory_of_their_senders) {
     Wire wire;
     const Buffer sent = random_bytes(5 * Wire::piece, 3);

@@ -21,29 +21,6 @@ using core::Spins;
 using core::Word;
 using Step = Spins::Step;
 
-std::vector<int> allowed_cpus() {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    sched_getaffinity(0, sizeof(set), &set);
-    std::vector<int> cpus;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-        if (CPU_ISSET(cpu, &set)) {
-            cpus.push_back(cpu);
-        }
-    }
-    return cpus;
-}
-
-// Keeps the calling thread on these cores.
-void stay_on(const std::vector<int>& cpus) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    for (const int cpu : cpus) {
-        CPU_SET(static_cast<std::size_t>(cpu), &set);
-    }
-    CHECK_EQUAL(sched_setaffinity(0, sizeof(set), &set), 0);
-}
-
 std::uint32_t shown(int cpu) { return static_cast<std::uint32_t>(cpu) + 1; }
 
 // The spins of `rank` in a world whose ranks were seen on these CPUs.
