@@ -13,10 +13,10 @@ namespace {
 constexpr std::size_t half_nbytes = Group::stage_nbytes * 3 / 2;
 static_assert(half_nbytes % line == 0);
 
-// Epochs of even rounds are odd, and those of odd ones even; what bars is neither.
-bool is_barred_epoch(const Slot& own, std::uint32_t parity) {
-    const std::uint32_t epoch = own.epoch.load(std::memory_order_relaxed);  // this rank's own
-    return epoch != 0 && epoch % 2 == parity;
+// Epochs of even rounds are odd, and those of odd ones even; what bars is neither: the number of the round + 2.
+bool is_barred_epoch(std::uint32_t epoch, std::uint32_t round) { return epoch != 0 && epoch % 2 == round % 2; }
+bool is_barred_from(std::uint32_t epoch, std::uint32_t round) {
+    return is_barred_epoch(epoch, round) && static_cast<std::int32_t>(epoch - 2 - round) <= 0;
 }
 
 }  // namespace
@@ -71,7 +71,7 @@ bool Group::show_epoch() {
     std::uint32_t before = mine.epoch.load(std::memory_order_relaxed);  // all others only ever bar
     // Pairs with has_come, with bar_missing, and, being seq_cst, with the sleeper's look at the epoch in wait_until.
     // It costs what a seq_cst store does.
-    if (before == round_ + 2 || !mine.epoch.compare_exchange_strong(before, round_ + 1, std::memory_order_seq_cst)) {
+    if (is_barred_epoch(before, round_) || !mine.epoch.compare_exchange_strong(before, round_ + 1, std::memory_order_seq_cst)) {
         return false;
     }
     // Pairs with the sleeper's fetch_add in wait_until.
@@ -91,16 +91,19 @@ std::uint32_t Group::published_round() const {
 bool Group::bar(int rank, std::uint32_t round) {
     Word& epoch = slot(rank, round).epoch;
     std::uint32_t found = epoch.load(std::memory_order_acquire);  // pairs with publish
-    // Who has not come to the round has the epoch of two rounds before (or was barred then), or none yet.
-    const bool is_missing = found == round - 1 || found == round || (found == 0 && round < 2);
+    // Who has not come to the round has the epoch of two rounds before, or none yet.
+    const bool is_missing = found == round - 1 || (found == 0 && round < 2);
     // Pairs with the compare-and-swap in publish: one of both succeeds.
     const bool is_barred = is_missing && epoch.compare_exchange_strong(found, round + 2, std::memory_order_seq_cst);
-    return is_barred || found == round + 2;
+    return is_barred || is_barred_from(found, round);
 }
 
 bool Group::bar_missing() {
-    if (is_barred_epoch(slot(rank_, 0), 0) || is_barred_epoch(slot(rank_, 1), 1)) {
-        return true;
+    for (const std::uint32_t parity : {0u, 1u}) {
+        // Relaxed: this rank's own, and final.
+        if (is_barred_epoch(slot(rank_, parity).epoch.load(std::memory_order_relaxed), parity)) {
+            return true;
+        }
     }
     const std::uint32_t round = published_round();
     bool finds_barred = false;
@@ -113,9 +116,10 @@ bool Group::bar_missing() {
 std::uint32_t Group::bar_self() {
     while (true) {
         for (const std::uint32_t parity : {0u, 1u}) {
-            if (is_barred_epoch(slot(rank_, parity), parity)) {
-                // Relaxed: this rank's own, and final. It is barred from this minus 2; the round before was the last.
-                return slot(rank_, parity).epoch.load(std::memory_order_relaxed) - 3;
+            // Relaxed: this rank's own, and final.
+            const std::uint32_t epoch = slot(rank_, parity).epoch.load(std::memory_order_relaxed);
+            if (is_barred_epoch(epoch, parity)) {
+                return epoch - 3;  // barred from this minus 2; the round before was the last
             }
         }
         bar(rank_, published_round() + 1);  // fails if another thread of this rank comes to it
@@ -172,10 +176,7 @@ bool Group::may_still_come(const WaitOptions& options, const IsMissing& is_missi
 Status Group::expire(const WaitOptions& options) {
     const std::lock_guard lock(end_mutex_);
     const std::uint32_t round = published_round();
-    const auto has_come_to_it = [&](int rank) {
-        return slot(rank, round).epoch.load(std::memory_order_acquire) == round + 1;  // pairs with publish
-    };
-    if (options.is_patient() && may_still_come(options, [&](int rank) { return !has_come_to_it(rank); })) {
+    if (options.is_patient() && may_still_come(options, [&](int rank) { return !has_come(rank, round); })) {
         return {};
     }
     if (bar_missing()) {

@@ -23,8 +23,8 @@
 // A deadline that nobody chose ends nothing at all while those that are missing are alive and not stuck: see Patience.
 //
 // *Fencing*: a rank that was lost without proof of its death may continue later. Before a survivor goes on without it, it
-// bars that rank from the round in which its own call failed, and itself from the next one. A rank that is barred never
-// uses what the survivor has shown. One that had come to the call may: it has to be killed, or the memory taken back.
+// bars that rank from the round in which its own call failed, and itself from the next one; ranks that are a round behind
+// still find that it has come to theirs. A rank that is barred never uses what the survivor has shown. One that had come to the call may: it has to be killed, or the memory taken back.
 #pragma once
 
 #include <cstdint>
@@ -188,15 +188,18 @@ public:
 private:
     class WaitPoll;
 
-    bool has_come(int rank) const {
+    bool has_come(int rank) const { return has_come(rank, round_); }
+    // Who has come to a round may be barred from the next one of its slot already, by itself: see fence.
+    bool has_come(int rank, std::uint32_t round) const {
         // Pairs with the store in publish: what the slot says was written before.
-        return slot(rank).epoch.load(std::memory_order_acquire) == round_ + 1;
+        const std::uint32_t epoch = slot(rank, round).epoch.load(std::memory_order_acquire);
+        return epoch == round + 1 || epoch == round + 2 + 2;
     }
     bool show_epoch();
     bool has_staged(int rank, std::size_t nbytes) const { return staged_nbytes(rank) >= nbytes; }
     Word& staged(int rank) const { return words(rank).staged[round_ & 1]; }
     std::uint32_t published_round() const;
-    // Bars a rank from a round unless it has come to it; tells whether it is barred.
+    // Bars a rank from a round, and all after it, unless it has come to it; tells whether it is barred.
     bool bar(int rank, std::uint32_t round);
     // Bars this rank from the round after its last one, which is returned.
     std::uint32_t bar_self();

@@ -56,6 +56,36 @@ TEST(a_rank_that_fences_comes_to_no_further_round_itself) {
     CHECK_EQUAL(meet_all(survivor, 1).code, StatusCode::given_up);
 }
 
+// It may be slow, and read the last round that the survivor came to when that one has long gone on.
+TEST(a_rank_that_is_a_round_behind_still_finds_that_the_survivor_had_come) {
+    for (const std::uint32_t num_rounds : {1u, 2u, 5u}) {
+        Host host(3);
+        const auto all_come = [&] {
+            for (int rank = 0; rank < 3; ++rank) {
+                CHECK(host.group(rank)->publish());
+            }
+        };
+        for (std::uint32_t round = 1; round < num_rounds; ++round) {
+            all_come();
+            for (int rank = 0; rank < 3; ++rank) {
+                host.group(rank)->next_round();
+            }
+        }
+        all_come();
+        Group &survivor = *host.group(0), &slow = *host.group(2);
+        survivor.next_round();
+        CHECK(survivor.publish());
+        survivor.set_error(2, "rank 1 was lost in the second call");
+        survivor.fence(1);
+        CHECK(!slow.is_missing(0));
+        CHECK(!slow.bar_missing());  // nobody is missing in its round
+        core::ProgressHook hook;
+        CHECK_EQUAL(slow.await_others(options_of(hook, 1, 100 * millisecond)).code, StatusCode::done);
+        survivor.next_round();
+        CHECK(!survivor.publish());
+    }
+}
+
 TEST(a_rank_that_has_finished_its_call_has_nothing_to_fence) {
     Host host(2);
     host.run([](Group& group) { CHECK_EQUAL(meet_all(group, 1).code, StatusCode::done); });
