@@ -186,6 +186,7 @@ public:
     nanobind::object wait(std::int64_t end_ns) override;
     bool is_complete() override { return calls_.progress.is_complete(*this); }
     bool test() override;
+    bool is_next() override { return calls_.tickets.ended() + 1 >= ticket_; }
     bool hear(std::uint64_t its_token) override { return calls_.progress.hear(*this, its_token); }
     nanobind::object on_interrupt(nanobind::object error) override { return error; }  // the call goes on
     nanobind::object backend() override { return backend_; }

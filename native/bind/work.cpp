@@ -336,6 +336,8 @@ PyObject* is_done(WorkObject& work) { return PyBool_FromLong(is_over(work) || In
 
 PyObject* meet(WorkObject& work) { return PyBool_FromLong(is_over(work) || InUse(work)->meet()); }
 
+PyObject* is_next(WorkObject& work) { return PyBool_FromLong(is_over(work) || InUse(work)->is_next()); }
+
 // Result and error, one of which is None.
 PyObject* outcome_of(WorkObject& work) {
     settle(work);
@@ -428,6 +430,8 @@ PyMethodDef methods[] = {
     {"done", &call_plain<&is_done>, METH_NOARGS, "done($self, /)\n--\n\nTell whether the call is over."},
     {"_meet", &call_plain<&meet>, METH_NOARGS,
      "_meet($self, /)\n--\n\nDo a short call now if all ranks are about to; tell whether it is over."},
+    {"_is_next", &call_plain<&is_next>, METH_NOARGS,
+     "_is_next($self, /)\n--\n\nTell whether all calls of its group before it are over."},
     {"_outcome", &call_plain<&outcome_of>, METH_NOARGS,
      "_outcome($self, /)\n--\n\nReturn result and error of a call that is over."},
     {"_wait_for_end", named<&wait_for_end>(), with_names,

@@ -29,6 +29,8 @@ public:
     virtual bool test() = 0;
     // The same, and may do a short call, which all ranks are about to do: that takes no longer than a thread for it.
     virtual bool meet() { return test(); }
+    // Whether every call that it waits for is over: those of its group that were made before it.
+    virtual bool is_next() { return true; }
     // Waits until it is complete, or a moment (0: none) has come; gives the exception that ended the wait, if any.
     virtual nanobind::object wait(std::int64_t end_ns) = 0;
     // Has Completions told of its end; false if it is complete, and nobody is told.

@@ -132,6 +132,9 @@ class WorkBase:
     def _meet(self) -> bool:
         """Do a short call now if all ranks are about to; tell whether it is over."""
 
+    def _is_next(self) -> bool:
+        """Tell whether all calls of its group before it are over."""
+
     def _outcome(self) -> tuple[Any, BaseException | None]:
         """Return result and error of a call that is over."""
 

@@ -87,6 +87,10 @@ class Work(Future[T]):
         """Do a short call now if all ranks are about to; tell whether it is over."""
         return self.done()
 
+    def _is_next(self) -> bool:
+        """Tell whether all calls of its group before it are over; False if that is not known."""
+        return self.done()
+
     def _explain(self, error: TimeoutError, timeout: float | None) -> TimeoutError:
         """Give a text to a wait that ran out; the call's own timeout has one."""
         if self.done():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import ReduceOp
 
+import commands
 import ferrodist
 import ferrodist.torch
 from ferrodist.backends.request_work import RequestWork
@@ -496,6 +497,30 @@ def check_futures_do_not_wait_for_each_other(rank: int, _: Any) -> None:
             dist.send(torch.ones(1), 0)
 
 
+def check_futures_end_with_their_calls_in_whatever_order_they_are_asked_for(
+    rank: int, _: Any
+) -> None:
+    """The callback of the first call is what the other ranks wait for before the second one."""
+    first, second = torch.full((200_000,), 1.0), torch.full((200_000,), 2.0)
+    world = dist.get_world_size()
+    if rank == 0:
+        works = [dist.all_reduce(x, async_op=True) for x in (first, second)]
+        last = works[1].get_future().then(lambda future: future.value()[0])
+        told = (
+            works[0]
+            .get_future()
+            .then(lambda _: [dist.send(torch.ones(1), other) for other in range(1, world)])
+        )
+        told.wait()
+        assert last.wait()[0].item() == 2 * world
+    else:
+        dist.all_reduce(first)
+        dist.recv(torch.zeros(1), 0)
+        dist.all_reduce(second)
+    assert first[-1].item() == world
+    assert second[-1].item() == 2 * world
+
+
 def check_callbacks_communicate(rank: int, _: Any) -> None:
     world = dist.get_world_size()
 
@@ -647,3 +672,24 @@ def test_every_call_of_torch_has_the_right_result(start_job, world, environment,
 
     with torch_job(start_job, world, body, **environment) as job:
         assert set(job.results()) == {kind}
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_while_a_callback_of_a_future_runs_ends_well(tmp_path):
+    """The thread of the futures is inside torch's C++ code then, where Python must not end it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import threading, torch, torch.distributed as dist\n"
+        "dist.init_process_group('ferrodist')\n"
+        "begun, is_over = threading.Event(), threading.Event()\n"
+        "def callback(future):\n"
+        "    begun.set()\n"
+        "    is_over.wait(0.3)\n"
+        "    print('called back')\n"
+        "work = dist.all_reduce(torch.ones(100_000), async_op=True)\n"
+        "later = work.get_future().then(callback)\n"
+        "assert begun.wait(60)\n"
+    )
+    ended = commands.run("-n", "2", str(script))
+    assert ended.returncode == 0, ended.stderr
+    assert commands.lines_of(ended.stdout) == ["called back"] * 2

@@ -7,12 +7,16 @@ made only on request: it costs as much as the call.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed
@@ -195,9 +199,9 @@ class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torc
         if self._pending._meet() or is_alone or thread.is_current():
             over.set_result(None)
         elif thread is MESSAGES:
-            self._pending.add_done_callback(lambda _: thread.finish(over))
+            self._pending.add_done_callback(partial(thread._finish_over, over))
         else:
-            thread.finish(over)
+            thread.finish(over, self._pending)
         return taken
 
 
@@ -205,41 +209,72 @@ class FuturesThread:
     """The thread that finishes futures of torch, and so runs their callbacks, one at a time.
 
     Those may communicate, which callbacks of ferrodist's own thread must not. The calls of a group
-    end in their order, so its thread waits for one after the other, and runs those that nobody has
-    begun: the program that waits for the future is woken by the thread that did the call. Messages
-    end in any order; their futures get here when they are over.
+    end in their order, so its thread waits for the next one, and does it if no thread has begun to:
+    the program that waits for the future is woken by the thread that did the call. Where the future
+    of a later call was asked for first, it gets here again when that call is over, as do those of
+    messages, which end in any order.
     """
 
     _IDLE = 5.0  # seconds after which the thread ends
+    _END = 2.0  # seconds that a callback has at the end of the program
+    _all: ClassVar[weakref.WeakSet[FuturesThread]] = weakref.WeakSet()
 
     def __init__(self) -> None:
+        self._all.add(self)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._futures: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._futures: queue.SimpleQueue[tuple[Any, Work[Any] | None] | None] = queue.SimpleQueue()
 
     def is_current(self) -> bool:
         """Tell whether this is a callback of a future that the thread has finished."""
         return threading.current_thread() is self._thread
 
-    def finish(self, future: Any) -> None:
-        """Finish a future, after those that were given before."""
+    def finish(self, future: Any, pending: Work[Any] | None = None) -> None:
+        """Finish a future, after those that were given before, when its call is over."""
         with self._lock:
-            self._futures.put(future)
+            self._futures.put((future, pending))
             if self._thread is None:
                 name = "ferrodist-torch-futures"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
 
+    def _finish_over(self, future: Any, _: Work[Any]) -> None:
+        self.finish(future)
+
     def _run(self) -> None:
         while True:
             try:
-                self._futures.get(timeout=self._IDLE).set_result(None)
+                item = self._futures.get(timeout=self._IDLE)
             except queue.Empty:
                 with self._lock:
                     if self._futures.empty():
                         self._thread = None
                         return
+                continue
+            if item is None:
+                return
+            future, pending = item
+            if pending is None or pending._is_next():
+                future.set_result(None)
+            else:
+                pending.add_done_callback(partial(self._finish_over, future))
+            del item, future, pending
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Let the threads end, and wait for them: at the end of the program.
+
+        Python ends other threads where they take the GIL. Inside a future of torch, whose C++ code
+        does not expect it, that ends the process with SIGABRT.
+        """
+        end = time.monotonic() + cls._END
+        threads = [(one, thread) for one in cls._all if (thread := one._thread) is not None]
+        for one, _ in threads:
+            one._futures.put(None)
+        for _, thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 MESSAGES = FuturesThread()
+atexit.register(FuturesThread.end_all)
 os.register_at_fork(after_in_child=MESSAGES.__init__)  # type: ignore[misc] # the thread is gone
