@@ -195,7 +195,11 @@ bool place_part(CollectiveCall& call, const Part& part, bool is_root) {
 }
 
 PyObject* scatter(NativeGroup& group, CollectiveCall& call, Arguments args, const Place& place) {
-    if (!read_scatter(call, args, place)) {
+    try {
+        if (!read_scatter(call, args, place)) {
+            return decline();
+        }
+    } catch (const core::OutOfMemory&) {  // of a copy: the general path lets the others know
         return decline();
     }
     const ProfilerEvent event(call.kind);

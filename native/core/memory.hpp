@@ -59,19 +59,17 @@ Memory new_memory(std::size_t nbytes);
 // Not enough memory, or not enough of what memory needs; says how much of what.
 class OutOfMemory : public std::bad_alloc {
 public:
-    explicit OutOfMemory(std::string text) : text_(std::move(text)) {}
+    explicit OutOfMemory(std::string text, std::size_t nbytes = 0) : text_(std::move(text)), nbytes_(nbytes) {}
     // For an array of this size.
     explicit OutOfMemory(std::size_t nbytes)
         : OutOfMemory("no memory for an array of " + std::to_string(nbytes) + " bytes (" +
-                      std::to_string(nbytes >> 20) + " MiB)") {
-        nbytes_ = nbytes;
-    }
+                      std::to_string(nbytes >> 20) + " MiB)", nbytes) {}
     const char* what() const noexcept override { return text_.c_str(); }
     std::size_t nbytes() const { return nbytes_; }  // 0: the text says it
 
 private:
     std::string text_;
-    std::size_t nbytes_ = 0;
+    std::size_t nbytes_;
 };
 
 // Says whether there is memory; null outside of tests. Relaxed: the test and who allocates meet elsewhere. Pairs with

@@ -141,7 +141,7 @@ std::size_t Arena::allocate(std::size_t nbytes, bool is_common) {
     const std::size_t size = round_up(std::max<std::size_t>(nbytes, 1));
     if (size >= smallest_checked && size > available_memory()) {
         throw OutOfMemory("shared memory of " + megabytes(size) + " was asked for, but only " +
-                          megabytes(available_memory()) + " are available");
+                          megabytes(available_memory()) + " are available", nbytes);
     }
     const std::lock_guard lock(mutex_);
     const std::size_t offset = take_gap(size);
@@ -151,8 +151,7 @@ std::size_t Arena::allocate(std::size_t nbytes, bool is_common) {
     } while (failed == EINTR);
     if (failed != 0) {
         give_gap(offset, size);
-        throw OutOfMemory("shared memory of " + megabytes(size) + " was refused: " +
-                          std::strerror(failed));
+        throw OutOfMemory("shared memory of " + megabytes(size) + " was refused: " + std::strerror(failed), nbytes);
     }
     blocks_.emplace(offset, Block{size, is_common});
     allocated_ += size;
@@ -259,8 +258,7 @@ std::size_t Arena::take_gap(std::size_t nbytes) {
             return offset;
         }
     }
-    throw OutOfMemory("no gap of " + megabytes(nbytes) + " is left in an arena of " +
-                      megabytes(this->nbytes()));
+    throw OutOfMemory("no gap of " + megabytes(nbytes) + " is left in an arena of " + megabytes(this->nbytes()), nbytes);
 }
 
 // Joins the gap with its neighbours. Lock held.

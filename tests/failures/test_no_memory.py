@@ -85,12 +85,33 @@ def test_out_of_memory_says_the_size_and_the_group_goes_on(start):
         assert own[0] == 2
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_root_without_memory_for_its_copy_lets_the_others_of_a_scatter_know(start, way):
+    def body(backend, pipe):
+        ferrodist.allreduce(torch.ones(1), backend, async_op=True).wait()  # which starts threads
+        errors = []
+        for library in (np.asarray, torch.from_numpy):
+            x = library(np.ones((64 << 20, 2), np.uint8)[:, 0]) if backend.rank == 0 else None
+            with little_memory() if backend.rank == 0 else contextlib.nullcontext():
+                with pytest.raises(ferrodist.OutOfMemory) as raised:
+                    called = backend.scatter(x, 0, **WAYS[way])
+                    called.wait()  # without async_op=True there is no result either
+            errors.append((raised.value.nbytes, "on rank 0" in str(raised.value)))
+        return errors, ferrodist.allreduce(1, backend), backend.statistics().collectives
+
+    with start(2, body) as job:
+        own, other = job.results()
+        assert own == ([(64 << 20, False)] * 2, 2, 4)
+        assert other == ([(None, True)] * 2, 2, 4)
+
+
 def test_an_array_that_does_not_fit_into_memory_is_an_out_of_memory(start):
     def body(backend, pipe):
         with little_memory():
             for make in (backend.empty, backend.zeros):
-                with pytest.raises(ferrodist.OutOfMemory, match=r"MiB"):
+                with pytest.raises(ferrodist.OutOfMemory, match=r"MiB") as raised:
                     make(1 << 37, "uint8")
+                assert raised.value.nbytes == 1 << 37
             with pytest.raises(ferrodist.OutOfMemory, match=r"MiB"):
                 backend.like(np.broadcast_to(np.uint8(0), 1 << 37))
 
