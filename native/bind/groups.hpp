@@ -190,25 +190,52 @@ inline void require_rank(const NativeGroup& self, int rank) {
 nanobind::object bind_call_path(nanobind::handle group);
 nanobind::object bind_start_path(nanobind::handle group);
 
+// Some ranks of a group on their way to be a group. The others see it from the first wait on: a signal handler may raise
+// as soon as Python has made the object, and they would find that this rank had come and gone.
+template <class G, class Split>
+class Splitting {
+public:
+    Splitting(const G& parent, std::vector<int> members, std::uint64_t identity)
+        : parent_(parent.group), members_(std::move(members)), identity_(identity) {}
+
+    Split& begun() {
+        if (!split_) {
+            split_.emplace(parent_, members_, identity_);
+        }
+        return *split_;
+    }
+
+private:
+    const decltype(G::group) parent_;
+    const std::vector<int> members_;
+    const std::uint64_t identity_;
+    std::optional<Split> split_;
+};
+
 // Adds how some ranks of a group come to be a group.
 template <class G, class Split>
-nanobind::class_<Split> add_split(nanobind::module_& module, const char* name) {
+nanobind::class_<Splitting<G, Split>> add_split(nanobind::module_& module, const char* name) {
     namespace nb = nanobind;
     using namespace nb::literals;
-    return nb::class_<Split>(module, name, "Some ranks of a group on their way to be a group.")
-        .def("__init__", [](Split* self, const G& parent, std::vector<int> members, std::uint64_t identity) {
+    using Self = Splitting<G, Split>;
+    return nb::class_<Self>(module, name, "Some ranks of a group on their way to be a group.")
+        .def("__init__", [](Self* self, const G& parent, std::vector<int> members, std::uint64_t identity) {
             for (const int member : members) {
                 require_rank(parent, member);
             }
-            new (self) Split(parent.group, std::move(members), identity);
+            new (self) Self(parent, std::move(members), identity);
         }, "parent"_a, "members"_a, "identity"_a)
-        .def("wait", [](Split& self, nb::handle deadline, nb::handle poll) {
+        .def("wait", [](Self& self, nb::handle deadline, nb::handle poll) {
+            Split& split = self.begun();
             return wait_without_gil({deadline, false, poll}, core::no_spins, 0,
-                                    [&](const core::WaitOptions& options) { return self.wait(options); });
+                                    [&](const core::WaitOptions& options) { return split.wait(options); });
         }, "deadline"_a, "poll"_a, "Wait for all members; return a status.")
-        .def("absent", [](Split& self) { return without_gil([&] { return self.absent(); }); },
+        .def("absent", [](Self& self) {
+            Split& split = self.begun();
+            return without_gil([&] { return split.absent(); });
+        },
              "List the members that have not come.")
-        .def("group", [](const Split& self) { return new G(self.group()); }, nb::rv_policy::take_ownership,
+        .def("group", [](Self& self) { return new G(self.begun().group()); }, nb::rv_policy::take_ownership,
              "Return the group, when all members have come.");
 }
 

@@ -207,13 +207,14 @@ void add_group(nb::module_& module) {
 void add_net(nb::module_& module) {
     add_mesh(module);
     add_group(module);
+    using TcpSplitting = Splitting<TcpGroup, net::Split>;
     add_split<TcpGroup, net::Split>(module, "TcpSplit")
-        .def("give_up", [](net::Split& self, const nb::bytes& text) {
+        .def("give_up", [](TcpSplitting& self, const nb::bytes& text) {
             const std::string_view error(text.c_str(), text.size());
-            without_gil([&] { self.give_up(error); });
+            without_gil([&] { self.begun().give_up(error); });
         }, "text"_a, "Let this group error end the group for members that have it already.")
-        .def_prop_ro("error", [](net::Split& self) {
-            const auto found = without_gil([&] { return self.group()->own_error(); });
+        .def_prop_ro("error", [](TcpSplitting& self) {
+            const auto found = without_gil([&] { return self.begun().group()->own_error(); });
             return found ? nb::object(nb::bytes(found->data(), found->size())) : nb::none();
         }, "The group error of a member that has given up, or None.");
 }

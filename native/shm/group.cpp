@@ -228,7 +228,7 @@ public:
         for (int rank = 0; rank < group_.size(); ++rank) {
             // Looked at again: it may have done its part before it went.
             if (is_missing(rank) && group_.has_left(rank) && is_missing(rank)) {
-                return {StatusCode::lost, rank};
+                return loss(rank);
             }
         }
         return {};
@@ -256,13 +256,18 @@ public:
     std::int64_t waited_ns() const { return now_ns() - started_ns_; }
 
 private:
+    // A rank may have set a group error before it went: that says more.
+    Status loss(int rank) const {
+        return group_.has_error(options_.sequence) ? Status{StatusCode::group_error} : Status{StatusCode::lost, rank};
+    }
+
     Status look_at(int rank, std::int64_t passed) {
         if (rank == group_.rank_ || !is_missing(rank)) {
             return {};
         }
         // Looked at again: it may have done its part before it went.
         if (group_.is_gone(rank) && is_missing(rank)) {
-            return {StatusCode::lost, rank};
+            return loss(rank);
         }
         HeartbeatTimer& heartbeat_timeout = heartbeat_timers_[static_cast<std::size_t>(rank)];
         const bool lacks_heartbeat = heartbeat_timeout.is_too_long(group_.peer(rank), group_.world_->heartbeat_timeout_ns(), passed);

@@ -129,14 +129,16 @@ Status Split::wait(const WaitOptions& options) {
     const int first = parent_->world_rank(members_.front());
     invitation_->is_joining.store(1, std::memory_order_seq_cst);  // pairs with is_anybody_joining
     const Invitation* invitation = world.find_invitation(first, id_);
-    if (invitation == nullptr) {  // the first member gave up meanwhile
-        return {StatusCode::late};
+    // The first member gave up meanwhile: at its deadline, or it has aborted the parent before.
+    const auto given_up = [&] { return Status{parent_->has_error(0) ? StatusCode::group_error : StatusCode::late}; };
+    if (invitation == nullptr) {
+        return given_up();
     }
     // Relaxed: written before the id that was just acquired; and the entry was not used again since.
     const std::uint64_t offset = invitation->block.load(std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_acquire);
     if (invitation->id.load(std::memory_order_relaxed) != id_) {
-        return {StatusCode::late};
+        return given_up();
     }
     std::byte* block = world.peer(first).at(offset, GroupLayout::nbytes(members_.size()));
     if (block == nullptr) {

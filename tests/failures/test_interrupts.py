@@ -250,6 +250,20 @@ def test_signals_at_any_time_leave_a_usable_or_aborted_group(start, call, num_in
         assert job.results(SECONDS)[0] == 0
 
 
+@pytest.mark.parametrize("num_interrupts", [20, pytest.param(500, marks=pytest.mark.long)])
+def test_signals_while_a_group_is_split_leave_it_usable_or_aborted(start, num_interrupts):
+    """The others look every 50 ms whether the group they split was aborted."""
+    made: list[Any] = []  # the end of a group would be interrupted, too
+
+    def split_by(group: Any) -> int:
+        made.append(group.split_by(0))
+        return int(made[-1].world_size)
+
+    body = of_all_ranks(interrupt_by_signals, split_by, num_interrupts)
+    with start(3, body, **ENVIRONMENT) as job:
+        assert job.results(SECONDS)[0] == 0
+
+
 INNER = {
     "fast": lambda b: b.allreduce(np.full(3, b.rank)),
     "tree": lambda b: b.allreduce(mixed_tree(b.rank)),

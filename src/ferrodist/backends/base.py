@@ -447,16 +447,19 @@ class Backend(CallMethods, abc.ABC):
         self._check_usable()
         mine = _NO_COLOR if color is None else _check_int64(color, "color", "an int or None")
         place = _check_int64(key, "key", "an int")
-        deadline = self._deadline(timeout)
-        call = Call(Kind.SPLIT_BY, site=caller_site())
-        table = self._run_call(
-            call, deadline, lambda running: running.tell_numbers(mine, place).tolist()
-        )
-        if color is None:
-            return None
-        ranks = [rank for rank, (found, _) in enumerate(table) if found == mine]
-        ranks.sort(key=lambda rank: table[rank][1])  # which keeps the order of equal keys
-        return self.split(ranks, timeout=deadline.rest_of(timeout))
+        call, deadline = Call(Kind.SPLIT_BY, site=caller_site()), self._deadline(timeout)
+
+        def split() -> list[Self]:
+            table = self._run_call(
+                call, deadline, lambda running: running.tell_numbers(mine, place).tolist()
+            )
+            ranks = [rank for rank, (found, _) in enumerate(table) if found == mine]
+            ranks.sort(key=lambda rank: table[rank][1])  # which keeps the order of equal keys
+            rest = deadline.rest_of(timeout)
+            return [] if color is None else [self.split(ranks, timeout=rest)]
+
+        groups: list[Self] = self._abort_if_interrupted("split_by", split)
+        return groups[0] if groups else None
 
     def dup(self, *, timeout: Timeout = DEFAULT) -> Self:
         """Make a group of the same ranks, with calls and messages separate from this group's.
@@ -554,6 +557,18 @@ class Backend(CallMethods, abc.ABC):
     ) -> T:
         self._tickets.run(running, ticket, in_background)
         return prepared.finish()
+
+    def _abort_if_interrupted(self, what: str, run: Callable[[], T]) -> T:
+        """Do a call; abort the group if Ctrl-C or the like ends it.
+
+        Native code sees to that: a signal handler may raise in ``except`` and ``__exit__``, too.
+        """
+        result: T = _native.guard(run, lambda error: self._abort_if_foreign(error, what))
+        return result
+
+    def _abort_if_foreign(self, error: BaseException, what: str) -> None:
+        if not isinstance(error, DistributedError | CancelledError):
+            self.abort(f"{failures.describe(error)} (in {what})")
 
     def _settle(
         self, kind: int, sequence: int, error: BaseException, in_background: bool = False

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ferrodist import _native
 from ferrodist.arrays import InputArray
 from ferrodist.backends import failures
 from ferrodist.backends.base import Backend
@@ -49,18 +47,6 @@ class MessagingBackend(Backend):
         name = name_of_message(NO_PEER, source_of(peer), 0, tag, call)
         text = f"{name}: rank {self.rank} has sent itself nothing that it could wait for"
         return SelfSend(f"{text}; send with async_op=True first", rank=peer, this_rank=self.rank)
-
-    def _abort_if_interrupted(self, what: str, run: Callable[[], T]) -> T:
-        """Do a call; abort the group if Ctrl-C or the like ends it.
-
-        Native code sees to that: a signal handler may raise in ``except`` and ``__exit__``, too.
-        """
-        result: T = _native.guard(run, lambda error: self._abort_if_foreign(error, what))
-        return result
-
-    def _abort_if_foreign(self, error: BaseException, what: str) -> None:
-        if not isinstance(error, DistributedError | CancelledError):
-            self.abort(f"{failures.describe(error)} (in {what})")
 
 
 class Posted(NamedTuple):

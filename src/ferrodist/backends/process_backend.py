@@ -431,6 +431,9 @@ class ProcessBackend(MessagingBackend):
         members = self._check_members(ranks)
         deadline = self._deadline(timeout)
         self.refuse_if_aborted()
+        return self._abort_if_interrupted("split", lambda: self._split(members, deadline))
+
+    def _split(self, members: tuple[int, ...], deadline: Deadline) -> Self:
         fence_off(self, members, deadline)
         nth = self._splits[members] = self._splits.get(members, 0) + 1
         identity = _native.fingerprint([self._id, nth, *members]) or 1
@@ -513,7 +516,6 @@ class ProcessBackend(MessagingBackend):
         """Make an error of a half-made group, which has its ranks, one of this group's split."""
         what = self._name_split(members)
         if not isinstance(error, DistributedError):
-            self.abort(f"{failures.describe(error)} (in split)")
             return error
         if isinstance(error, RankLost) and error.rank is not None:
             return failures.lost_in_split(what, members[error.rank], self.rank, error.how)
@@ -532,7 +534,6 @@ class ProcessBackend(MessagingBackend):
         what = self._name_split(members)
         code, rank = status.code, status.failed_rank
         if code == StatusCode.INTERRUPTED and status.error is not None:
-            self.abort(f"{failures.describe(status.error)} (in split)")
             return status.error
         if code == StatusCode.GROUP_ERROR:
             final = self.error_of(None)
