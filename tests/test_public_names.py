@@ -263,6 +263,17 @@ def test_every_public_function_has_an_example(name):
     assert ">>>" in (inspect.getdoc(getattr(ferrodist, name)) or "")
 
 
+@pytest.mark.parametrize("name", ["recv", "sendrecv", "all_gather", "gather_uneven"])
+def test_docstring_names_the_options_that_only_some_calls_have(name):
+    doc, parameters = (
+        inspect.getdoc(getattr(ferrodist, name)) or "",
+        inspect.signature(getattr(ferrodist, name)).parameters,
+    )
+    special = {"like", "as_list", "with_counts", "with_status"} & set(parameters)
+    assert special
+    assert all(f"``{option}" in doc for option in special)
+
+
 @pytest.mark.parametrize("name", ferrodist.collectives.__all__)
 def test_docstring_says_what_the_options_mean(name):
     function = getattr(ferrodist, name)

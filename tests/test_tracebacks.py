@@ -182,11 +182,18 @@ def pytest_output(tmp_path: Path, body: str, **environment: str) -> str:
     path.write_text(textwrap.dedent(body))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", str(path)]
     environment = {**os.environ, **environment}
+    environment.pop("PYTEST_ADDOPTS", None)  # the options of this run, such as --durations
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
     )
     assert done.returncode == 1
     return done.stdout
+
+
+@pytest.mark.slow
+def test_the_output_of_a_user_is_without_the_options_of_this_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--durations=40 -vv")
+    assert "slowest" not in pytest_output(tmp_path, "def test_that_fails(): assert False")
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ class Config:
         1800.0,
         _SECONDS,
         "if no timeout is set, how long a call waits at most for ranks that are alive and not "
-        "stuck in another call",
+        "stuck in another call; less than the 60 s of the default timeout has no effect",
         shared=True,
     )
     reproducible: bool = _setting(

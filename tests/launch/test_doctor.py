@@ -354,8 +354,8 @@ def limits(*open_files: int, processes: int = resource.RLIM_INFINITY):
 @pytest.mark.parametrize(
     ("soft", "hard", "level", "words"),
     [
-        (1024, 1024, "ok", "each of 100 ranks needs about 364"),
-        (256, 1024, "error", "ulimit -n 364"),
+        (1024, 1024, "ok", "100 ranks and their launcher need about 524 each"),
+        (256, 1024, "error", "ulimit -n 524"),
         (256, 256, "error", "limits.conf"),
         (-1, -1, "ok", "any number"),
     ],

@@ -823,6 +823,26 @@ def test_a_program_that_is_not_there_is_named():
     assert "there is no program 'no-such-program'" in done.stderr
 
 
+def test_ranks_that_wait_for_one_in_vain_show_it_once_with_the_limit_that_was_set(script):
+    path = script("""
+        import ferrodist, time
+        if rank == 2:
+            time.sleep(60)
+        ferrodist.init()
+        """)
+    variables = {**os.environ, "FERRODIST_JOIN_TIMEOUT": "0.75"}
+    done = run("-n", "3", "--grace", "0", path, env=variables)
+    assert done.returncode == 1
+    assert done.stderr.count("rank 2 of 3 did not join job") == 1, done.stderr
+    assert "within 0.75 s; here: rank 0" in done.stderr
+    assert "rank 1: the same traceback" in done.stderr
+
+
+def test_help_says_when_ranks_wait_for_a_debugger_with_a_deadline():
+    text = " ".join(run("--help").stdout.split())
+    assert "without a deadline, unless a timeout is set in the environment or passed to" in text
+
+
 def test_too_few_files_are_named_with_the_number_needed(script):
     path = script("import ferrodist; ferrodist.init()")
     command = shlex.join([*RUN, "-n", "8", path])
@@ -830,7 +850,8 @@ def test_too_few_files_are_named_with_the_number_needed(script):
     done = subprocess.run(few, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     words = (
-        "cannot start 8 ranks: a process may open 40 files here, and the launcher needs about 64"
+        "cannot start 8 ranks: a process may open 40 files here, and the launcher needs about 88; "
+        "'ulimit -n 88' in the shell that starts the ranks"
     )
     assert words in " ".join(done.stderr.split())
     assert subprocess.run(enough, timeout=60).returncode == 0

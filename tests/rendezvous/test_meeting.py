@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -227,13 +228,27 @@ def test_ranks_that_make_different_backends_are_told_so_on_all():
 
 
 def test_a_rank_that_fails_while_the_roster_goes_round_is_named():
+    job = new_jobs(2)[1]
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        wire.send_failure(wire.Channel(theirs), RendezvousError("no port is free", rank=1), 1)
+        wire.send_failure(wire.Channel(theirs), RendezvousError("no port is free", rank=1), job)
         steps = meeting._send_roster(wire.Channel(ours), [wire.RosterEntry(0, 1, b"", [])])
         with pytest.raises(RendezvousError, match="no port is free") as caught:
             wire.run_steps(steps, wire.Channel(ours), Deadline(10))
         assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_rank_that_may_open_no_more_files_tells_the_others_how_many_are_needed(number):
+    job = new_jobs(16)[3]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wire.send_failure(wire.Channel(theirs), OSError(number, os.strerror(number)), job)
+        steps = wire.receive_answer(wire.Channel(ours), MessageKind.GO)
+        with pytest.raises(RendezvousError, match="rank 3 could not join job") as caught:
+            wire.run_steps(steps, wire.Channel(ours), Deadline(10))
+    assert "each of 16 ranks needs about 112; 'ulimit -n 112' in the shell" in str(caught.value)
+    assert caught.value.rank == 3
 
 
 def test_a_rank_that_takes_the_roster_before_it_is_waited_for_is_not_waited_for(monkeypatch):

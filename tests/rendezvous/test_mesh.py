@@ -494,14 +494,14 @@ from ferrodist.config import Config
 from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.mesh import join_mesh
 
-size, limit = map(int, sys.argv[1:])
+size, limit = map(int, sys.argv[1:3])
 name, secret = secrets.token_hex(8), secrets.token_bytes(32)
 for rank in range(1, size):
     if os.fork() == 0:
         break
 else:
     rank = 0
-if rank == size - 1 and limit:
+if limit and (rank == size - 1 or "all" in sys.argv):
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 try:
     neighbours = join_mesh(Job(name, rank, size, secret), Config(join_timeout=40.0))
@@ -509,6 +509,8 @@ try:
 except Exception as error:  # it is printed, and the test looks at it
     text = f"{type(error).__name__}: {error}"
 if rank:
+    if "all" in sys.argv:
+        os.write(1, text.encode() + b"\\n")  # in one piece
     os._exit(not text.startswith("joined"))
 codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(size - 1)]
 print(text, sum(codes))
@@ -521,6 +523,15 @@ def test_a_rank_that_may_not_open_enough_files_says_so_on_all():
     assert "RendezvousError: rank 19 cannot connect to rank " in output
     assert "a process may open 16 files here" in output
     assert output.endswith(" 19\n")
+
+
+@pytest.mark.slow
+def test_if_rank_0_runs_out_of_files_while_it_is_connected_to_all_name_how_many_are_needed():
+    command = [sys.executable, "-c", MANY, "16", "28", "all"]
+    lines = subprocess.check_output(command, text=True, timeout=60).splitlines()
+    assert len(lines) == 16
+    assert all("rank 0 could not join job" in line for line in lines), lines
+    assert all("'ulimit -n 112' in the shell" in line for line in lines), lines
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -144,7 +145,7 @@ def join_by_hand(link: Channel, job: Job) -> None:
     run_steps(greet_server(link, job), link, Deadline(10))
     arena = os.memfd_create("test")
     lifeline = watch.Lifeline()
-    link.send(MessageKind.HELLO, HELLO.pack(os.getpid(), 20.0, True))
+    link.send(MessageKind.HELLO, HELLO.pack(os.getpid(), 20.0, 20.0, True))
     run_steps(link.receive(MessageKind.TAKEN), link, Deadline(10))
     link.send(MessageKind.RECORD, b"", [arena, lifeline.watch])
     lifeline.close()
@@ -478,17 +479,59 @@ def test_ranks_that_the_launcher_sees_running_are_waited_for_and_named(ends, mon
     jobs = [replace(job, status_board=ends) for job in new_jobs(3)]
     patient = Config(join_timeout=DefaultTimeout(0.1), late_timeout=30.0)
     ranks = [Rank(job, job.join_seconds(patient)) for job in jobs[:2]]
-    text = "rank 0: still waiting for rank 2, running, to call ferrodist.init() after 0 s"
+    text = "rank 0: still waiting for rank 2 (running) to call ferrodist.init() after 0 s"
     while text not in caplog.messages:
         assert ranks[0].is_alive()
     ranks.append(Rank(jobs[2]))
     check_met([rank.end() for rank in ranks])
 
 
+def test_a_rank_that_is_stopped_before_it_joins_is_called_so(ends, monkeypatch, caplog):
+    monkeypatch.setattr(errors, "_LINE_SECONDS", 0.0)
+    job = replace(new_jobs(3)[0], status_board=ends)
+    marks = {"FERRODIST_JOB": job.name, "FERRODIST_RANK": "2"}
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, **marks}) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        errors.EarlyExits(job).check([1, 2], missing=[1, 2])
+        process.kill()
+    stopped = f"rank 2 (stopped: 'kill -CONT {process.pid}' continues it)"
+    assert f"still waiting for rank 1 (running), {stopped} to call ferrodist.init()" in caplog.text
+
+
+def test_ranks_that_rank_0_cannot_reach_see_why_it_has_failed(ends):
+    jobs = [replace(job, status_board=ends) for job in new_jobs(3)]
+    errors.note_own_failure(jobs[0], OSError(errno.EMFILE, "Too many open files"))
+    ends.set_exit_code(1, 1)  # as it was told by rank 0
+    text = str(Rank(jobs[2]).end().error)
+    assert "rank 1 ended with exit code 1 before it joined" in text
+    assert "; rank 0 raised RendezvousError: rank 0 could not join" in text
+    assert "'ulimit -n 73' in the shell" in text
+
+
+def test_a_rank_whose_program_has_not_failed_itself_notes_nothing(ends):
+    job = replace(new_jobs(3)[0], status_board=ends)
+    errors.note_own_failure(job, RendezvousError("rank 1 is gone", rank=1))
+    errors.note_own_failure(job, KeyboardInterrupt())
+    assert ends.final_error(0) is None
+
+
+def test_a_rank_that_gives_up_first_names_the_limit_that_was_set(ends):
+    jobs = [replace(job, status_board=ends) for job in new_jobs(3)]
+    server = Rank(jobs[0], timeout=30.0)
+    client = Rank(jobs[1], timeout=0.5)
+    texts = [str(rank.end().error) for rank in (server, client)]
+    assert texts[0] == texts[1]
+    assert "rank 2 of 3 did not join" in texts[0]
+    assert "within 0.5 s; here" in texts[0]
+    assert "\n" not in texts[0]  # or launchers would show it for every rank
+
+
 def test_only_the_default_waits_for_ranks_that_run(ends):
     job = new_jobs(2)[0]
     watched, elsewhere = replace(job, status_board=ends), replace(job, hosts="two hosts")
     assert watched.join_seconds(Config()) == Config().late_timeout
+    assert watched.join_seconds(Config(late_timeout=4.0)) == 60.0  # as long as a call waits
     assert watched.join_seconds(Config(join_timeout=60.0)) == 60.0
     assert job.join_seconds(Config()) == 60.0
     assert replace(elsewhere, status_board=ends).join_seconds(Config()) == 60.0

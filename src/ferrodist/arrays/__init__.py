@@ -12,6 +12,7 @@ from ferrodist.arrays.convert import (
     as_device_output,
     as_input,
     as_output,
+    as_output_of_its_form,
     form_like,
     is_on_device,
     new_result,
@@ -40,5 +41,5 @@ __all__ = [
     "as_output", "split_blocks", "split_rows", "overlap", "find_crossing", "check_number",
     "flatten", "is_tree", "array_over", "received_array", "advise_objects", "is_writable_in_part",
     "numpy_dtype", "type_name", "form_like", "parse_form", "Form", "Library", "Overlap",
-    "OverlapKind", "Span", "InputArray", "OutputArray",
+    "OverlapKind", "Span", "InputArray", "OutputArray", "as_output_of_its_form",
 ]  # fmt: skip

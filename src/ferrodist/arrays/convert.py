@@ -59,6 +59,10 @@ _FRAMEWORKS = (
 )
 
 
+# Calls that cut x, and take no number.
+_CUT_INTO_ROWS = ("scatter:", "scatter_uneven:", "reduce_scatter_uneven:")
+
+
 def as_input(x: Any, where: str = "x") -> InputArray:
     """Take an array in: its bytes, and what results need to become the same kind of array.
 
@@ -116,6 +120,18 @@ def as_output(out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
     return library.as_output(out, dtype, shape)
 
 
+def as_output_of_its_form(out: Any) -> OutputArray:
+    """Make the caller's ``out`` the place of what has its dtype and shape.
+
+    Raises InvalidArgument for what cannot be written, UnsupportedArray for a dtype that no rank can
+    send.
+    """
+    if _find_library(out) is None:  # before its dtype is looked at: no number is asked for here
+        raise refuse_out(_describe(out), "pass a writable array")
+    buffer = as_input(out, "out").buffer
+    return as_output(out, buffer.dtype, buffer.shape)
+
+
 def as_device_output(out: Any, dtype: DType, shape: tuple[int, ...]) -> OutputArray:
     """Make the caller's tensor the place of a result where it is."""
     made: OutputArray = _torch_tensors().as_device_output(out, dtype, shape)
@@ -170,7 +186,9 @@ def _advise(x: Any, where: str) -> str:
         return "pass np.asarray(x)"
     if hasattr(x, "__next__"):
         return "pass list(x)"
-    return f"pass an array or a number, or {advise_objects(where)}"
+    is_cut = where.startswith(_CUT_INTO_ROWS)
+    what = "an array" if is_cut else "an array or a number"
+    return f"pass {what}, or {advise_objects(where)}"
 
 
 # -- parts of results ------------------------------------------------------------------------------

@@ -98,7 +98,12 @@ def refuse(where: str, what: str, advice: str) -> UnsupportedArray:
     return UnsupportedArray(f"{where} is {what}; {advice}", got=what)
 
 
-_TWINS = ("broadcast", "all_gather", "gather", "scatter")  # calls that objects have, too
+# Calls that objects have, too.
+_TWINS = {
+    **{call: f"{call}_object" for call in ("broadcast", "all_gather", "gather", "scatter")},
+    **{call: f"{call}_object" for call in ("send", "recv")},
+    "sendrecv": "send_object and recv_object",
+}
 
 
 def advise_objects(where: str) -> str:
@@ -106,7 +111,7 @@ def advise_objects(where: str) -> str:
     if "the object" in where:  # it is inside one
         return "pass pickle=True on every rank"
     call = where.partition(":")[0].removesuffix("_uneven")
-    return f"use {call}_object" if call in _TWINS else "use broadcast_object or all_gather_object"
+    return "use " + _TWINS.get(call, "broadcast_object or all_gather_object")
 
 
 def refuse_out(what: str, advice: str) -> InvalidArgument:

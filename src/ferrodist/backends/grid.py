@@ -183,7 +183,7 @@ class Grid(Backend):
         group.__class__ = self._plain  # type: ignore[assignment] # it was made as one like this
         return group
 
-    def dup(self, *, timeout: Timeout = DEFAULT) -> Any:
+    def dup(self, *, timeout: Timeout = DEFAULT) -> Grid:
         """Make a grid of the same ranks and shape, with calls and messages of its own."""
         return _as_grid(super().dup(timeout=timeout), self.shape, self.periodic)
 

@@ -20,6 +20,7 @@ from ferrodist.arrays import (
     OverlapKind,
     as_input,
     as_output,
+    as_output_of_its_form,
     is_writable_in_part,
     new_result,
     overlap,
@@ -33,7 +34,7 @@ from ferrodist.buffer import ArrayKind
 from ferrodist.call import MAX_TAG, as_index
 from ferrodist.collectives.request import Group, check_keywords, open_backend, public
 from ferrodist.config import DEFAULT, Timeout
-from ferrodist.errors import InvalidArgument, ProtocolError, SelfSend
+from ferrodist.errors import InvalidArgument, ProtocolError, SelfSend, UnsupportedArray
 from ferrodist.message_status import (
     ANY_SOURCE,
     ANY_TAG,
@@ -224,7 +225,8 @@ def sendrecv(
 ) -> Any:
     """Send ``x`` to ``dst`` and receive from ``src`` at once: a ring of these never deadlocks.
 
-    Returns what was received, as ``recv`` does, also with ``with_status``. ``out`` may be ``x``.
+    Returns what was received, as ``recv`` does: ``out`` is filled, and may be ``x``; ``like`` gives
+    the dtype and shape that must come; ``with_status=True`` adds a ``Status``.
     What is received has the tag ``recv_tag``, or ``tag`` if that is not given. Either rank may be
     this one itself, or ``PROC_NULL``: then that half is left out.
 
@@ -511,8 +513,12 @@ def _target(out: Any, like: Any, what: str) -> OutputArray | None:
     if like is not None:
         wanted = as_input(like, f"{what}: like")
         form = wanted.buffer.dtype, wanted.buffer.shape
-        return new_result(wanted, form[1]) if out is None else as_output(out, *form)
-    if out is None:
+        if out is None:
+            return new_result(wanted, form[1])
+    elif out is None:
         return None
-    buffer = as_input(out, f"{what}: out").buffer
-    return as_output(out, buffer.dtype, buffer.shape)
+    try:
+        return as_output_of_its_form(out) if like is None else as_output(out, *form)
+    except (InvalidArgument, UnsupportedArray) as error:
+        text = f"{what}: {error}"
+        raise type(error)(text, got=error.got, expected=error.expected) from error

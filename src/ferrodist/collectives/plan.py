@@ -26,6 +26,7 @@ from ferrodist.arrays import (
     new_result,
     overlap,
     split_blocks,
+    type_name,
 )
 from ferrodist.backends.running_call import CollectiveArgs, Part, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DeviceBuffer, DType
@@ -44,6 +45,8 @@ from ferrodist.reduce_op import CustomOp, ReduceOp
 # on the rank how ``x`` and ``out`` may overlap. Ranks that accept what one refuses are in the call.
 _OUT_OF_SOME = (Kind.REDUCE, Kind.GATHER, Kind.EXSCAN)
 _PLACED_BY_RANK = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+_MOST_LEAVES_SHOWN = 4
 
 _TAKES_TREES = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
@@ -94,13 +97,25 @@ def _take_apart(request: Request, x: Any) -> tuple[list[tuple[str, Any]], Rebuil
         return open_pair(x, f"{request.kind.label}: x")
     if x is None:
         raise _refuse_none(request)
-    if is_tree(x) and request.kind not in _TAKES_TREES:
-        kind, advice = type(x).__name__, advise_objects(request.kind.label + ":")
-        if request.kind.is_reduction:  # of which objects have none
-            advice = "call it for each"
-        text = f"x is a {kind}, but this call takes a single array; join its parts, or {advice}"
-        raise request.refusal(UnsupportedArray, text, got=kind)
+    if request.kind not in _TAKES_TREES:
+        _refuse_tree(request, x)
     return flatten(x)
+
+
+def take_single(request: Request, x: Any) -> InputArray:
+    """Take an array in where trees are not taken."""
+    _refuse_tree(request, x)
+    return as_input(x, f"{request.kind.label}: x")
+
+
+def _refuse_tree(request: Request, x: Any) -> None:
+    if not is_tree(x):
+        return
+    kind, advice = type(x).__name__, advise_objects(request.kind.label + ":")
+    if request.kind.is_reduction:  # of which objects have none
+        advice = "call it for each"
+    text = f"x is a {kind}, but this call takes a single array; join its parts, or {advice}"
+    raise request.refusal(UnsupportedArray, text, got=kind)
 
 
 def _check_pair(request: Request, inputs: list[InputArray]) -> None:
@@ -217,15 +232,28 @@ def _outs(request: Request, out: Any, paths: list[str]) -> list[Any]:
     if out is None or not _has_result(request):
         return [None] * len(paths)
     named, _ = flatten(out, "out")
-    if paths == [""] and is_tree(out):
-        kind = type(out).__name__
+    found, kind = [path for path, _ in named], type_name(out)
+    if found == paths:
+        return [leaf for _, leaf in named]
+    if paths == [""]:
         text = f"out is a {kind}, but x is a single array; pass a writable array"
-        raise request.refusal(InvalidArgument, text, got=kind)
-    if [path for path, _ in named] != paths:
-        found = [path for path, _ in named]
-        text = f"out must have the structure of x; x has leaves {paths}, out has {found}"
-        raise request.refusal(InvalidArgument, text)
-    return [leaf for _, leaf in named]
+    elif found == [""]:
+        text = (
+            f"out is a single {kind}, but x holds {_names_of_leaves('x', paths)}; pass writable "
+            "arrays in the same structure"
+        )
+    else:
+        text = (
+            f"out must have the structure of x, which holds {_names_of_leaves('x', paths)}; out "
+            f"holds {_names_of_leaves('out', found)}"
+        )
+    raise request.refusal(InvalidArgument, text, got=kind)
+
+
+def _names_of_leaves(tree: str, paths: list[str]) -> str:
+    shown = [tree + path for path in paths[:_MOST_LEAVES_SHOWN]]
+    more = len(paths) - len(shown)
+    return (", ".join(shown) or "no array") + (f" and {more} more" if more else "")
 
 
 def _make_room(

@@ -17,7 +17,7 @@ from ferrodist.backends.running_call import RunningCall
 from ferrodist.buffer import MAX_AXES, Buffer, DType
 from ferrodist.call import Kind, Leaf
 from ferrodist.collectives.fast_path import SCATTER, fast_path, fast_start
-from ferrodist.collectives.plan import is_in_place, result_shape
+from ferrodist.collectives.plan import is_in_place, result_shape, take_out, take_single
 from ferrodist.collectives.request import (
     Group,
     Request,
@@ -110,13 +110,13 @@ def scatter_uneven(
 def _prepare(request: Request, x: Any, out: Any, counts: Sequence[int] | None = None) -> _Scatter:
     taken, told = None, None
     if x is not None or request.is_root:
-        taken = as_input(x, f"{request.kind.label}: x")
+        taken = take_single(request, x)
     if request.is_root:
         assert taken is not None
         told = _what_to_tell(request, taken, counts)
         if out is not None:
             part = told.part_of(request.backend.rank)
-            is_in_place(request, taken, as_output(out, part.dtype, part.shape))
+            is_in_place(request, taken, take_out(request, out, "", taken, part.shape))
     call = request.call(() if taken is None else (leaf_of(taken),), compared=())
     scatter = _Scatter(call, request.deadline, request, taken, out)
     scatter.told = told

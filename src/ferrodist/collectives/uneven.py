@@ -18,7 +18,6 @@ import numpy as np
 from ferrodist.arrays import (
     InputArray,
     OutputArray,
-    as_input,
     as_output,
     new_result,
     split_rows,
@@ -27,7 +26,7 @@ from ferrodist.backends.call_methods import AllOptions, Op
 from ferrodist.backends.running_call import Part, Prepared, RunningCall
 from ferrodist.buffer import Buffer
 from ferrodist.call import Kind, Leaf
-from ferrodist.collectives.plan import DenseCall, is_in_place, take_out
+from ferrodist.collectives.plan import DenseCall, is_in_place, take_out, take_single
 from ferrodist.collectives.request import Group, Request, leaf_of, public
 from ferrodist.errors import CollectiveMismatch, InvalidArgument, InvalidShape, SizeMismatch
 from ferrodist.reduce_op import ReduceOp
@@ -77,6 +76,9 @@ def gather_uneven(
 ) -> Any:
     """Do as ``all_gather_uneven`` does on ``root``; the other ranks get None.
 
+    ``as_list`` gives the root a list of the parts instead of the joined array, one per rank;
+    ``with_counts`` gives a pair: the result, and how many rows each rank has passed.
+
     Example:
         >>> import numpy as np, ferrodist
         >>> from ferrodist.testing import run_ranks
@@ -90,7 +92,7 @@ def gather_uneven(
 
 
 def _gather(request: Request, x: Any, out: Any, as_list: bool, with_counts: bool) -> Any:
-    taken = as_input(x, f"{request.kind.label}: x")
+    taken = take_single(request, x)
     call = request.call((leaf_of(taken),), compared=(_row_of(taken),))
     gather = _GatherUneven(call, request.deadline, request, taken, out, as_list=as_list)
     gather.with_counts = with_counts
@@ -180,7 +182,7 @@ def reduce_scatter_uneven(
         [array([0]), array([2, 4])]
     """
     request, out = Request(Kind.REDUCE_SCATTER_UNEVEN, backend, options, op=op), options.get("out")
-    taken = as_input(x, "reduce_scatter_uneven: x")
+    taken = take_single(request, x)
     request.check_op(taken, "x")
     rows, row = split_shape(request, taken)
     request.counts = check_sum(request, check_counts(request, counts, "counts"), rows)
@@ -227,7 +229,7 @@ def all_to_all_uneven(
         [(array([0]), [0, 1]), (array([0, 1]), [2, 0])]
     """
     request, out = Request(Kind.ALL_TO_ALL_UNEVEN, backend, options), options.get("out")
-    taken = as_input(x, "all_to_all_uneven: x")
+    taken = take_single(request, x)
     sends = check_counts(request, send_counts, "send_counts")
     check_sum(request, sends, _rows(taken)[0], "send_counts")
     call = request.call((leaf_of(taken),), compared=(_row_of(taken),))

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import re
-import resource
 import shutil
 import sys
 from dataclasses import replace
@@ -21,12 +19,11 @@ from ferrodist.launch.machine import share_cores, threads_per_rank
 from ferrodist.launch.nodes import HostOptions, check_restarts, find_node, host_options
 from ferrodist.launch.output.console import Console, console_of_files
 from ferrodist.launch.output.logs import Choice, LogFiles, parse_choice
-from ferrodist.launch.processes import standard_files_taken
+from ferrodist.launch.processes import NodeSpec, standard_files_taken
 from ferrodist.launch.ssh import ControlPipe
 from ferrodist.launch.supervisor import FailurePolicy, JobSpec, supervise
+from ferrodist.rendezvous.errors import lacks_files, too_few_files
 from ferrodist.rendezvous.job import number
-
-_OWN_FILES, _FILES_PER_RANK = 24, 5  # that a launcher opens
 
 
 def _parse_sizes(
@@ -100,7 +97,8 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
 @click.option(
     "--debug-rank", type=click.IntRange(min=0), metavar="RANK",
     help="Give the terminal to this rank instead of rank 0, for a debugger in it; the others wait "
-    "for it without a deadline. On one host.",
+    "for it without a deadline, unless a timeout is set in the environment or passed to init() or "
+    "a call. On one host.",
 )  # fmt: skip
 @host_options
 @click.argument("script")
@@ -209,19 +207,14 @@ def _run_here(spec: JobSpec, logs: LogFiles | None, held_by: str | None) -> int:
         with standard_files_taken():
             return supervise(spec, console, logs, control)
     except OSError as error:
-        raise click.ClickException(_why_not_started(spec.node.num_ranks, error)) from error
+        raise click.ClickException(_why_not_started(spec.node, error)) from error
 
 
-def _why_not_started(num_ranks: int, error: OSError) -> str:
-    what = f"cannot start {num_ranks} ranks"
-    if error.errno not in (errno.EMFILE, errno.ENFILE):
+def _why_not_started(node: NodeSpec, error: OSError) -> str:
+    what = f"cannot start {node.num_ranks} ranks"
+    if not lacks_files(error):
         return f"{what}: {error}"
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = _OWN_FILES + _FILES_PER_RANK * num_ranks
-    return (
-        f"{what}: a process may open {limit} files here, and the launcher needs about {need}; "
-        f"'ulimit -n {need}' in this shell"
-    )
+    return too_few_files(what, "the launcher", node.world_size)
 
 
 def _run_there(remote: Remote, policy: FailurePolicy) -> int:

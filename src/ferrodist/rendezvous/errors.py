@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -18,7 +19,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, RendezvousError
 from ferrodist.rendezvous.interfaces import is_loopback
 from ferrodist.rendezvous.job import Job
-from ferrodist.rendezvous.watch import describe_exit
+from ferrodist.rendezvous.watch import describe_exit, try_stopped_process
 
 if TYPE_CHECKING:
     from ferrodist.rendezvous.mesh import PeerAddress
@@ -55,9 +56,15 @@ class EarlyExits:
         self.check_now(ranks)
         if missing and now >= self._next_line and self._job.status_board is not None:
             self._next_line = now + _LINE_SECONDS
-            names = _listed([f"rank {rank}" for rank in missing])
-            text = "rank %d: still waiting for %s, running, to call ferrodist.init() after %.0f s"
+            shown = [self._describe_missing(rank) for rank in missing[:_MAX_RANKS_SHOWN]]
+            names = _listed([*shown, *missing[_MAX_RANKS_SHOWN:]])  # each takes a look at /proc
+            text = "rank %d: still waiting for %s to call ferrodist.init() after %.0f s"
             logger.warning(text, self._job.rank, names, now - self._start)
+
+    def _describe_missing(self, rank: int) -> str:
+        pid = try_stopped_process(self._job.name, rank)
+        state = "running" if pid is None else f"stopped: 'kill -CONT {pid}' continues it"
+        return f"rank {rank} ({state})"
 
     def check_now(self, ranks: Iterable[int]) -> None:
         board = self._job.status_board
@@ -72,19 +79,21 @@ class EarlyExits:
 
 
 def missing_ranks(
-    job: Job, present: Mapping[int, str], seconds: float, refusals: Sequence[str]
+    job: Job, present: Mapping[int, str], deadline: Deadline, refusals: Sequence[str]
 ) -> RendezvousError:
     launcher, size = job.launcher, job.world_size
     missing = [rank for rank in range(size) if rank not in present]
     here = _listed([f"rank {rank} ({who})" for rank, who in present.items()])
     head = (
         f"{_listed([f'rank {rank}' for rank in missing])} of {size} did not join job "
-        f"{job.name!r} within {seconds:.1f} s; here: {here}; {launcher.world_size}={size} is from "
+        f"{job.name!r} within {deadline}; here: {here}; {launcher.world_size}={size} is from "
         f"{launcher.name}"
     )
     is_alone = len(present) == 1 and not refusals and job.status_board is None
-    advice = _if_alone(job) if is_alone else _if_some_are_missing(job)
-    text = "\n".join([head, *refusals, advice])
+    if is_alone:
+        text = f"{head}\n{_if_alone(job)}"
+    else:  # in one line, for the launcher to see that several ranks show the same
+        text = "; ".join([head, *refusals, _if_some_are_missing(job)])
     return RendezvousError(text, missing=missing, rank=missing[0])
 
 
@@ -157,7 +166,7 @@ def no_answer(job: Job, who: str, deadline: Deadline) -> RendezvousError:
 def server_left(job: Job, who: str) -> RendezvousError:
     return RendezvousError(
         f"rank 0 ({who}) of job {job.name!r} is gone: it ended before all ranks had joined, or "
-        f"they all had, without this one; look at its own output; {this_process(job)}",
+        f"they all had, without this one; {_why_first(job, 'its')}; {this_process(job)}",
         rank=0,
         this_rank=job.rank,
     )
@@ -181,8 +190,28 @@ def ended_early(job: Job, ended: Mapping[int, str]) -> RendezvousError:
     whose = "its" if len(ended) == 1 else "their"
     ranks = list(ended)
     return RendezvousError(
-        f"{_listed(how_each)}; look at {whose} own output", rank=ranks[0], missing=ranks
+        f"{_listed(how_each)}; {_why_first(job, whose)}", rank=ranks[0], missing=ranks
     )
+
+
+def note_own_failure(job: Job, error: BaseException) -> None:
+    """Put what this rank alone is at fault for on the board, for ranks that it cannot reach."""
+    if isinstance(error, OSError) and not isinstance(error, DistributedError):
+        error = could_not_join(job, error)
+    if job.status_board is not None and getattr(error, "rank", None) == job.rank:
+        text = f"{type(error).__name__}: {error}"
+        job.status_board.set_final_error(job.rank, text, is_consequence=False)
+
+
+def _why_first(job: Job, whose: str) -> str:
+    """Say what the first rank that failed has noted, or whose output to look at."""
+    board = job.status_board
+    noted = [(rank, board.final_error(rank)) for rank in range(job.world_size)] if board else []
+    own = [(e.when, rank, e.text) for rank, e in noted if e is not None and not e.is_consequence]
+    if not own:
+        return f"look at {whose} own output"
+    _, rank, text = min(own)
+    return f"rank {rank} raised {text}"
 
 
 def _how_early(job: Job, rank: int, how: str) -> str:
@@ -290,26 +319,39 @@ def several_hosts(job: Job) -> RendezvousError:
 
 
 def files_needed(num_ranks: int) -> int:
-    """Return about how many files a rank opens: its program's, and up to three for every peer.
+    """Return about how many files a process of the job opens, be it a rank or ``ferrodist run``.
 
-    These are its memory and its watch on one host, a connection between hosts.
+    A rank opens its program's, and up to three for every peer: its memory and its watch on one
+    host, a connection between hosts. The launcher opens up to five for every rank, for its output.
     """
-    return 64 + 3 * num_ranks
+    return max(64 + 3 * num_ranks, 24 + 5 * num_ranks)
 
 
-def no_file_limit_left(what: str, num_ranks: int) -> RendezvousError:
+def lacks_files(error: BaseException) -> bool:
+    """Tell whether the system refused to open one more file."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+
+
+def too_few_files(what: str, who: str, num_ranks: int) -> str:
+    """Say that ``what`` failed for lack of files, and how many ``who`` needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = files_needed(num_ranks)
-    return RendezvousError(
-        f"{what}: a process may open {limit} files here, and each of {num_ranks} ranks needs about "
-        f"{need}; 'ulimit -n {need}' in the shell that starts the ranks"
+    return (
+        f"{what}: a process may open {limit} files here, and {who} needs about {need}; "
+        f"'ulimit -n {need}' in the shell that starts the ranks"
     )
+
+
+def no_file_limit_left(what: str, num_ranks: int, **facts: int) -> RendezvousError:
+    return RendezvousError(too_few_files(what, f"each of {num_ranks} ranks", num_ranks), **facts)
 
 
 def could_not_join(job: Job, error: OSError) -> RendezvousError:
-    return RendezvousError(
-        f"rank {job.rank} could not join job {job.name!r}: {error}", this_rank=job.rank
-    )
+    what = f"rank {job.rank} could not join job {job.name!r}"
+    facts = {"rank": job.rank, "this_rank": job.rank}
+    if lacks_files(error):
+        return no_file_limit_left(what, job.world_size, **facts)
+    return RendezvousError(f"{what}: {error}", **facts)
 
 
 def this_process(job: Job) -> str:
@@ -381,8 +423,8 @@ def peer_left(job: Job, peer: PeerAddress) -> RendezvousError:
 
 
 def no_file_limit_left_for(job: Job, peer: PeerAddress) -> RendezvousError:
-    error = no_file_limit_left(f"rank {job.rank} cannot connect to {peer}", job.world_size)
-    return RendezvousError(str(error), rank=job.rank, this_rank=job.rank)
+    what = f"rank {job.rank} cannot connect to {peer}"
+    return no_file_limit_left(what, job.world_size, rank=job.rank, this_rank=job.rank)
 
 
 def wrong_answer(job: Job, peer: PeerAddress, error: DistributedError) -> DistributedError:

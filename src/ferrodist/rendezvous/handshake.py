@@ -320,7 +320,7 @@ class Acceptor:
         try:
             yield from self._receive(channel, peer)
         except DistributedError as error:
-            send_failure(channel, error, self._job.rank)
+            send_failure(channel, error, self._job)
             raise
 
     def _continue(self, pending: PendingConnection) -> None:

@@ -219,8 +219,9 @@ class Server(Exchange):
 
     def give_up(self, error: BaseException) -> None:
         """Tell all clients why the ranks will not meet, and close their files."""
+        errors.note_own_failure(self._job, error)  # those that have not joined yet see it there
         for client in self._clients.values():
-            send_failure(client.channel, error, 0)
+            send_failure(client.channel, error, self._job)
         close_roster(self._roster.values())
 
     def close(self) -> None:
@@ -257,8 +258,8 @@ class Server(Exchange):
         refusals = self._refusals
         if (count := self._acceptor.num_without_secret) > 0:
             refusals = [*refusals, errors.without_secret(self._job, count)]
-        seconds = self._deadline.seconds or 0.0
-        return errors.missing_ranks(self._job, {0: self._own_name, **who}, seconds, refusals)
+        here = {0: self._own_name, **who}
+        return errors.missing_ranks(self._job, here, self._deadline, refusals)
 
     def _left(self, rank: int) -> RendezvousError:
         return errors.client_left(self._job, rank, self._clients[rank].who)
@@ -286,8 +287,8 @@ class Server(Exchange):
         files, expected = message.files, 2 if self._shares_memory else 0
         if len(files) != expected:
             close_files(files)
-            what = f"{len(files)} of {expected} files of a rank arrived"
-            raise errors.no_file_limit_left(what, self._job.world_size)
+            what = f"rank 0 got {len(files)} of {expected} files of rank {rank}"
+            raise errors.no_file_limit_left(what, self._job.world_size, rank=0)
         if not files:
             return RosterEntry(rank, client.pid, message.body, [])
         arena, lifeline = files
@@ -342,7 +343,7 @@ class Server(Exchange):
         return error
 
     def _admit(self, channel: Channel, peer: PeerIdentity, rank: int, hello: bytes) -> None:
-        pid, seconds, shares_memory, name, script = _read_hello(hello)
+        pid, seconds, limit, shares_memory, name, script = _read_hello(hello)
         who = f"pid {pid} on {name}, {peer.address}" if peer.address else f"pid {peer.pid or pid}"
         self._check_script(rank, who, name, script)
         self._check_is_new(rank, who)
@@ -354,6 +355,7 @@ class Server(Exchange):
         self._acceptor.admit(channel, rank)
         if seconds < self._deadline.remaining():
             self._deadline = Deadline(seconds)
+            self._deadline.seconds = limit  # what its user has set, for errors
 
 
 def _send_roster(channel: Channel, roster: list[RosterEntry]) -> Steps[None]:
@@ -363,15 +365,15 @@ def _send_roster(channel: Channel, roster: list[RosterEntry]) -> Steps[None]:
         yield from receive_answer(channel, MessageKind.TAKEN)
 
 
-def _read_hello(body: bytes) -> tuple[int, float, bool, str, str]:
+def _read_hello(body: bytes) -> tuple[int, float, float, bool, str, str]:
     try:
-        pid, seconds, shares_memory = HELLO.unpack_from(body)
+        pid, seconds, limit, shares_memory = HELLO.unpack_from(body)
     except struct.error as error:
         raise ProtocolError("a hello that cannot be decoded") from error
     if not seconds > 0:  # not a number, perhaps
         raise ProtocolError("a hello with an impossible time limit")
     host, _, script = body[HELLO.size :].decode(errors="replace").partition("\0")
-    return pid, seconds, shares_memory, host, script
+    return pid, seconds, limit, shares_memory, host, script
 
 
 def _host_name() -> bytes:
@@ -428,7 +430,7 @@ class Client(Exchange):
 
     def give_up(self, error: BaseException) -> None:
         if self.channel is not None:
-            send_failure(self.channel, error, self._job.rank)
+            send_failure(self.channel, error, self._job)
 
     def close(self) -> None:
         if self.channel is not None:
@@ -440,7 +442,8 @@ class Client(Exchange):
         # Rank 0 has to give up a little before us, so that we hear its reasons in time.
         remaining = self._deadline.remaining()
         seconds = remaining - min(0.5, remaining / 10)
-        hello = HELLO.pack(os.getpid(), seconds, self._shares_memory)
+        limit = self._deadline.seconds or seconds
+        hello = HELLO.pack(os.getpid(), seconds, limit, self._shares_memory)
         where = _host_name() + b"\0" + self._job.script.encode()
         channel.send(MessageKind.HELLO, hello + where)
         yield from receive_answer(channel, MessageKind.TAKEN)

@@ -10,7 +10,6 @@ ranks have met there.
 
 from __future__ import annotations
 
-import errno
 import random
 import selectors
 import socket
@@ -277,7 +276,7 @@ class MeshBuilder:
         for rank, link in self._links.items():
             # A rank that was let go already would take a failure for its first data.
             if not self._is_ready or rank == 0:
-                send_failure(link.channel, error, self._job.rank)
+                send_failure(link.channel, error, self._job)
 
 
 class OutgoingConnection:
@@ -334,7 +333,7 @@ class OutgoingConnection:
         except RendezvousError:
             raise  # the other side says why it refuses us
         except (EOFError, OSError) as error:
-            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            if errors.lacks_files(error):
                 raise errors.no_file_limit_left_for(self._job, self.peer) from error
             self._pause(getattr(error, "strerror", None) or str(error), is_alive=False)
         return None

@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ferrodist.config import variable
+
 # -- the status board -----------------------------------------------------------------------------
 
 _CODE = struct.Struct("<i4x")
@@ -168,6 +170,25 @@ def try_exit_code(pid: int, watch: int) -> int | None:
 def is_stopped(pid: int) -> bool:
     """Tell whether a process of this host is stopped: by Ctrl-Z, SIGSTOP or a debugger."""
     return _facts_of(pid)[:1] in (["T"], ["t"])
+
+
+def try_stopped_process(job: str, rank: int) -> int | None:
+    """Return the pid of a process of a rank that is stopped, before it has joined; None if none is.
+
+    The launcher has put the job and the rank into its environment, and into that of its children.
+    """
+    marks = {f"{variable('job')}={job}".encode(), f"{variable('rank')}={rank}".encode()}
+    pids = (int(path.name) for path in Path("/proc").glob("[1-9]*"))
+    stopped = (pid for pid in pids if marks <= _environment_of(pid) and is_stopped(pid))
+    return next(stopped, None)
+
+
+def _environment_of(pid: int) -> set[bytes]:
+    """Return the variables that a process was started with; none of another user's process."""
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
 
 
 def _status_of_zombie(pid: int) -> int | None:

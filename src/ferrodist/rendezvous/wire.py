@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, ProtocolError, RendezvousError
-from ferrodist.rendezvous.errors import no_file_limit_left
+from ferrodist.rendezvous.errors import could_not_join, no_file_limit_left
+from ferrodist.rendezvous.job import Job
 from ferrodist.rendezvous.script import MAX_SCRIPT
 from ferrodist.rendezvous.watch import close_files
 
@@ -38,7 +39,8 @@ _MAX_WAIT = 0.2
 _COUNTER = struct.Struct("!Q")
 _TAG_NBYTES = 16
 
-HELLO = struct.Struct("!Qd?")  # pid, seconds within which rank 0 has to decide, shares memory
+# pid, seconds within which rank 0 has to decide, the time limit they are of, shares memory
+HELLO = struct.Struct("!Qdd?")
 MAX_HOST_NAME = 64  # bytes; after it a zero and the script
 MAX_RECORD = 1024  # bytes that a rank tells the others
 _ROSTER_ENTRY = struct.Struct("!IQ?H")  # rank, pid, whether its watch is a lifeline, its record's
@@ -306,9 +308,11 @@ def close_roster(entries: Iterable[RosterEntry]) -> None:
 # -- failures -------------------------------------------------------------------------------------
 
 
-def send_failure(channel: Channel, error: BaseException, this_rank: int) -> None:
+def send_failure(channel: Channel, error: BaseException, job: Job) -> None:
+    if isinstance(error, OSError) and not isinstance(error, DistributedError):
+        error = could_not_join(job, error)  # as this rank's program will see it
     name = type(error).__name__
-    text = str(error) if name in _ERROR_TYPES else f"rank {this_rank} gave up: {name}"
+    text = str(error) if name in _ERROR_TYPES else f"rank {job.rank} gave up: {name}"
     facts: dict[str, Any] = {name: getattr(error, name, None) for name in _ERROR_FIELDS}
     if missing := getattr(error, "missing", None):
         facts["missing"] = missing[:_MAX_MISSING]

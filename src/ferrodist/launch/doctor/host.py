@@ -234,7 +234,8 @@ def _shown(limit: float) -> str:
 def _open_files(context: CheckContext, soft: float, hard: float) -> Diagnostic:
     need = files_needed(context.num_ranks)
     ranks = count_of_ranks(context.num_ranks)
-    what = f"a process may open {_shown(soft)} files; each of {ranks} needs about {need}"
+    needed = f"{ranks} and their launcher need about {need} each"
+    what = f"a process may open {_shown(soft)} files; {needed}"
     if need <= soft:
         return ok(what)
     if need <= hard:
