@@ -68,6 +68,28 @@ TEST(some_ranks_of_a_group_become_a_group) {
     });
 }
 
+// It had come when the others looked, aborted the group around it, and took itself back.
+TEST(a_first_member_that_aborts_and_goes_is_no_late_one) {
+    Host host(3);
+    const std::vector<int> members{0, 1, 2};
+    std::optional<Split> first(std::in_place, host.group(0), members, 7), third;
+    Status status;
+    run_threads(2, [&](int number) {
+        if (number == 0) {
+            Split second(host.group(1), members, 7);
+            CountingHook hook;
+            status = second.wait(options_of(hook, 0));
+        } else {
+            // The second one waits for the third.
+            CHECK(eventually([&] { return host.world(1)->peer(2).header().sleepers.load() != 0; }));
+            host.group(0)->set_error(0, "aborted");
+            first.reset();
+            third.emplace(host.group(2), members, 7);
+        }
+    });
+    CHECK_EQUAL(status.code, StatusCode::group_error);
+}
+
 TEST(groups_of_groups_and_their_parents_talk_in_turns) {
     Host host(5);
     run_threads(5, [&](int rank) {
