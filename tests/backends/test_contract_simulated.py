@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 import ferrodist
 from ferrodist import Config, InvalidArgument, ReduceOp, SimulatedBackend, _native
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, RunningCall
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import DTYPES_BY_LABEL, Buffer, DType
 from ferrodist.call import Call, Kind
 from ferrodist.collectives.request import Request
 from ferrodist.schedules import known
@@ -29,7 +29,8 @@ from ferrodist.testing import (
     run_contract,
     run_ranks,
 )
-from ferrodist.testing.contract.cases import Rule, covering
+from ferrodist.testing.contract.cases import Rule, covering, ring_shape
+from ferrodist.testing.contract.messages import RINGS
 from ferrodist.testing.contract.values import DTYPES, legal_ops
 
 SEED = 0
@@ -338,11 +339,28 @@ class IgnoresTags(SimulatedBackend):
         super()._send(source, peer, 0, deadline)
 
     def _recv(self, receive: Any, deadline: Any) -> Any:
-        return super()._recv(replace(receive, tag=0), deadline)
+        return super()._recv(receive._replace(tag=0), deadline)
 
 
 def test_ignored_tags_are_found(find: Find) -> None:
-    assert find(scenario("message", "crossing_tags"), IgnoresTags)
+    (failure,) = find(scenario("message", "crossing_tags"), IgnoresTags)
+    sent, wanted = (3, 1, 2**31 - 1, 0), (0, 1, 3, 2**31 - 1)
+    swapped = [
+        f"{got}, expected {tag}" for got, tag in zip(sent, wanted, strict=True) if got != tag
+    ]
+    assert [line.rpartition(": ")[2] for line in failure.text.splitlines()] == swapped
+
+
+def test_all_ranks_may_send_the_array_of_a_ring_before_one_receives() -> None:
+    """Whichever dtypes are there: their number picks the shapes, and ml_dtypes brings one."""
+    for dtype in DTYPES:
+        sizes = [math.prod(ring_shape(number, dtype)) for number in range(5)]
+        largest = max(sizes) * DTYPES_BY_LABEL[dtype].itemsize
+        assert 4000 < largest <= 64 * 1024, (dtype, sizes)
+    rings = [case for case in cases_of(3) if case.detail in RINGS]
+    assert rings
+    for case in rings:
+        assert math.prod(case.shape) * DTYPES_BY_LABEL[case.dtype].itemsize <= 64 * 1024
 
 
 class SortsMembers(SimulatedBackend):

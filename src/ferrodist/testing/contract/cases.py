@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import Any
 
+from ferrodist.buffer import DTYPES_BY_LABEL
 from ferrodist.call import Kind
 from ferrodist.schedules import known
 from ferrodist.testing.contract.case import Case
@@ -18,7 +19,7 @@ from ferrodist.testing.contract.grids import SCENARIOS as GRIDS
 from ferrodist.testing.contract.groups import NEEDS_TWO
 from ferrodist.testing.contract.groups import SCENARIOS as GROUPS
 from ferrodist.testing.contract.inputs import COUNTED, CUT, JOINED, PREFIXES, REDUCTIONS, ROOTED
-from ferrodist.testing.contract.messages import RINGS
+from ferrodist.testing.contract.messages import LARGEST_EAGER, RINGS
 from ferrodist.testing.contract.messages import SCENARIOS as MESSAGES
 from ferrodist.testing.contract.mismatches import HAS_ROOT, MISMATCHES, SYNCHRONISING
 from ferrodist.testing.contract.objects import OBJECT_FUNCTIONS, OBJECTS, TREE_FUNCTIONS
@@ -478,9 +479,15 @@ def _messages(libraries: Sequence[str]) -> Iterator[Case]:
             yield Case("message", "message", name)
     for number, dtype in enumerate(available_dtypes()):
         for place, name in enumerate(RINGS):
-            shape = ((), (0, 3), (7,), (12, 3), (4097,))[(number + place) % 5]
+            shape = ring_shape(number + place, dtype)
             library = mixed if can_hold(mixed, dtype) and name != "out_ring" else "numpy"
             yield Case("message", "message", name, shape=shape, dtype=dtype, library=library)
+
+
+def ring_shape(number: int, dtype: str) -> tuple[int, ...]:
+    """Pick a shape of which all ranks may send an array before any receives one."""
+    large = min(4097, LARGEST_EAGER // DTYPES_BY_LABEL[dtype].itemsize - 1)
+    return ((), (0, 3), (7,), (12, 3), (large,))[number % 5]
 
 
 def _objects(world: int) -> Iterator[Case]:

@@ -15,6 +15,7 @@ from ferrodist.testing.contract.inputs import make_input, values_of
 from ferrodist.testing.contract.matching import MATCHING
 from ferrodist.testing.contract.values import Array
 
+LARGEST_EAGER = 64 * 1024  # bytes up to which a blocking send does not wait for its receiver
 LARGE = 40_000  # elements of float32: beyond the 64 KB that a send may leave to the receiver
 _SHORT = 0.1  # seconds; for calls that must run out of time
 
