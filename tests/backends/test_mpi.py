@@ -496,7 +496,7 @@ print("all is well", flush=True)
 
 @BOTH
 def test_a_group_that_ends_leaves_nobody_in_a_call_of_mpi(mpi: str) -> None:
-    check(run_mpi(mpi, 3, ABORTS), 3)
+    check(run_mpi(mpi, 3, ABORTS, seconds=160), 3)
 
 
 RANDOM_ENDS = """

@@ -336,7 +336,8 @@ def test_a_rank_without_files_cannot_join_says_so_and_harms_no_other_job(start_t
     assert [total for _, total in results] == [3, 3, 3]
     errors = [error for error, _ in results]
     assert all(isinstance(error, ferrodist.RendezvousError) for error in errors), errors
-    assert "Too many open files" in str(errors[1])
+    assert "a process may open 200 files here" in str(errors[1])
+    assert "'ulimit -n 273'" in str(errors[1])  # 73 for the job, and those that are open
 
 
 def test_a_rank_without_memory_for_a_message_says_so_and_the_group_goes_on(start_tcp_job):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -239,7 +240,10 @@ def test_a_rank_that_fails_while_the_roster_goes_round_is_named():
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_a_rank_that_may_open_no_more_files_tells_the_others_how_many_are_needed(number):
+def test_a_rank_that_may_open_no_more_files_tells_the_others_how_many_are_needed(
+    number, monkeypatch
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
     job = new_jobs(16)[3]
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -200,6 +200,8 @@ def _measure(backend: str, ranks: int, calls: list[str], sizes: list[int]) -> li
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         lines = [line for line in lines if not line.endswith(": the same traceback")]
+        # What the launcher adds may come before a rank's own words, or after them.
+        lines = [line for line in lines if not line.startswith("ferrodist run:")] or lines
         reason = lines[-1] if lines else f"its ranks ended with code {done.returncode}"
         raise ferrodist.RendezvousError(reason)
     results: list[Result] = json.loads(done.stdout.splitlines()[-1])

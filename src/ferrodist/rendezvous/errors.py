@@ -335,9 +335,11 @@ def lacks_files(error: BaseException) -> bool:
 def too_few_files(what: str, who: str, num_ranks: int) -> str:
     """Say that ``what`` failed for lack of files, and how many ``who`` needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = files_needed(num_ranks)
+    need, others = files_needed(num_ranks), ""
+    if need <= limit:  # the program has opened many itself
+        need, others = need + limit, f", with the {limit} that are open"
     return (
-        f"{what}: a process may open {limit} files here, and {who} needs about {need}; "
+        f"{what}: a process may open {limit} files here, and {who} needs about {need}{others}; "
         f"'ulimit -n {need}' in the shell that starts the ranks"
     )
 
