@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import secrets
 import select
 import signal
@@ -499,7 +500,8 @@ def test_a_rank_that_is_stopped_before_it_joins_is_called_so(ends, monkeypatch, 
     assert f"still waiting for rank 1 (running), {stopped} to call ferrodist.init()" in caplog.text
 
 
-def test_ranks_that_rank_0_cannot_reach_see_why_it_has_failed(ends):
+def test_ranks_that_rank_0_cannot_reach_see_why_it_has_failed(ends, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
     jobs = [replace(job, status_board=ends) for job in new_jobs(3)]
     errors.note_own_failure(jobs[0], OSError(errno.EMFILE, "Too many open files"))
     ends.set_exit_code(1, 1)  # as it was told by rank 0
