@@ -36,8 +36,8 @@ FRAMEWORKS = {"torch", "jax", "cupy", "ml_dtypes", "mpi4py", "ray"}
 FILES_OF_FRAMEWORKS = {
     "rendezvous/exchange.py": {"torch", "mpi4py"},
     "rendezvous/torch_store.py": {"torch"},
-    "backends/mpi_calls.py": {"mpi4py"},
-    "backends/torch_calls.py": {"torch"},
+    "backends/engines/mpi_calls.py": {"mpi4py"},
+    "backends/engines/torch_calls.py": {"torch"},
     "launch/ray_actors.py": {"ray"},
 }
 COMMAND_LINE = {"click", "rich"}

@@ -246,6 +246,7 @@ PyObject* call_tree(NativeGroup& group, Arguments args, const Place& place) {
     Tree tree;
     if (args[arg_out] != Py_None || !call.read_options(args, place) ||
         (call.kind != Kind::allreduce && call.kind != Kind::broadcast) || !tree.read(args[arg_x], group.calls->fuse_nbytes) ||
+        !place.carries(tree.nbytes()) ||
         (call.op >= 0 && (!can_reduce(tree.dtype(), static_cast<Op>(call.op)) || tree.has_integers())) ||
         !tree.make_results()) {
         return decline();
@@ -475,32 +476,45 @@ PyMethodDef start_definition = {"start_path", as_function<&start_collective, num
 
 // -- the way from the public functions ---------------------------------------------------------------
 
-// args: kind, backend (None: that of the process), x, out, op, root
-template <const char* const& name>
+// Calls what a backend has under a name; NotImplemented where it has nothing.
+nb::object call_attribute(nb::handle backend, PyObject* name, Arguments args) {
+    const nb::object path = nb::steal(PyObject_GetAttr(backend.ptr(), name));
+    if (!path.is_valid()) {  // it is no backend, which the general path says
+        PyErr_Clear();
+    }
+    if (!path.is_valid() || path.is_none()) {
+        return nb::steal(decline());
+    }
+    return nb::steal(PyObject_Vectorcall(path.ptr(), args, num_arguments, nullptr));
+}
+
+// args: kind, backend (None: that of the process), x, out, op, root. The names are of the attributes that are
+// tried, in order.
+template <const char* const&... names>
 PyObject* find_and_call(PyObject*, Arguments args) {
-    static PyObject* const attribute = PyUnicode_InternFromString(name);
+    static PyObject* const paths[] = {PyUnicode_InternFromString(names)...};
     const nb::object backend =
         args[1] == Py_None ? nb::steal(call_python(hooks().current_backend)) : nb::borrow(args[1]);
     if (!backend.is_valid()) {
         return nullptr;
     }
-    const nb::object path = nb::steal(PyObject_GetAttr(backend.ptr(), attribute));
-    if (!path.is_valid()) {  // it is no backend, which the general path says
-        PyErr_Clear();
-        return decline();
-    }
-    if (path.is_none()) {
-        return decline();
-    }
     PyObject* const passed[num_arguments] = {backend.ptr(), args[0], args[2], args[3], args[4], args[5]};
-    return PyObject_Vectorcall(path.ptr(), passed, num_arguments, nullptr);
+    nb::object result;
+    for (PyObject* const path : paths) {
+        result = call_attribute(backend, path, passed);
+        if (result.ptr() != Py_NotImplemented) {
+            break;
+        }
+    }
+    return result.release().ptr();
 }
 
 constexpr const char* call_path_name = "_call_path";
 constexpr const char* start_path_name = "_start_path";
+constexpr const char* engine_path_name = "_engine_path";
 
 PyMethodDef path_functions[] = {
-    {"fast_path", as_function<&find_and_call<call_path_name>, num_arguments>(), METH_FASTCALL,
+    {"fast_path", as_function<&find_and_call<call_path_name, engine_path_name>, num_arguments>(), METH_FASTCALL,
      "fast_path(kind, backend, x, out, op, root, /)\n--\n\n"
      "Do a call in native code: return its result, or NotImplemented for the general path."},
     {"fast_start", as_function<&find_and_call<start_path_name>, num_arguments>(), METH_FASTCALL,

@@ -18,6 +18,7 @@
 #include <set>
 #include <thread>
 
+#include "bind/collective_call.hpp"
 #include "bind/python.hpp"
 #include "bind/work.hpp"
 #include "core/process.hpp"
@@ -169,6 +170,7 @@ struct Calls {
     std::int64_t timeout_ns = 0;
     core::Patience patience;      // beyond the timeout
     std::size_t fuse_nbytes = 0;  // up to which arrays of a tree travel together
+    std::int64_t carried_nbytes = carries_all;  // up to which ferrodist moves an array itself, and no engine; or -1
     Progress progress;
 };
 

@@ -63,10 +63,13 @@ bool CollectiveCall::read(Arguments args, const Place& place) {
     }
     Fingerprint hash = begin_fingerprint(kind, op, root, place.reproducible);
     fingerprint = hash.value();
-    if (kind == Kind::barrier || kind == Kind::scatter) {  // in scatter what ranks pass may differ
+    if (kind == Kind::barrier) {
         return true;
     }
-    if (!x.read(args[arg_x]) || (op >= 0 && !can_reduce(x.dtype, static_cast<Op>(op))) ||
+    if (kind == Kind::scatter) {  // in which only the root knows how large the array is
+        return place.carried_nbytes == carries_all;
+    }
+    if (!x.read(args[arg_x]) || !place.carries(x.nbytes) || (op >= 0 && !can_reduce(x.dtype, static_cast<Op>(op))) ||
         !is_number_in_range(place.world) || !find_result_shape(place.world)) {
         return false;
     }

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "bind/convert.hpp"
 #include "core/hash.hpp"
@@ -17,10 +18,16 @@ namespace ferrodist::bind {
 enum Argument { arg_backend, arg_kind, arg_x, arg_out, arg_op, arg_root, num_arguments };
 using Arguments = PyObject* const*;
 
+constexpr std::int64_t carries_all = std::numeric_limits<std::int64_t>::max();
+
 // Where a call is made from.
 struct Place {
     int world, rank;
     bool reproducible;
+    std::int64_t carried_nbytes;
+
+    // Whether ferrodist moves an array itself, and not an engine; all ranks come to the same answer.
+    bool carries(std::size_t nbytes) const { return static_cast<std::int64_t>(nbytes) <= carried_nbytes; }
 };
 
 // One collective of a call, as any kind of group does it.

@@ -186,14 +186,15 @@ void add_native_group(nb::module_& module) {
         .def_prop_ro("is_stopping", [](NativeGroup& self) { return self.calls->progress.is_stopping(); },
                      "Whether calls in flight are to end.")
         .def("set_calls", [](NativeGroup& self, bool is_open, bool reproducible, std::size_t fuse_nbytes,
-                             std::int64_t timeout_ns, double timeout, double late_timeout) {
+                             std::int64_t carried_nbytes, std::int64_t timeout_ns, double timeout, double late_timeout) {
             Calls& calls = *self.calls;
             calls.is_open = is_open;
             calls.reproducible = reproducible;
             calls.fuse_nbytes = fuse_nbytes;
+            calls.carried_nbytes = carried_nbytes;
             calls.timeout_ns = timeout_ns;
             calls.patience = patience_of(timeout, late_timeout);
-        }, "is_open"_a, "reproducible"_a, "fuse_nbytes"_a, "timeout_ns"_a, "timeout"_a, "late_timeout"_a,
+        }, "is_open"_a, "reproducible"_a, "fuse_nbytes"_a, "carried_nbytes"_a, "timeout_ns"_a, "timeout"_a, "late_timeout"_a,
              "Set whether calls may be made, how they are fingerprinted, and how long they wait.");
 }
 

@@ -64,7 +64,7 @@ public:
     // The object that Works of a group are listed under, which is itself but for one in two levels.
     virtual PyObject* listed_under(PyObject* self) const { return self; }
 
-    Place place() const { return {size, rank, calls->reproducible}; }
+    Place place() const { return {size, rank, calls->reproducible, calls->carried_nbytes}; }
 
     const int rank, size;
     core::Spins* const spins;

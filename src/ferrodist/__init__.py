@@ -14,14 +14,14 @@ from ferrodist.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend, Statistics
+    from ferrodist.backends.engines.mpi import MpiBackend as MpiBackend
+    from ferrodist.backends.engines.torch import TorchDistributedBackend as TorchDistributedBackend
     from ferrodist.backends.grid import Grid
     from ferrodist.backends.hybrid import HybridBackend
-    from ferrodist.backends.mpi import MpiBackend as MpiBackend
     from ferrodist.backends.registry import init, is_initialized, local_rank, rank, world_size
     from ferrodist.backends.shared_memory import SharedMemoryBackend
     from ferrodist.backends.tcp import TcpBackend
     from ferrodist.backends.threads import SimulatedBackend
-    from ferrodist.backends.torch_engine import TorchDistributedBackend as TorchDistributedBackend
     from ferrodist.collectives import (
         all_gather,
         all_gather_object,
@@ -119,12 +119,12 @@ _NAMES_OF = {
     "backends.base": "Backend Statistics",
     "backends.grid": "Grid",
     "backends.hybrid": "HybridBackend",
-    "backends.mpi": "MpiBackend",  # not in __all__: "import *" would import MPI
+    "backends.engines.mpi": "MpiBackend",  # not in __all__: "import *" would import MPI
     "backends.registry": "init is_initialized local_rank rank world_size",
     "backends.shared_memory": "SharedMemoryBackend",
     "backends.tcp": "TcpBackend",
     "backends.threads": "SimulatedBackend",
-    "backends.torch_engine": "TorchDistributedBackend",  # not in __all__ either: torch
+    "backends.engines.torch": "TorchDistributedBackend",  # not in __all__ either: torch
     "collectives": (
         "all_gather all_gather_object all_gather_uneven all_to_all all_to_all_uneven allreduce "
         "allreduce_ barrier broadcast broadcast_ broadcast_object exscan gather gather_object "

@@ -336,6 +336,7 @@ class NativeGroup:
         is_open: bool,
         reproducible: bool,
         fuse_nbytes: int,
+        carried_nbytes: int,
         timeout_ns: int,
         timeout: float,
         late_timeout: float,

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 import ferrodist
 from ferrodist import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, RankLost
-from ferrodist.backends import torch_calls, torch_engine
+from ferrodist.backends.engines import engine, torch_calls
+from ferrodist.backends.engines.torch import GlooBackend, NcclBackend, TorchDistributedBackend
+from ferrodist.backends.engines.torch_calls import Caller, find_reduction
 from ferrodist.backends.registry import backend_class
-from ferrodist.backends.torch_calls import Caller, find_reduction
-from ferrodist.backends.torch_engine import GlooBackend, NcclBackend, TorchDistributedBackend
 from ferrodist.buffer import DTYPES_BY_LABEL
 from ferrodist.call import Kind
 from ferrodist.config import DefaultTimeout
@@ -61,16 +61,17 @@ def keep_contract(job: Any, seconds: float, least: int) -> None:
     assert all(report.num_cases > least for report in reports)
 
 
-def leave_all_to_gloo() -> None:
-    """Let no array be so small that the exchange before a call carries it, on this rank."""
-    torch_engine.CARRIED_NBYTES = torch_engine.CARRIED_ON_ONE_HOST = -1
+def leave_all_to_gloo(backend: Any) -> None:
+    """Let no array be so small that ferrodist carries it itself, on this rank."""
+    engine.CARRIED_NBYTES = engine.CARRIED_ON_ONE_HOST = -1
+    backend._note_change()
 
 
 def test_gloo_keeps_the_contract(start_gloo_job):
     """With a tenth of it, and without what takes seconds to import."""
 
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         cases = contract_cases(3, in_order=False, libraries=["numpy", "torch"])[::10]
         return run_contract(backend, [case for case in cases if case.detail != "libraries"])
 
@@ -83,7 +84,7 @@ def test_gloo_keeps_the_contract(start_gloo_job):
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo_keeps_the_whole_contract(start_gloo_job, world):
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         return run_contract(backend, contract_cases(backend.world_size, in_order=False))
 
     with start_gloo_job(world, body) as job:
@@ -110,7 +111,7 @@ def test_a_group_of_the_program_keeps_the_contract(start_gloo_job, tmp_path):
 
 def test_the_support_matrix_in_the_docs_is_what_gloo_does(start_gloo_job):
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         return measure(backend)
 
     with start_gloo_job(3, body) as job:
@@ -138,7 +139,7 @@ _NCCL = {True: "native", False: "scheduled"}
 
 def test_reductions_that_gloo_does_otherwise_are_as_promised(start_gloo_job):
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         rank = backend.rank
         small = torch.full((3,), [2048.0, 1.0, 1.0][rank], dtype=torch.float16)
         assert backend.allreduce(small).tolist() == [2050.0] * 3
@@ -173,7 +174,7 @@ def test_reductions_that_gloo_does_otherwise_are_as_promised(start_gloo_job):
 
 def test_strided_tensors_are_packed_before_gloo_sees_them(start_gloo_job):
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         whole = torch.arange(12.0).reshape(3, 4) + backend.rank
         assert torch.equal(
             backend.allreduce(whole[:, ::2]), 2 * torch.arange(12.0).reshape(3, 4)[:, ::2] + 1
@@ -191,7 +192,7 @@ def test_arrays_that_gloo_cannot_take_as_they_are(start_gloo_job):
     """Results with gaps or read-only are refused; empty ones and uneven parts are right."""
 
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         rank = backend.rank
         view = np.full((3, 4), rank + 1.0)[:, ::2]
         with pytest.raises(InvalidArgument, match="out is not C-contiguous"):
@@ -216,7 +217,7 @@ def test_what_is_given_to_reduce_stays_as_it_was(start_gloo_job):
     """Gloo leaves partial sums in it."""
 
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         x = np.arange(1000.0) + backend.rank
         found = backend.reduce(x, 1)
         assert np.array_equal(x, np.arange(1000.0) + backend.rank)
@@ -252,7 +253,7 @@ def test_a_closed_group_holds_no_files_or_threads_and_refuses_calls(start_gloo_j
             with pytest.raises(ferrodist.BackendClosed):
                 group.allreduce(np.ones(100_001))  # of a shape that was not used before
 
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         use_one(None)
         gc.collect()
         gc.disable()  # nothing waits for the garbage collector
@@ -306,6 +307,7 @@ def test_small_arrays_never_reach_gloo_and_large_ones_do(start_gloo_job, is_one_
 
 def test_without_checks_everything_goes_to_gloo_at_once(start_gloo_job):
     def body(backend, pipe):
+        leave_all_to_gloo(backend)
         asked = count_calls(backend)
         assert backend.allreduce(np.arange(3.0)).tolist() == [0, 3, 6]
         assert backend.allreduce(torch.ones(3), async_op=True).wait()[0] == 3
@@ -342,7 +344,7 @@ def test_ddp_trains_by_gloo_as_one_process_does_on_all_data(start_gloo_job):
         return [one.detach() for one in model.parameters()]
 
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         asked = count_calls(backend)
         rows = [torch.full((2, 8), rank / 10) for rank in range(3)]
         found = train(ferrodist.DDP(new_model(), backend), rows[backend.rank])
@@ -361,7 +363,7 @@ def test_ddp_trains_by_gloo_as_one_process_does_on_all_data(start_gloo_job):
 
 
 def forever(backend):
-    leave_all_to_gloo()
+    leave_all_to_gloo(backend)
     while True:
         backend.allreduce(np.ones(100_000), timeout=60)
 
@@ -431,7 +433,7 @@ def test_a_deadline_inside_gloo_ends_the_call_and_what_is_left_there_holds_nobod
     start_gloo_job,
 ):
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         backend.barrier()
         x = np.ones(100_000)
         if backend.rank == 1:
@@ -468,7 +470,7 @@ def test_a_rank_that_is_lost_inside_gloo_is_named(start_gloo_job, world, lost):
     """Of two, Gloo fails; of four, rank 0 waits for ranks 1 and 3 alone, and Gloo goes on."""
 
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         backend.barrier()
         if backend.rank:
             hold_gloo(backend, pipe, says="held")
@@ -489,7 +491,7 @@ def test_a_rank_that_is_lost_inside_gloo_is_named(start_gloo_job, world, lost):
 def test_ctrl_c_inside_gloo_ends_the_call_on_all_ranks(start_gloo_job):
     def body(backend, pipe):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         backend.barrier()
         if backend.rank == 1:
             hold_gloo(backend, pipe, says="held")
@@ -507,7 +509,7 @@ def test_ctrl_c_inside_gloo_ends_the_call_on_all_ranks(start_gloo_job):
 
 def test_a_timeout_that_nobody_chose_ends_no_call_that_gloo_may_still_move(start_gloo_job):
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         backend.barrier()
         backend.timeout = DefaultTimeout(0.2)
         if backend.rank == 1:
@@ -555,7 +557,7 @@ def test_calls_that_differ_are_named_and_groups_stay_apart(start_gloo_job, is_tr
     """Before Gloo sees them, on the fast path and on the general one."""
 
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         asked = count_calls(backend)
         x = np.ones(3 + backend.rank // 2)
         with pytest.raises(CollectiveMismatch, match=r"test_gloo\.py:\d+") as found:
@@ -627,7 +629,7 @@ def test_a_program_that_gave_a_call_up_inside_gloo_ends_at_once(tmp_path):
         3,
         """
         import ferrodist, numpy as np, os, sys, time
-        from ferrodist.backends import torch_calls, torch_engine
+        from ferrodist.backends.engines import engine, torch_calls
         from ferrodist.call import Kind
 
         def stay(*args):
@@ -635,7 +637,7 @@ def test_a_program_that_gave_a_call_up_inside_gloo_ends_at_once(tmp_path):
                 time.sleep(0.01)
             sys.exit(0)
 
-        torch_engine.CARRIED_NBYTES = torch_engine.CARRIED_ON_ONE_HOST = -1
+        engine.CARRIED_NBYTES = engine.CARRIED_ON_ONE_HOST = -1
         backend = ferrodist.init("gloo")
         pids = backend.all_gather(os.getpid()).tolist()
         if backend.rank == 1:
@@ -718,7 +720,7 @@ def test_names_of_torch_are_names_of_backends():
 
 def test_tls_is_refused_which_gloo_does_not_have():
     job = ferrodist.rendezvous.Job("one", 0, 1, bytes(32))
-    with pytest.raises(InvalidArgument, match="FERRODIST_TLS=1: what Gloo sends is not encrypted"):
+    with pytest.raises(InvalidArgument, match="FERRODIST_TLS=1: ferrodist does not encrypt what"):
         GlooBackend.join(job, config=ferrodist.Config(tls=True))
 
 
@@ -755,7 +757,7 @@ class group_of_torch:  # noqa: N801 -- used as a function
 
 def test_a_group_of_the_program_is_used_and_stays_the_programs(start_gloo_job, tmp_path):
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         assert not dist.is_initialized()  # init made no default group
         with group_of_torch(backend, tmp_path) as group:
             made = TorchDistributedBackend.from_process_group(group)
@@ -782,7 +784,7 @@ def test_the_timeout_of_a_group_of_the_program_ends_no_call_of_the_backend(
     start_gloo_job, tmp_path
 ):
     def body(backend, pipe):
-        leave_all_to_gloo()
+        leave_all_to_gloo(backend)
         with group_of_torch(backend, tmp_path, seconds=1) as group:
             made = TorchDistributedBackend.from_process_group(group)
             made.barrier()

@@ -29,7 +29,6 @@ from ferrodist import CollectiveMismatch, CollectiveTimeout, Evicted, GroupAbort
 from ferrodist.backends import registry
 from ferrodist.backends.provider import Provider, RankStatus, Request
 from ferrodist.backends.provider_backend import ProviderBackend
-from ferrodist.backends.provider_link import GIVING_UP
 from ferrodist.backends.running_call import CollectiveArgs
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
@@ -437,128 +436,11 @@ def test_statistics_count_messages_and_calls() -> None:
     assert counts[1].received_nbytes > 8000
 
 
-# -- an engine: one exchange in place of messages to all -------------------------------------------
-
-
-class Minimum:
-    """An exchange of all ranks; nobody can take part in it twice, nor take it back."""
-
-    def __init__(self, hub: Hub, key: Any, world: int, words: memoryview) -> None:
-        self._hub, self._key, self._world, self._words = hub, key, world, words
-        with hub.lock:
-            hub.messages[key].append(bytes(words))
-
-    def test(self) -> bool:
-        with self._hub.lock:
-            told = [np.frombuffer(one, np.int64) for one in self._hub.messages[self._key]]
-        if len(told) < self._world:
-            return False
-        self._words.cast("B")[:] = np.min(told, axis=0).tobytes()
-        return True
-
-    def cancel(self) -> bool:
-        return True
-
-
-class ThreadsEngine(ThreadsProvider):
-    """Does the exchange, and an allreduce of int64, in flight too."""
-
-    exchanges = 0
-
-    def start_minimum(self, words: memoryview) -> Request:
-        self.exchanges += 1
-        return Minimum(self.hub, (self.group, "minimum", self.exchanges), self.world_size, words)
-
-    def start(self, kind: Kind, input: Any, output: Any, args: CollectiveArgs) -> Any:
-        done = self.collective(kind, input, output, args, Deadline(30))
-        return NotImplemented if done is NotImplemented else Sent()
-
-    def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
-        return kind is Kind.ALLREDUCE and args.op is ReduceOp.SUM and dtype is DType.INT64
-
-    def bind(self, *facts: Any) -> None:
-        return None
-
-    def has_message(self, tag: int) -> bool:
-        return any(self.iprobe(peer, tag) is not None for peer in range(self.world_size))
-
-
-def test_an_engine_exchanges_once_before_each_collective_and_differences_are_named() -> None:
-    def body(backend: Any) -> Any:
-        assert backend.allreduce(backend.rank) == 3
-        assert backend.allreduce(backend.rank, async_op=backend.rank == 1, timeout=30) is not None
-        with pytest.raises(CollectiveMismatch) as found:
-            backend.barrier() if backend.rank == 1 else backend.allreduce(1)
-        assert backend.broadcast(np.array([backend.rank]), 2).tolist() == [2]
-        return str(found.value), backend._provider.exchanges
-
-    found = run(3, body, ThreadsEngine)
-    assert found == [found[0]] * 3
-    assert "rank 1  barrier()" in found[0][0]
-    assert found[0][1] == 4
-
-
-@pytest.mark.slow
-def test_an_engine_keeps_the_contract() -> None:
-    def body(backend: ProviderBackend) -> Any:
-        return run_contract(backend, contract_cases(3, libraries=["numpy"])[1::12])
-
-    reports = run(3, body, ThreadsEngine)
-    assert all(report.is_clean for report in reports), "\n".join(map(str, reports))
-
-
-def test_a_rank_that_does_not_come_to_the_exchange_is_missing_by_name_on_all() -> None:
-    is_over = threading.Barrier(3)
-
-    def body(backend: Any) -> Any:
-        if backend.rank == 1:
-            is_over.wait(60)
-            with pytest.raises(GroupAborted):
-                backend.allreduce(1.5)  # for it the exchange is done, and the call is not
-            return [1]
-        with pytest.raises(CollectiveTimeout) as found:
-            backend.allreduce(1.5, timeout=0.2 if backend.rank else 60)
-        is_over.wait(60)
-        return found.value.missing
-
-    assert run(3, body, ThreadsEngine) == [[1]] * 3
-
-
-def test_a_rank_that_comes_while_others_listen_is_not_too_late() -> None:
-    is_past = threading.Event()
-
-    class Listening(ThreadsEngine):
-        def isend(self, data: memoryview, peer: int, tag: int) -> Request:
-            if bytes(data[:1]) == GIVING_UP:
-                is_past.set()
-            return super().isend(data, peer, tag)
-
-    def body(backend: Any) -> Any:
-        if backend.rank == 1:
-            is_past.wait(60)
-        return backend.allreduce(backend.rank, timeout=0.2), backend.allreduce(1)
-
-    assert run(3, body, Listening) == [(3, 3)] * 3
-
-
-def test_without_checks_an_engine_exchanges_nothing_before_plain_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("FERRODIST_CHECK", "0")
-
-    def body(backend: Any) -> Any:
-        assert backend.allreduce(backend.rank) == 1
-        assert backend.allreduce(backend.rank, async_op=True).wait(30) == 1
-        backend.barrier()
-        before = backend._provider.exchanges
-        assert backend.all_gather_object(backend.rank) == [0, 1]
-        return before, backend._provider.exchanges > 0
-
-    assert run(2, body, ThreadsEngine) == [(0, True)] * 2
+# -- what concerns them in joining and waiting -----------------------------------------------------
 
 
 def test_a_default_deadline_begins_again_when_a_call_in_flight_has_its_turn():
-    """Engines do not know who lives, and yet a queue of calls may take longer than one call."""
+    """A provider may not know who lives, and yet a queue of calls may take longer than one."""
     begun = time.monotonic() - 61
     default = Deadline(DefaultTimeout(60.0), start=begun)
     assert default.remaining() < 0 < default.from_now().remaining()

@@ -178,7 +178,7 @@ def test_engines_are_measured_if_they_are_named(engine: str, monkeypatch: Any) -
     assert {one["backend"] for one in results} == {engine}
     assert [one["nbytes"] for one in results] == [*sizes, *sizes, 0]
     assert all(one["samples"] >= 5 for one in results)
-    own = "shared memory" if engine == "gloo" else engine
+    own = "shared memory"
     assert [one["carried_by"] for one in results] == [own, engine, own, own, own]
 
 

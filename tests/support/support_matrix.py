@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from ferrodist import ReduceOp, UnsupportedOp
 from ferrodist.arrays import array_over, parse_form
+from ferrodist.backends.hybrid import HybridBackend
 from ferrodist.buffer import ARRAY_DTYPES, DType
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "reduce_scatter_uneven", "scan", "exscan")
@@ -30,15 +32,14 @@ Cell = tuple[str, str, str]  # call, dtype, op
 def measure(backend: Any) -> dict[Cell, str]:
     """Run everything; every rank calls it."""
     scheduled: list[Any] = []
-    run_by_messages = backend._run_by_messages
+    run_collective = HybridBackend._run_collective
 
     def note(*args: Any) -> None:
         scheduled.append(args)
-        run_by_messages(*args)
+        run_collective(*args)
 
-    backend._run_by_messages = note
     found: dict[Cell, str] = {}
-    try:
+    with patch.object(HybridBackend, "_run_collective", note):
         for call in REDUCTIONS:
             for op in PLAIN_OPS:
                 for dtype in ARRAY_DTYPES:
@@ -46,8 +47,6 @@ def measure(backend: Any) -> dict[Cell, str]:
         for call in MOVES:
             for dtype in ARRAY_DTYPES:
                 found[call, dtype.label, ""] = _try(backend, call, dtype, None, scheduled)
-    finally:
-        del backend._run_by_messages
     return found
 
 

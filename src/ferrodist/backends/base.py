@@ -96,6 +96,7 @@ class Backend(CallMethods, abc.ABC):
     # takes the general path.
     _call_path: Callable[[Backend, int, Any, Any, Any, Any], Any] | None = None
     _start_path: Callable[..., Any] | None = None
+    _engine_path: Callable[..., Any] | None = None  # takes what native code declines
     _fast_send: Callable[..., Any] | None = None
     _fast_recv: Callable[..., Any] | None = None
     _fast_sendrecv: Callable[..., Any] | None = None

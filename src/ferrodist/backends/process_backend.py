@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FOR_EVER = 1e9  # seconds: thirty years
+_ALL_NBYTES = (1 << 63) - 1
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 _GROUP_ERROR_WAIT = 5.0  # seconds that a rank which has barred this one has to say so to all
 _GROUP_ERROR_POLL = 0.001
@@ -65,6 +66,8 @@ _GROUP_ERROR_POLL = 0.001
 
 class ProcessBackend(MessagingBackend):
     """One rank of a group of processes; ``members`` are the ranks of the group in the world."""
+
+    _carried_nbytes = _ALL_NBYTES  # up to which ferrodist moves an array itself, and no engine
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class ProcessBackend(MessagingBackend):
             is_open=not self._is_closed,
             reproducible=self._reproducible,
             fuse_nbytes=self.config.fuse_nbytes,
+            carried_nbytes=self._carried_nbytes,
             timeout_ns=max(1, int(timeout * 1e9)) if timeout and is_limited else 0,
             timeout=timeout or 0.0,
             late_timeout=(self._late_timeout or 0.0) if is_default else 0.0,

@@ -8,11 +8,11 @@ deadlines, naming who is missing or lost, splitting, closing, arrays, trees and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from ferrodist.backends.running_call import CollectiveArgs
-from ferrodist.buffer import Buffer, DType
+from ferrodist.buffer import Buffer
 from ferrodist.call import Kind
 from ferrodist.deadline import Deadline
 
@@ -128,53 +128,3 @@ class Provider(Protocol):
         Ranks that close their backend say so themselves: this is about those that cannot. Where it
         is unknown, a call that needs such a rank ends by its deadline.
         """
-
-
-class Engine(Provider, Protocol):
-    """A provider whose collectives are those of a library, which knows no deadlines: MPI.
-
-    Before each of them the base makes one small exchange, by ``start_minimum``. It is polled
-    against the deadline; once it is done all ranks are known to be in the call, and ``collective``
-    may block. A request that the library cannot cancel keeps its memory for the life of the process
-    when it is given up, and ``cancel`` says True.
-    """
-
-    is_awaited: bool
-    """Set by the base when all others go into ``collective``; cleared by that, right before."""
-
-    def start_minimum(self, words: memoryview) -> Request:
-        """Start to replace each signed 64-bit number by the least that any rank passes."""
-
-    def start(
-        self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
-    ) -> Request | Any:
-        """Start one whole collective that ``collective`` would do; else return NotImplemented.
-
-        For calls in flight, and for all ranks as soon as one of them has its call in flight.
-        """
-
-    def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
-        """Tell whether ``collective`` does this itself, or returns NotImplemented."""
-
-    def bind(
-        self, kind: Kind, dtype: DType, shape: tuple[int, ...], args: CollectiveArgs
-    ) -> Callable[[Any, Any, bool], None] | None:
-        """Return what does such a collective on NumPy arrays at once: ``run(x, out, in_place)``.
-
-        For what it does itself. None if it goes through ``collective``, some microseconds slower.
-        """
-
-    def propose_split(self, lost: set[int]) -> bytes:
-        """Return what the other members of a split have to know from this rank; optional."""
-
-    def split(self, ranks: Sequence[int], told: Sequence[bytes] = ()) -> Engine:
-        """Make a group of some ranks; ``told`` by each of them if there is ``propose_split``."""
-
-    def free_after(self, is_over: Callable[[], bool]) -> None:
-        """Free what the group holds when all its ranks have left, some time after close; optional.
-
-        Then ``is_over`` says True; where it raises ConnectionError, it will never be sure.
-        """
-
-    def has_message(self, tag: int) -> bool:
-        """Tell whether a message with this tag has come from any rank and is not received yet."""

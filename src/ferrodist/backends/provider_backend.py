@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """ProviderBackend: what users see of a provider; keeps the contract on nothing but its messages.
 
-Before every collective each rank sends every other one a word about its call; an engine makes one
-small exchange instead (``entrance.py``). So nobody goes on before all have come, ranks that differ
-or are missing are known by name, and a rank that finds a difference later can tell all.
+Before every collective each rank sends every other one a word about its call. So no rank goes on
+before all have come, ranks that differ or are missing are known by name, and a rank that finds a
+difference later can report it to all.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self, cast
+from typing import Self
 
 from ferrodist.backends import failures
 from ferrodist.backends.base import Statistics
-from ferrodist.backends.engine_path import BoundCall, call_path
-from ferrodist.backends.entrance import Entrance
 from ferrodist.backends.executor import Planner, execute_plan
 from ferrodist.backends.failures import (
     CallDescriptor,
@@ -32,7 +30,7 @@ from ferrodist.backends.failures import (
     unpack_descriptor,
 )
 from ferrodist.backends.p2p import ThreadMessagingBackend
-from ferrodist.backends.provider import Engine, Provider
+from ferrodist.backends.provider import Provider
 from ferrodist.backends.provider_link import (
     DATA_TAG,
     ENTRY_TAG,
@@ -42,7 +40,7 @@ from ferrodist.backends.provider_link import (
 )
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, RunningCall
 from ferrodist.buffer import Buffer
-from ferrodist.call import Call, Kind, caller_site
+from ferrodist.call import Kind, caller_site
 from ferrodist.config import DEFAULT, Config, Timeout
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -52,7 +50,6 @@ from ferrodist.errors import (
     DistributedError,
     RankLost,
 )
-from ferrodist.reduce_op import CustomOp
 from ferrodist.schedules.cost import LinkModel
 
 _ENTRY = struct.Struct("<QQQ")  # sequence number, fingerprint, whether this rank reports a mismatch
@@ -60,7 +57,6 @@ _LENGTH = struct.Struct("<Q")
 _QUEUE_LOOK = 0.05  # seconds between looks while a call waits for its ticket
 _GOES_ON, _GAVE_UP = b"goes on", b"gave up"  # what a member of a split says when it knew of all
 _WORDS_SECONDS, _FIRST_LOOK = 2.0, 0.001  # for what others have to say of a call that has ended
-_ANYBODY = -1  # the peer of a request that all ranks have a part in
 
 
 class ProviderBackend(ThreadMessagingBackend):
@@ -79,13 +75,6 @@ class ProviderBackend(ThreadMessagingBackend):
         model = LinkModel(*config.tcp_link)
         self._planner = Planner(self.rank, self.world_size, config, model)
         self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        self.engine = cast(Engine, provider) if hasattr(provider, "start_minimum") else None
-        self.bound_calls: dict[tuple[Any, ...], BoundCall | None] = {}
-        self._entrance: Entrance | None = None
-        if self.engine is not None:
-            self._entrance = Entrance(self.engine, self._link)
-            if not config.check_sites:
-                self._call_path = cast(Any, call_path)
         self._settled = 0  # the last call that ended in a difference all ranks know of
         self._lateness = [0.0] * self.world_size
         self._splits: dict[tuple[int, ...], int] = {}
@@ -113,8 +102,7 @@ class ProviderBackend(ThreadMessagingBackend):
     def _begin_call(self, running: RunningCall) -> None:
         if self._link.has_left:
             raise BackendClosed(f"rank {self.rank} has left this group", this_rank=self.rank)
-        if self._entrance is None or not self.config.check:
-            self._link.poll()  # else what others have told is read when the call is entered
+        self._link.poll()
         found = self._link.error_of(running.sequence)
         if found is not None:
             raise found.later(self.rank)
@@ -128,111 +116,21 @@ class ProviderBackend(ThreadMessagingBackend):
         args: CollectiveArgs,
     ) -> None:
         """Compare the calls of all ranks, then let the provider do it, or its messages."""
-        self.run_entered(running, kind, input, output, args, is_entered=False)
-
-    def run_entered(
-        self,
-        running: RunningCall,
-        kind: Kind,
-        input: Buffer | None,
-        output: Buffer | None,
-        args: CollectiveArgs,
-        *,
-        is_entered: bool,
-    ) -> None:
-        """Do a collective whose calls may have been compared."""
-        with self._naming_failures(running), self._joining_others(kind, input, output, args):
-            if not is_entered and self._compares(running.call):
-                if self._enter(running, is_reporting=False):
-                    raise self._settle_mismatch(running, None)
-                is_entered = True
-            if is_entered and kind is Kind.BARRIER:
-                if self.engine is not None:
-                    self.engine.is_awaited = False
+        with self._naming_failures(running):
+            if self._enter(running, is_reporting=False):
+                raise self._settle_mismatch(running, None)
+            if kind is Kind.BARRIER:
                 return  # all have come
             done = NotImplemented
             if args.algorithm is None:
-                done = self._run_by_provider(running, kind, input, output, args)
+                done = self._provider.collective(kind, input, output, args, running.deadline)
             if done is NotImplemented:
                 self._run_by_messages(running, kind, input, output, args)
-
-    @contextmanager
-    def _joining_others(
-        self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
-    ) -> Iterator[None]:
-        """Be there for ranks inside the engine's call, although this one is interrupted before."""
-        try:
-            yield
-        except BaseException:  # Ctrl-C too: the others are in the engine's call
-            is_awaited = getattr(self.engine, "is_awaited", False) and kind is not Kind.BARRIER
-            if is_awaited and args.algorithm is None:
-                self._provider.collective(kind, input, output, args, Deadline(None))
-            raise
-
-    def enter_plainly(self, running: RunningCall) -> bool:
-        """Compare the calls of all ranks; tell whether the engine may block in a plain one."""
-        entrance = self._entrance
-        assert entrance is not None
-        if not self.config.check:
-            return True
-        try:
-            differ = self._enter(running, is_reporting=False)
-        except (ConnectionError, TimeoutError) as error:
-            self.raise_named(running, error)
-        if differ:
-            with self._naming_failures(running):
-                raise self._settle_mismatch(running, None)
-        return not entrance.has_flying
-
-    def raise_named(self, running: RunningCall, error: ConnectionError | TimeoutError) -> NoReturn:
-        """Raise what an error of the engine means for all ranks."""
-        with self._naming_failures(running):
-            raise error
-        raise error
 
     def note_site(self, running: RunningCall) -> None:
         """Find out where a call was made that errors may have to show."""
         if running.call.site is None:
             running.call = running.call._replace(site=caller_site())
-
-    def _compares(self, call: Call) -> bool:
-        """Tell whether the calls of all ranks are compared: also without checks where they talk."""
-        if self._entrance is None or self.config.check:
-            return True
-        is_plain = call.kind <= Kind.EXSCAN and call.kind is not Kind.SCATTER
-        return not is_plain or isinstance(call.op, CustomOp)
-
-    def _run_by_provider(
-        self,
-        running: RunningCall,
-        kind: Kind,
-        input: Buffer | None,
-        output: Buffer | None,
-        args: CollectiveArgs,
-    ) -> Any:
-        """Let the provider do a collective; one in flight on any rank is polled on all of them."""
-        is_flying = running.in_background
-        is_entered = False
-        if self._entrance is not None and self._compares(running.call):
-            is_entered, is_flying = True, self._entrance.has_flying
-        if self.engine is None or not is_flying:
-            return self._provider.collective(kind, input, output, args, running.deadline)
-        request = self.engine.start(kind, input, output, args)
-        if request is NotImplemented:
-            return NotImplemented
-        if is_entered:  # all are in it: the default ends it when it cannot be of use any more
-            running.deadline = Deadline(running.deadline.seconds, self.config.late_timeout)
-        waiting: Waiting = [(_ANYBODY, request)]
-        self._link.wait(waiting, lambda _: self._check_engine(running), Deadline(None))
-        return None
-
-    def _check_engine(self, running: RunningCall) -> None:
-        """Raise if a collective of the engine cannot succeed, or its time is up."""
-        needed = self._link.needed()
-        self._check_standing(running, needed)
-        if needed and running.deadline.remaining() <= 0 and not running.deadline.is_patient:
-            last = "all ranks are in the call, and the engine has not ended it"
-            raise self._set_error(running, self._expiry(running, needed, last))
 
     def _run_by_messages(
         self,
@@ -255,17 +153,11 @@ class ProviderBackend(ThreadMessagingBackend):
             self._wait(running, waiting)
             return arrived
 
-        if self.engine is not None:
-            self.engine.is_awaited = False  # a wait for messages hears of interrupts
         plan = self._planner.plan(kind, input, output, args)
         execute_plan(plan, input, output, args.in_place, self.config, exchange)
 
     def _enter(self, running: RunningCall, *, is_reporting: bool) -> bool:
         """Wait until all ranks have come; tell whether their calls differ."""
-        if self._entrance is not None:
-            differ = self._entrance.enter(self, running, is_reporting)
-            running.hook = True
-            return differ
         entry = _ENTRY.pack(running.sequence, running.fingerprint, is_reporting)
         found = self._tell_all(running, entry, [len(entry)] * self.world_size)
         running.hook = True  # from now on nobody can say that this rank has not come
@@ -365,10 +257,7 @@ class ProviderBackend(ThreadMessagingBackend):
             time.sleep(_FIRST_LOOK)
 
     def _end_call(self, running: RunningCall) -> None:
-        """Raise what was to end the call when the others were already in it."""
-        if self._entrance is not None and (late := self._entrance.late_error) is not None:
-            self._entrance.late_error = None
-            raise late
+        pass
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -455,12 +344,10 @@ class ProviderBackend(ThreadMessagingBackend):
         whether it goes on as soon as it knows that all have come, and waits for all to say so.
         """
         nth = self._splits[members] = self._next_attempt(members)
-        propose = getattr(self._provider, "propose_split", None)
-        mine = b"" if propose is None else propose(self._link.gone())
         first, second = _split_key(nth, members), _split_key(-nth, members)
         try:
-            told = self._tell_members(
-                members, first, mine, lambda absent: self._check_split(members, absent, deadline)
+            self._tell_members(
+                members, first, b"", lambda absent: self._check_split(members, absent, deadline)
             )
         except BaseException:  # Ctrl-C too: the others wait for an answer
             self._link.tell_of_split(second, _GAVE_UP, self._others(members))
@@ -470,9 +357,7 @@ class ProviderBackend(ThreadMessagingBackend):
         self._tell_members(
             members, second, _GOES_ON, lambda absent: self._check_lost(members, absent)
         )
-        if propose is None:
-            return self._provider.split(members)
-        return cast(Engine, self._provider).split(members, told)
+        return self._provider.split(members)
 
     def _next_attempt(self, members: tuple[int, ...]) -> int:
         """Number a split among those with the same list; drop those that other members gave up."""

@@ -61,9 +61,6 @@ MESSAGE_TAG = CONTROL_TAG + 3  # point-to-point messages of users, whatever thei
 
 EAGER_NBYTES = 64 * 1024  # up to here a send does not wait for its receiver
 _ERROR, _LEFT, _SPLIT = b"E", b"L", b"S"
-# What ranks tell of the nth entry of an engine: that they are in it; that they are giving it up,
-# and then whether they stay after all or gave up.
-INSIDE, GIVING_UP, STAYS, GAVE_UP = b"I", b"W", b"Y", b"G"
 _NUMBER = struct.Struct("<Q")
 _FIRST_NAP = 2e-5  # seconds between two looks at a request that cannot wait; doubled every time
 _LAST_NAP = 1e-3
@@ -85,23 +82,14 @@ class ProviderLink:
         self.waiting_for: int | None = None
         self.sent_nbytes = self.received_nbytes = 0
         self.busy: set[int] = set()  # threads that may hold locks of the provider
-        self.staying: set[int] = (
-            set()
-        )  # threads in an entry or a split, before whose end none leaves
+        self.staying: set[int] = set()  # threads in a split, before whose end none leaves
         self._last_words = b""  # for the others, when this rank leaves
         self._parent = parent
         self._errors: list[GroupError] = []
         self._abort = b""  # why the group was aborted, for the groups split off it
         self._left: dict[int, LeaveReason] = {}
-        self._left_after: dict[int, int] = {}  # how many entries those had made who said good-bye
-        self.num_entered = 0  # how many entries of an engine this rank has made
-        self.inside: dict[int, int] = {}  # the last entry that each peer has said to be in
-        self.giving_up: dict[int, int] = {}  # the entries that peers may be about to give up
-        self.gave_up: dict[int, int] = {}  # the first entry that each rank will not go through with
         self.splits: dict[tuple[int, bytes], bytes] = {}  # what peers tell of splits, by their keys
         self._told: list[Request] = []  # control messages that may be on their way
-        self._has_message = getattr(provider, "has_message", None)
-        self._free_after = getattr(provider, "free_after", None)
         self._lock = threading.RLock()  # reentrant, as everything a finalizer may touch
         self.peers = [rank for rank in range(provider.world_size) if rank != self.rank]
 
@@ -179,8 +167,6 @@ class ProviderLink:
         """Read the control messages that have come."""
         if self._parent is not None:
             self._parent.poll()
-        if self._is_quiet():
-            return
         with self._busy(), self._lock:
             if self.has_left and not self.staying:
                 return
@@ -189,14 +175,6 @@ class ProviderLink:
                     self._hear(peer, memory)
             if self._parent is not None and self._parent._abort and not self._abort:
                 self._note_abort(self._parent._abort)
-
-    def _is_quiet(self) -> bool:
-        """Tell, with one question to an engine, that there is nothing to read."""
-        if self._has_message is None:
-            return False
-        is_told = self._parent is not None and self._parent._abort and not self._abort
-        is_deaf = self.has_left and not self.staying
-        return not is_told and (is_deaf or not self._has_message(CONTROL_TAG))
 
     def try_read(self, peer: int, tag: int) -> memoryview | None:
         """Receive the next message of a rank with this tag if there is one; else return None."""
@@ -216,51 +194,23 @@ class ProviderLink:
     def _hear(self, peer: int, memory: memoryview) -> None:
         word, body = bytes(memory[:1]), bytes(memory[1:])
         if word == _LEFT:
-            (self._left_after[peer],) = _NUMBER.unpack_from(body)
-            self._left.setdefault(peer, unpack_leave_reason(body[_NUMBER.size :]))
+            self._left.setdefault(peer, unpack_leave_reason(body))
             return
         if word == _SPLIT:
             end = _NUMBER.size + _NUMBER.unpack_from(body)[0]
             self.splits[peer, body[_NUMBER.size : end]] = body[end:]
             return
-        if word != _ERROR:
-            self._hear_of_entry(peer, word, _NUMBER.unpack(body)[0])
-            return
-        self._note_gave_up(peer, 1 + _NUMBER.unpack_from(body)[0])
-        body = body[_NUMBER.size :]
         found = unpack_group_error(body, self.members)
         if found.error is GroupAborted:
             self._note_abort(body)
         else:
             self._note(found)
 
-    def _hear_of_entry(self, peer: int, word: bytes, entry: int) -> None:
-        self.inside[peer] = max(entry, self.inside.get(peer, 0))
-        if word == GIVING_UP:
-            self.giving_up[peer] = entry
-        elif word == STAYS and self.giving_up.get(peer) == entry:
-            del self.giving_up[peer]
-        elif word == GAVE_UP:
-            self._note_gave_up(peer, entry)
-
-    def _note_gave_up(self, peer: int, entry: int) -> None:
-        self.gave_up[peer] = min(entry, self.gave_up.get(peer, entry))
-
-    def tell_of_entry(self, word: bytes, entry: int, peers: Sequence[int] | None = None) -> None:
-        """Tell some ranks, or all, something about an entry of an engine."""
-        with self._busy():
-            self._tell(word + _NUMBER.pack(entry), self.peers if peers is None else peers)
-
     def tell_of_split(self, key: bytes, mine: bytes, peers: Sequence[int]) -> Waiting:
         """Tell the other members of a split that this rank is there; return what to wait for."""
         with self._busy():
             self._tell(_SPLIT + _NUMBER.pack(len(key)) + key + mine, peers)
         return [(peer, _Meeting(self, (peer, key))) for peer in peers]
-
-    def needed(self) -> list[int]:
-        """List the peers that a rank in its last entry depends on: not those who were through."""
-        entry = self.num_entered
-        return [peer for peer in self.peers if self._left_after.get(peer, -1) < entry]
 
     def _note_abort(self, body: bytes) -> None:
         self._abort = self._abort or body
@@ -283,7 +233,7 @@ class ProviderLink:
             if found.error is GroupAborted:
                 self._abort = body
             if not self.has_left:
-                self._tell(_ERROR + _NUMBER.pack(self.num_entered) + body, self.peers)
+                self._tell(_ERROR + body, self.peers)
                 self.provider.abort(found.text)
         return found
 
@@ -314,11 +264,6 @@ class ProviderLink:
         if aborted is not None:
             raise aborted.later(self.rank)
 
-    def gone(self) -> set[int]:
-        """List the peers of which nothing is known but that they cannot be reached."""
-        told = {e.facts["rank"] for e in self._errors if e.facts.get("how") == failures.GONE.how}
-        return told | {rank for rank, reason in self._left.items() if reason == failures.GONE}
-
     def left(self, peer: int) -> LeaveReason | None:
         """Tell how a rank left; None while it is there, or nobody knows."""
         if peer not in self._left and self.provider.status(peer) == "lost":
@@ -332,8 +277,6 @@ class ProviderLink:
         A finalizer runs wherever memory runs low, also where the provider holds its locks.
         """
         dropped = failures.died("dropped its backend without close()")
-        if not getattr(self.provider, "has_threads", True):
-            return  # nobody may tell the others
         args = [dropped, Deadline(None)]
         threading.Thread(target=self.leave, args=args, daemon=True).start()
 
@@ -367,26 +310,9 @@ class ProviderLink:
         with self._busy(), self._lock:
             if not self._last_words or self.staying:
                 return
-            self._tell(_LEFT + _NUMBER.pack(self.num_entered) + self._last_words, self.peers)
+            self._tell(_LEFT + self._last_words, self.peers)
             self._last_words = b""
             self.provider.close()
-            if self._free_after is not None:
-                self._free_after(self._is_over)
-
-    def _is_over(self) -> bool:
-        """Read on after leaving: tell whether all have left, so that nothing can come any more.
-
-        Raises ConnectionError if that is never sure: the group has failed, or ranks left with an
-        exchange that others may still be in.
-        """
-        for peer in self.peers:
-            while peer not in self._left_after:
-                if (memory := self.try_read(peer, CONTROL_TAG)) is None:
-                    return False
-                self._hear(peer, memory)
-        if self._errors or any(entry != self.num_entered for entry in self._left_after.values()):
-            raise ConnectionError("something may be on its way for ever")
-        return True
 
 
 class _Meeting(NamedTuple):

@@ -54,9 +54,9 @@ _BUILT_IN = {
     "shm": _SHARED_MEMORY,
     "tcp": "ferrodist.backends.tcp:TcpBackend",
     "hybrid": "ferrodist.backends.hybrid:HybridBackend",
-    "mpi": "ferrodist.backends.mpi:MpiBackend",
-    "gloo": "ferrodist.backends.torch_engine:GlooBackend",
-    "nccl": "ferrodist.backends.torch_engine:NcclBackend",
+    "mpi": "ferrodist.backends.engines.mpi:MpiBackend",
+    "gloo": "ferrodist.backends.engines.torch:GlooBackend",
+    "nccl": "ferrodist.backends.engines.torch:NcclBackend",
 }
 _EXTRAS = {"gloo": "torch", "nccl": "torch"}  # where it is not the name of the backend
 _TORCHS = ("nccl", "gloo", "ucc")

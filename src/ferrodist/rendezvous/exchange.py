@@ -251,23 +251,32 @@ def connect_to_agent(job: Job, endpoint: Endpoint, deadline: Deadline) -> TorchS
 
 
 class MpiExchange(Exchange):
-    """The exchange through MPI itself, by mpi4py."""
+    """The exchange through MPI itself, by mpi4py: in its world, or in another communicator.
 
-    def __init__(self, job: Job, deadline: Deadline) -> None:
+    ``call`` is what every rank calls to come here.
+    """
+
+    def __init__(
+        self, job: Job, deadline: Deadline, comm: Any = None, call: str = "ferrodist.init()"
+    ) -> None:
         self._job = job
         self._deadline = deadline
         self._mpi = _import_mpi(job)
-        check_mpi_world(job, self._mpi)
+        self._call = call
+        if comm is None:
+            check_mpi_world(job, self._mpi)
+            comm = self._mpi.COMM_WORLD
+        self._comm = comm
 
     def gather(self, own: bytes) -> list[bytes]:
         job, byte = self._job, self._mpi.BYTE
         record = bytearray(_pack(own).ljust(_RECORD_NBYTES, b"\0"))
         records = bytearray(job.world_size * _RECORD_NBYTES)
-        request = self._mpi.COMM_WORLD.Iallgather([record, byte], [records, byte])
+        request = self._comm.Iallgather([record, byte], [records, byte])
         while not request.Test():
             if self._deadline.remaining() <= 0:
                 raise RendezvousError(
-                    f"not all {job.world_size} ranks of job {job.name!r} called ferrodist.init() "
+                    f"not all {job.world_size} ranks of job {job.name!r} called {self._call} "
                     f"within {self._deadline}; MPI does not say which. This is rank {job.rank}: "
                     "look at the output of the others",
                     this_rank=job.rank,

@@ -9,9 +9,12 @@ itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ferrodist import _native
 from ferrodist.backends.running_call import CollectiveArgs
@@ -56,7 +59,7 @@ _REDUCED = {
     DType.COMPLEX64: MPI.C_FLOAT_COMPLEX,
     DType.COMPLEX128: MPI.C_DOUBLE_COMPLEX,
 }
-AUTOMATIC = _REDUCED.keys() - {DType.BOOL}
+_AUTOMATIC = _REDUCED.keys() - {DType.BOOL}
 """The dtypes of which mpi4py itself knows what they are called in MPI."""
 
 _INTEGER_OPS = {
@@ -87,7 +90,7 @@ _FLOAT_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM, ReduceOp.PROD: MPI.
 _COMPLEX_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM}
 
 
-class EngineCall(NamedTuple):
+class Plan(NamedTuple):
     """Methods of a communicator with their arguments, and what to do when all are done."""
 
     parts: list[tuple[str, tuple[Any, ...]]]
@@ -115,22 +118,22 @@ def find_op(kind: Kind, dtype: DType, op: ReduceOp | None, in_order: bool, world
 
 def does(kind: Kind, dtype: DType, args: CollectiveArgs, world: int) -> bool:
     """Tell whether MPI does a collective as we promise, at any size that it can take at once."""
+    if args.algorithm is not None:
+        return False
     if not kind.is_reduction:
         return True
     return find_op(kind, dtype, args.op, args.in_order, world) is not None
 
 
-def make_call(
+def plan_call(
     kind: Kind,
     input: Buffer | None,
     output: Buffer | None,
     args: CollectiveArgs,
     rank: int,
     world: int,
-) -> EngineCall | None:
+) -> Plan | None:
     """Say how MPI does a collective; None if a schedule has to. All ranks come to one answer."""
-    if kind is Kind.BARRIER:
-        return EngineCall([("Barrier", ())])
     sample = input if input is not None else output
     assert sample is not None, "every rank has a buffer"
     if not does(kind, sample.dtype, args, world):
@@ -141,6 +144,29 @@ def make_call(
     return _elementwise(kind, input, output, args, op, rank, world)
 
 
+def bind(
+    kind: Kind, dtype: DType, shape: tuple[int, ...], args: CollectiveArgs, rank: int, world: int
+) -> Callable[[Any, Any, bool], Plan] | None:
+    """Say how MPI does a common collective on NumPy arrays ``(x, out, in_place)``, else None."""
+    if math.prod(shape) > LARGEST_COUNT or dtype not in _AUTOMATIC or args.op is ReduceOp.MEAN:
+        return None
+    if kind is Kind.ALLREDUCE:
+        op = find_op(kind, dtype, args.op, args.in_order, world)
+        return lambda x, out, in_place: Plan(
+            [("Iallreduce", (MPI.IN_PLACE if in_place else x, out, op))]
+        )
+    if kind is not Kind.BROADCAST:
+        return None
+    if rank != args.root:
+        return lambda x, out, in_place: Plan([("Ibcast", (out, args.root))])
+
+    def send(x: Any, out: Any, in_place: bool) -> Plan:
+        copy = None if in_place else partial(np.copyto, out, x)
+        return Plan([("Ibcast", (x, args.root))], copy)
+
+    return send
+
+
 def _elementwise(
     kind: Kind,
     input: Buffer | None,
@@ -149,7 +175,7 @@ def _elementwise(
     op: Any,
     rank: int,
     world: int,
-) -> EngineCall:
+) -> Plan:
     """Cut an array into calls that fit; they are independent of each other."""
     if kind is Kind.EXSCAN and output is None:  # MPI may use it all the same
         assert input is not None
@@ -162,7 +188,7 @@ def _elementwise(
         if is_root and not args.in_place:
             finish = partial(_copy, output, input)
         pieces = sends if is_root else receives
-        return EngineCall([("Bcast", (piece, args.root)) for piece in pieces], finish)
+        return Plan([("Ibcast", (piece, args.root)) for piece in pieces], finish)
     if args.in_place and output is not None and kind is not Kind.EXSCAN:
         sends = [MPI.IN_PLACE] * len(receives)
     elif args.in_place:
@@ -170,12 +196,12 @@ def _elementwise(
     if kind is Kind.REDUCE:
         root = args.root
         if rank != root:
-            return EngineCall([("Reduce", (one, None, op, root)) for one in sends])
+            return Plan([("Ireduce", (one, None, op, root)) for one in sends])
         pairs = zip(sends, receives, strict=True)
-        return EngineCall([("Reduce", (a, b, op, root)) for a, b in pairs], finish)
-    name = {Kind.ALLREDUCE: "Allreduce", Kind.SCAN: "Scan", Kind.EXSCAN: "Exscan"}[kind]
+        return Plan([("Ireduce", (a, b, op, root)) for a, b in pairs], finish)
+    name = {Kind.ALLREDUCE: "Iallreduce", Kind.SCAN: "Iscan", Kind.EXSCAN: "Iexscan"}[kind]
     pairs = zip(sends, receives, strict=True)
-    return EngineCall([(name, (a, b, op)) for a, b in pairs], finish)
+    return Plan([(name, (a, b, op)) for a, b in pairs], finish)
 
 
 def _by_rank(
@@ -186,35 +212,35 @@ def _by_rank(
     op: Any,
     rank: int,
     world: int,
-) -> EngineCall | None:
+) -> Plan | None:
     """Make the one call of a collective whose array has a block for each rank."""
     counts = args.counts
     if _total(kind, input, output, counts, world) > LARGEST_COUNT:
         return None
     if args.in_place and kind is Kind.ALL_GATHER and counts is None:
-        return EngineCall([("Allgather", (MPI.IN_PLACE, _spec(output, kind)))])
+        return Plan([("Iallgather", (MPI.IN_PLACE, _spec(output, kind)))])
     if args.in_place and input is not None:
         input = input.copy()
     sent, got = _spec(input, kind), _spec(output, kind)
     if kind is Kind.REDUCE_SCATTER:
         finish = _mean(args, output, world)
         if counts is None:
-            return EngineCall([("Reduce_scatter_block", (sent, got, op))], finish)
-        return EngineCall([("Reduce_scatter", (sent, got, list(counts), op))], finish)
+            return Plan([("Ireduce_scatter_block", (sent, got, op))], finish)
+        return Plan([("Ireduce_scatter", (sent, got, list(counts), op))], finish)
     v = "" if counts is None else "v"
     if kind is Kind.ALL_TO_ALL:
         if counts is not None:
             rows: Any = counts
             sent = _with_counts(sent, rows[rank])
             got = _with_counts(got, [row[rank] for row in rows])
-        return EngineCall([(f"Alltoall{v}", (sent, got))])
+        return Plan([(f"Ialltoall{v}", (sent, got))])
     if kind is Kind.ALL_GATHER:
-        return EngineCall([(f"Allgather{v}", (sent, _with_counts(got, counts)))])
+        return Plan([(f"Iallgather{v}", (sent, _with_counts(got, counts)))])
     if kind is Kind.GATHER:
         received = _with_counts(got, counts) if rank == args.root else None
-        return EngineCall([(f"Gather{v}", (sent, received, args.root))])
+        return Plan([(f"Igather{v}", (sent, received, args.root))])
     given = _with_counts(sent, counts) if rank == args.root else None
-    return EngineCall([(f"Scatter{v}", (given, got, args.root))])
+    return Plan([(f"Iscatter{v}", (given, got, args.root))])
 
 
 def _total(kind: Kind, input: Buffer | None, output: Buffer | None, counts: Any, world: int) -> int:

@@ -10,6 +10,8 @@ Tensors that come here are contiguous: of strided ones Gloo reads other memory (
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ import torch as torch
 import torch.distributed
 
 from ferrodist import _native
+from ferrodist.backends.engines.engine import EngineFailure
 from ferrodist.backends.running_call import CollectiveArgs
 from ferrodist.buffer import Buffer, DeviceBuffer, DType
 from ferrodist.call import Kind
@@ -106,11 +109,44 @@ def find_reduction(
     return Reduction(known[dtype], _SUMS.get(op, _Op.SUM))
 
 
-class EngineCall(NamedTuple):
-    """A call that was started: the Work of torch, and what is left to do after it."""
+@dataclass(slots=True, eq=False)
+class Started:
+    """A collective that torch has started: its Work, and what is left to do after it."""
 
     work: Any  # None if there is nothing to wait for
-    finish: Callable[[], object] | None = None
+    then: Callable[[], object] | None = None
+    device_stream: AbstractContextManager[Any] | None = None  # which waits, not the program
+    hang_up: Callable[[], None] | None = None  # ends all calls of a group that is ferrodist's own
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for some seconds; tell whether it is done."""
+        if self.work is None:
+            return True
+        try:
+            if self.device_stream is None:
+                self.work.wait(timedelta(seconds=seconds))
+            else:
+                with self.device_stream:
+                    self.work.wait()
+        except RuntimeError:  # time is up, or it has failed: torch has no narrower class
+            if not self.work.is_completed():
+                return False
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise EngineFailure(str(error)) from error
+        return True
+
+    def finish(self) -> None:
+        """Do what is left when it is done."""
+        if self.then is not None:
+            with self.device_stream or nullcontext():
+                self.then()
+
+    def abandon(self) -> None:
+        """Give it up; torch would else wait for it at the end of the program."""
+        if self.hang_up is not None:
+            self.hang_up()
 
 
 class Caller:
@@ -119,9 +155,11 @@ class Caller:
     ``on_device`` means NCCL, whose tensors are on GPUs.
     """
 
-    def __init__(self, process_group: Any, rank: int, world: int, *, on_device: bool) -> None:
+    def __init__(
+        self, process_group: Any, rank: int, world: int, *, on_device: bool, is_own: bool = True
+    ) -> None:
         self.group, self._rank, self._world = process_group, rank, world
-        self._on_device = on_device
+        self._on_device, self.is_own = on_device, is_own
 
     def does(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> bool:
         """Tell whether the engine meets our guarantees; the answer is the same on all ranks."""
@@ -133,13 +171,13 @@ class Caller:
 
     def bind(
         self, kind: Kind, dtype: DType, shape: tuple[int, ...], args: CollectiveArgs
-    ) -> Callable[[Any, Any, bool], EngineCall]:
+    ) -> Callable[[Any, Any, bool], Started]:
         """Return a function that starts this collective on NumPy arrays."""
         how = self._find(kind, dtype, args)
         seen = np.dtype("uint8" if how is None else str(how.dtype).removeprefix("torch."))
         in_place_args = args._replace(in_place=True)
 
-        def start(x: Any, out: Any, in_place: bool) -> EngineCall:
+        def start(x: Any, out: Any, in_place: bool) -> Started:
             given = _tensor_of(x, seen)
             if in_place:
                 return self._start(kind, dtype, given, given, how, in_place_args)
@@ -147,20 +185,27 @@ class Caller:
 
         return start
 
-    def start(
+    def prepare(
         self, kind: Kind, input: Buffer | None, output: Buffer | None, args: CollectiveArgs
-    ) -> EngineCall:
-        """Start a collective for which ``does`` is true."""
+    ) -> Callable[[], Started] | None:
+        """Return what starts a collective on buffers; None if schedules do it."""
         sample = input if input is not None else output
         assert sample is not None, "every rank has a buffer"
+        if not self.does(kind, sample.dtype, args):
+            return None
         if not sample.count and args.counts is None:
-            return EngineCall(None)
+            return lambda: Started(None)
         if args.counts is not None:
             args = args._replace(counts=_nbytes(args.counts, sample.dtype.itemsize))
         how = self._find(kind, sample.dtype, args)
         seen = torch.uint8 if how is None else how.dtype
-        given, result = _flat(input, seen), _flat(output, seen)
-        return self._start(kind, sample.dtype, given, result, how, args)
+        stream = getattr(sample, "stream", None)
+
+        def start() -> Started:
+            given, result = _flat(input, seen), _flat(output, seen)
+            return self._start(kind, sample.dtype, given, result, how, args, stream)
+
+        return start
 
     def _find(self, kind: Kind, dtype: DType, args: CollectiveArgs) -> Reduction | None:
         if kind not in _REDUCTIONS:
@@ -175,37 +220,56 @@ class Caller:
         result: Any,
         how: Reduction | None,
         args: CollectiveArgs,
-    ) -> EngineCall:
-        started = _METHODS[kind](self, given, result, how, args)
-        if args.op is not ReduceOp.MEAN or result is None:
-            return started
-        return EngineCall(started.work, partial(self._make_mean, started.finish, dtype, result))
+        stream: Any = None,
+    ) -> Started:
+        current = nullcontext() if stream is None else torch.cuda.stream(stream)
+        with current:
+            try:
+                started = _METHODS[kind](self, given, result, how, args)
+            except RuntimeError as error:  # torch has no narrower class
+                raise EngineFailure(str(error)) from error
+        if args.op is ReduceOp.MEAN and result is not None:
+            started.then = partial(self._make_mean, started.then, dtype, result)
+        if self._on_device:
+            started.device_stream = current
+        elif self.is_own:
+            started.hang_up = self.hang_up
+        return started
+
+    def hang_up(self) -> None:
+        """Close the connections of a Gloo group, so that all that waits in it ends.
+
+        Gloo has no call for that, but a receive that times out does it.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self._world):
+            if peer != self._rank:  # one whose process is gone raises at once, and closes nothing
+                with suppress(RuntimeError):
+                    self.group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
 
     # -- reductions -----------------------------------------------------------------------------
 
-    def _allreduce(self, given: Any, result: Any, how: Any, args: CollectiveArgs) -> EngineCall:
+    def _allreduce(self, given: Any, result: Any, how: Any, args: CollectiveArgs) -> Started:
         if not args.in_place:
             result.copy_(given)
-        return EngineCall(self.group.allreduce([result], _options("Allreduce", reduceOp=how.op)))
+        return Started(self.group.allreduce([result], _options("Allreduce", reduceOp=how.op)))
 
-    def _reduce(self, given: Any, result: Any, how: Any, args: CollectiveArgs) -> EngineCall:
+    def _reduce(self, given: Any, result: Any, how: Any, args: CollectiveArgs) -> Started:
         if result is None or not args.in_place:
             # Where there is no result, partial ones would be left in what was given.
             result = given.clone() if result is None else result.copy_(given)
         options = _options("Reduce", reduceOp=how.op, rootRank=args.root)
-        return EngineCall(self.group.reduce([result], options))
+        return Started(self.group.reduce([result], options))
 
-    def _reduce_scatter(
-        self, given: Any, result: Any, how: Any, args: CollectiveArgs
-    ) -> EngineCall:
+    def _reduce_scatter(self, given: Any, result: Any, how: Any, args: CollectiveArgs) -> Started:
         if self._on_device:
             given = given.clone() if args.in_place else given
             options = _options("ReduceScatter", reduceOp=how.op)
-            return EngineCall(self.group._reduce_scatter_base(result, given, options))
+            return Started(self.group._reduce_scatter_base(result, given, options))
         # Gloo's own is this, and cannot be polled.
         whole = given.clone()
         work = self.group.allreduce([whole], _options("Allreduce", reduceOp=how.op))
-        return EngineCall(work, partial(_copy_part, result, whole, self._rank))
+        return Started(work, partial(_copy_part, result, whole, self._rank))
 
     def _make_mean(self, finish: Callable[[], object] | None, dtype: DType, result: Any) -> None:
         """Divide the sum: exactly, also where torch would multiply with the reciprocal."""
@@ -219,32 +283,32 @@ class Caller:
 
     # -- moves ----------------------------------------------------------------------------------
 
-    def _broadcast(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
+    def _broadcast(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> Started:
         options = _options("Broadcast", rootRank=args.root)
         if self._rank != args.root or args.in_place:
-            return EngineCall(self.group.broadcast([result], options))
+            return Started(self.group.broadcast([result], options))
         work = self.group.broadcast([given], options)
         result.copy_(given)
-        return EngineCall(work)
+        return Started(work)
 
-    def _all_gather(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
+    def _all_gather(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> Started:
         given = given.clone() if args.in_place else given
-        return EngineCall(self.group._allgather_base(result, given, _options("Allgather")))
+        return Started(self.group._allgather_base(result, given, _options("Allgather")))
 
-    def _gather(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
+    def _gather(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> Started:
         given = given.clone() if args.in_place else given
         parts = [] if result is None else [list(result.chunk(self._world))]
-        return EngineCall(self.group.gather(parts, [given], _options("Gather", rootRank=args.root)))
+        return Started(self.group.gather(parts, [given], _options("Gather", rootRank=args.root)))
 
-    def _scatter(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
+    def _scatter(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> Started:
         parts = []
         if self._rank == args.root:
             given = given.clone() if args.in_place else given
             parts = [list(given.chunk(self._world))]
         options = _options("Scatter", rootRank=args.root)
-        return EngineCall(self.group.scatter([result], parts, options))
+        return Started(self.group.scatter([result], parts, options))
 
-    def _all_to_all(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> EngineCall:
+    def _all_to_all(self, given: Any, result: Any, how: None, args: CollectiveArgs) -> Started:
         given = given.clone() if args.in_place else given
         sent: list[int] = []
         received: list[int] = []
@@ -253,10 +317,10 @@ class Caller:
             sent = list(rows[self._rank])
             received = [row[self._rank] for row in rows]
         work = self.group.alltoall_base(result, given, received, sent, _options("AllToAll"))
-        return EngineCall(work)
+        return Started(work)
 
 
-_METHODS: dict[Kind, Callable[..., EngineCall]] = {
+_METHODS: dict[Kind, Callable[..., Started]] = {
     Kind.ALLREDUCE: Caller._allreduce,
     Kind.REDUCE: Caller._reduce,
     Kind.REDUCE_SCATTER: Caller._reduce_scatter,
