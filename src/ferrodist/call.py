@@ -80,6 +80,28 @@ class Kind(enum.IntEnum):
         """True where the array is made of one block per rank, whatever the algorithm."""
         return Kind.ALL_GATHER <= self <= Kind.ALL_TO_ALL
 
+    # How long the arrays of a collective are, the whole or one rank's block, and who has them.
+
+    @property
+    def input_is_block(self) -> bool:
+        """True where a rank passes its block of the whole that the call makes."""
+        return self in (Kind.ALL_GATHER, Kind.GATHER)
+
+    @property
+    def result_is_block(self) -> bool:
+        """True where a rank gets its block of the whole that is passed."""
+        return self in (Kind.SCATTER, Kind.REDUCE_SCATTER)
+
+    def has_input(self, rank: int, root: int) -> bool:
+        """Tell whether a rank passes an array."""
+        return self is not Kind.BARRIER and (self is not Kind.SCATTER or rank == root)
+
+    def has_result(self, rank: int, root: int) -> bool:
+        """Tell whether a rank gets an array."""
+        if self is Kind.EXSCAN:
+            return rank > 0
+        return self is not Kind.BARRIER and (self not in (Kind.REDUCE, Kind.GATHER) or rank == root)
+
 
 _LABELS = tuple(kind.name.lower() for kind in Kind)
 

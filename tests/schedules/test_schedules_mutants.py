@@ -34,7 +34,6 @@ from ferrodist.schedules import (
     scratch,
     verify,
 )
-from ferrodist.schedules.steps import ROOTED
 from test_schedules_executor import Plan, executed, plan_of
 
 
@@ -239,7 +238,7 @@ def judge_all(worlds: list[int], most: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     for schedule in BUILT_IN:
         for world in worlds:
-            for root in {0, world - 1} if schedule.kind in ROOTED else {0}:
+            for root in {0, world - 1} if schedule.kind.is_rooted else {0}:
                 counts += judge(schedule, world, root, most, seed=7)
     return counts
 
@@ -290,7 +289,7 @@ def test_swapped_operands_of_a_hub_are_accepted_but_not_in_order() -> None:
 
 def test_no_confirmation_of_a_rooted_call_may_be_left_out() -> None:
     for schedule in BUILT_IN:
-        if schedule.kind in ROOTED and schedule.name in ("star", "tree"):
+        if schedule.kind.is_rooted and schedule.name in ("star", "tree"):
             for world in (2, 3, 6):
                 plan = plan_of(schedule, world)
                 for mutant in plans_without_one_message(plan):

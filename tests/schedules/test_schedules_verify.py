@@ -30,7 +30,6 @@ from ferrodist.schedules import (
     traits,
     verify,
 )
-from ferrodist.schedules.steps import ROOTED
 
 SOME_WORLDS = [*range(1, 10), 16, 17]
 MANY_WORLDS = [*range(10, 34), 63, 64, 65]
@@ -42,7 +41,7 @@ each_schedule = pytest.mark.parametrize(
 
 
 def roots(schedule: Schedule, world: int) -> list[int]:
-    return sorted({0, world * 2 // 3}) if schedule.kind in ROOTED else [0]
+    return sorted({0, world * 2 // 3}) if schedule.kind.is_rooted else [0]
 
 
 def check(schedule: Schedule, worlds: Iterable[int]) -> None:
@@ -77,7 +76,7 @@ def test_schedule_is_proved_in_all_worlds(schedule: Schedule) -> None:
 
 @each_schedule
 def test_schedule_works_for_every_root(schedule: Schedule) -> None:
-    for world in (2, 5, 8) if schedule.kind in ROOTED else ():
+    for world in (2, 5, 8) if schedule.kind.is_rooted else ():
         for root in range(world):
             verify(schedule, world, root)
 

@@ -236,15 +236,10 @@ def lengths_of(
         return Lengths(0)
     if counts is not None:
         return _uneven_lengths(kind, rank, counts)
-    if kind in (Kind.ALL_GATHER, Kind.GATHER):
-        assert input is not None
-        return Lengths(input.count * world)
-    if kind is Kind.SCATTER:
-        assert output is not None
-        return Lengths(output.count * world)
-    array = input if input is not None else output
+    array = output if kind.result_is_block or input is None else input
     assert array is not None
-    return Lengths(array.count)
+    is_block = kind.input_is_block or kind.result_is_block
+    return Lengths(array.count * world if is_block else array.count)
 
 
 def _uneven_lengths(kind: Kind, rank: int, counts: Counts) -> Lengths:

@@ -226,24 +226,13 @@ class HybridBackend(TcpBackend):
     ) -> _native.Program:
         """Write the program of a call on one array of ``nbytes``; in scatter that is one part."""
         described = self._describe(kind, dtype, op, root, nbytes, in_place)
-        count, is_root = described[2].count, self.rank == root
-        part = count // self.world_size
-        num_input = {
-            Kind.BROADCAST: count if is_root else None,
-            Kind.ALL_GATHER: part,
-            Kind.GATHER: part,
-            Kind.SCATTER: count if is_root else None,
-            Kind.BARRIER: None,
-        }.get(kind, count)
-        num_output = {
-            Kind.REDUCE: count if is_root else None,
-            Kind.GATHER: count if is_root else None,
-            Kind.SCATTER: part,
-            Kind.REDUCE_SCATTER: part,
-            Kind.BARRIER: None,
-            Kind.EXSCAN: count if self.rank > 0 else None,
-        }.get(kind, count)
-        return self._program(*described, num_input, num_output)
+        whole, place = described[2].count, (self.rank, root)
+        part = whole // self.world_size
+        takes_none = kind is Kind.BROADCAST and self.rank != root
+        has_input = kind.has_input(*place) and not takes_none
+        num_input = (part if kind.input_is_block else whole) if has_input else None
+        num_output = part if kind.result_is_block else whole
+        return self._program(*described, num_input, num_output if kind.has_result(*place) else None)
 
     def _program(
         self,

@@ -128,7 +128,7 @@ class TcpBackend(ProcessMessagingBackend):
     def _describe(
         self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int, in_place: bool
     ) -> tuple[Kind, DType, Lengths, CollectiveArgs]:
-        is_part = kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER)
+        is_part = kind.input_is_block or kind is Kind.SCATTER
         count = nbytes // dtype.itemsize * (self.world_size if is_part else 1)
         its_op = op if kind.is_reduction else None
         args = CollectiveArgs(its_op, root, in_order=self.reproducible, in_place=in_place)

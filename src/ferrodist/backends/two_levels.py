@@ -165,8 +165,7 @@ class Builder:
         in_place: bool = False,
     ) -> None:
         """Do a collective of the ranks of this host; ``root`` is a rank among them."""
-        is_cut = kind in (Kind.SCATTER, Kind.REDUCE_SCATTER)
-        sized = target if is_cut else source or target
+        sized = target if kind.result_is_block else source or target
         self.program.add_intra_node(
             kind,
             sized.dtype if sized is not None and kind.is_reduction else DType.UINT8,

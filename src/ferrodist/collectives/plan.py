@@ -222,9 +222,7 @@ def _take_on_device(
 
 
 def _has_result(request: Request) -> bool:
-    if request.kind is Kind.EXSCAN:
-        return request.backend.rank > 0
-    return request.kind not in (Kind.REDUCE, Kind.GATHER) or request.is_root
+    return request.kind.has_result(request.backend.rank, request.root or 0)
 
 
 def _outs(request: Request, out: Any, paths: list[str]) -> list[Any]:
@@ -304,9 +302,9 @@ def take_out(
 def result_shape(request: Request, taken: InputArray, path: str = "") -> tuple[int, ...]:
     """Apply the shape rule of the kind; raise where an array cannot be cut among the ranks."""
     shape, world = taken.buffer.shape, request.backend.world_size
-    if request.kind in (Kind.ALL_GATHER, Kind.GATHER):
+    if request.kind.input_is_block:
         return (world * shape[0], *shape[1:]) if shape else (world,)
-    if request.kind in (Kind.REDUCE_SCATTER, Kind.SCATTER, Kind.ALL_TO_ALL):
+    if request.kind.result_is_block or request.kind is Kind.ALL_TO_ALL:
         part = _cut(request, shape, f"x{path}")
         return shape if request.kind is Kind.ALL_TO_ALL else part
     return shape

@@ -170,12 +170,6 @@ PARTIAL = {"in_order": False, "partials": True, "alias_safe": True}
 
 # -- which cells a rank has, and which of them are equally large: the table above as code ----------
 
-INPUT_IS_ONE_BLOCK = (Kind.ALL_GATHER, Kind.GATHER)
-RESULT_IS_ONE_BLOCK = (Kind.SCATTER, Kind.REDUCE_SCATTER)
-_INPUT_ON_ROOT_ONLY = (Kind.SCATTER,)
-_RESULT_ON_ROOT_ONLY = (Kind.REDUCE, Kind.GATHER)
-ROOTED = (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
-
 
 @dataclass(frozen=True, slots=True)
 class Cells:
@@ -209,19 +203,17 @@ class Cells:
 
     def inputs(self, rank: int) -> range:
         """Return the chunks of ``mine``."""
-        if self.kind in _INPUT_ON_ROOT_ONLY and rank != self.root:
+        if not self.kind.has_input(rank, self.root):
             return range(0)
-        if self.kind in INPUT_IS_ONE_BLOCK:
+        if self.kind.input_is_block:
             return range(rank, rank + 1)
         return range(self.num_chunks)
 
     def results(self, rank: int) -> range:
         """Return the chunks of ``out``."""
-        if self.kind in _RESULT_ON_ROOT_ONLY and rank != self.root:
+        if not self.kind.has_result(rank, self.root):
             return range(0)
-        if self.kind is Kind.EXSCAN and rank == 0:
-            return range(0)
-        if self.kind in RESULT_IS_ONE_BLOCK:
+        if self.kind.result_is_block:
             return range(rank, rank + 1)
         return range(self.num_chunks)
 

@@ -27,8 +27,6 @@ from typing import NamedTuple
 from ferrodist.call import Kind
 from ferrodist.errors import InvalidArgument
 from ferrodist.schedules.steps import (
-    INPUT_IS_ONE_BLOCK,
-    RESULT_IS_ONE_BLOCK,
     Cell,
     Copy,
     Reduce,
@@ -285,7 +283,7 @@ def _by_rank(table: Table, lengths: Lengths) -> SpanOf:
 
 def _is_alone(kind: Kind, space: Space) -> bool:
     """Tell whether the rank's array is this block and no other."""
-    return kind in (INPUT_IS_ONE_BLOCK if space is Space.MINE else RESULT_IS_ONE_BLOCK)
+    return kind.input_is_block if space is Space.MINE else kind.result_is_block
 
 
 def _by_pair(table: Table, lengths: Lengths) -> SpanOf:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 _MOST_BOUND = 1024  # calls that are remembered
 _IN_PLACE = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.SCAN)
-_ROW_KINDS = (Kind.ALL_GATHER, Kind.GATHER)
-_CUT_KINDS = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 
 
 class BoundCall(NamedTuple):
@@ -138,7 +136,7 @@ def _bind(backend: EngineBackend, kind: Kind, op: Any, root: Any, x: Any) -> Bou
     call = Call(
         kind, (Leaf("", dtype, x.shape),), op=args.op, root=root if kind.is_rooted else None
     )
-    has_result = kind not in (Kind.REDUCE, Kind.GATHER) or root == backend.rank
+    has_result = kind.has_result(backend.rank, args.root)
     fingerprint = call.fingerprint(checks_site=backend.config.check_sites)
     return BoundCall(kind, call, fingerprint, shape if has_result else None, run)
 
@@ -147,9 +145,10 @@ def _result_shape(kind: Kind, shape: tuple[int, ...], world: int) -> tuple[int, 
     """Apply the shape rule of a kind; None for kinds and shapes of the general path."""
     if kind in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.SCAN):
         return shape
-    if kind in _ROW_KINDS:
+    if kind.input_is_block:
         return (world * shape[0], *shape[1:]) if shape else (world,)
-    if kind in _CUT_KINDS and shape and shape[0] % world == 0:
+    is_cut = kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+    if is_cut and shape and shape[0] % world == 0:
         first = shape[0] if kind is Kind.ALL_TO_ALL else shape[0] // world
         return (first, *shape[1:])
     return None

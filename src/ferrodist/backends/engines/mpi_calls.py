@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ferrodist import _native
+from ferrodist.backends.executor import lengths_of
 from ferrodist.backends.running_call import CollectiveArgs
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Kind
@@ -248,11 +249,7 @@ def _total(kind: Kind, input: Buffer | None, output: Buffer | None, counts: Any,
     if counts is not None:
         rows = counts if kind is Kind.ALL_TO_ALL else [counts]
         return sum(map(sum, rows))
-    if kind is Kind.SCATTER:
-        assert output is not None
-        return output.count * world
-    assert input is not None
-    return input.count * (world if kind in (Kind.ALL_GATHER, Kind.GATHER) else 1)
+    return lengths_of(kind, 0, world, input, output, None).count
 
 
 def _type(buffer: Buffer, kind: Kind) -> Any:
