@@ -29,7 +29,7 @@ using net::Plan;
 // -- meshes ----------------------------------------------------------------------------------------
 
 std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::tuple<int, nb::bytes, int>>& links, double heartbeat,
-                               double heartbeat_timeout, std::uint64_t piece_nbytes) {
+                               double heartbeat_timeout, std::uint64_t piece_nbytes, bool is_of_thread) {
     std::vector<net::LinkSpec> specs;
     for (const auto& [socket, key, watch] : links) {
         const Bytes session = bytes_of(key);
@@ -40,7 +40,9 @@ std::shared_ptr<Mesh> new_mesh(int rank, const std::vector<std::tuple<int, nb::b
     }
     require(rank >= 0 && static_cast<std::size_t>(rank) < specs.size(), "no such rank");
     require(piece_nbytes > 0, "a piece has at least one byte");
-    return std::make_shared<Mesh>(rank, specs, net::MeshOptions{to_ns(heartbeat), to_ns(heartbeat_timeout), piece_nbytes});
+    net::MeshOptions options{to_ns(heartbeat), to_ns(heartbeat_timeout), piece_nbytes};
+    options.is_of_thread = is_of_thread;
+    return std::make_shared<Mesh>(rank, specs, options);
 }
 
 TcpGroup* first_group(const std::shared_ptr<Mesh>& mesh) {
@@ -125,7 +127,8 @@ std::pair<CallStatus, nb::list> exchange_descriptors(TcpGroup& self, std::uint64
 
 void add_mesh(nb::module_& module) {
     nb::class_<Mesh>(module, "Mesh", "A process's connections to all other ranks.")
-        .def(nb::new_(&new_mesh), "rank"_a, "links"_a, "heartbeat"_a, "heartbeat_timeout"_a, "piece_nbytes"_a)
+        .def(nb::new_(&new_mesh), "rank"_a, "links"_a, "heartbeat"_a, "heartbeat_timeout"_a, "piece_nbytes"_a,
+             "is_of_thread"_a = false)
         .def("first_group", &first_group, nb::rv_policy::take_ownership, "Make the group of all.")
         .def("report", [](Mesh& self, std::string text) {
             without_gil([&] { self.report(std::move(text)); });

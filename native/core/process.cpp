@@ -17,13 +17,20 @@ std::atomic<std::uint32_t> generation{0};
 
 const int is_noted = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1, std::memory_order_relaxed); });
 
-// Since when each thread is held; 0 is a free place. Those beyond so many do not count.
+// Since when a thread is held, and whose it is; 0 is a free place.
+struct Place {
+    std::atomic<std::int64_t> since{0};
+    std::atomic<const void*> owner{nullptr};
+};
+
+// Threads beyond so many do not count.
 struct Board {
     const Birth birth;
-    std::array<std::atomic<std::int64_t>, 256> since{};
+    std::array<Place, 256> places{};
 };
 
 thread_local bool is_exempt = false;
+thread_local const void* owner_of_thread = nullptr;
 
 }  // namespace
 
@@ -71,25 +78,32 @@ std::vector<std::uint64_t> Completions::take(std::uint64_t listener) {
 
 void HeldThread::exempt_this_thread() { is_exempt = true; }
 
+void HeldThread::set_owner(const void* owner) { owner_of_thread = owner; }
+
 void HeldThread::begin() {
     if (is_exempt) {
         return;
     }
     const std::int64_t now = now_ns();
-    for (std::atomic<std::int64_t>& place : of_process<Board>().since) {
+    for (Place& place : of_process<Board>().places) {
         std::int64_t free = 0;
-        // Relaxed: a place holds nothing but itself. Pairs with longest_hold_ns.
-        if (place.compare_exchange_strong(free, now, std::memory_order_relaxed)) {
-            since_ = &place;
+        // Relaxed: a hint, which is right a moment later. Pairs with longest_hold_ns.
+        if (place.since.compare_exchange_strong(free, now, std::memory_order_relaxed)) {
+            place.owner.store(owner_of_thread, std::memory_order_relaxed);
+            since_ = &place.since;
             return;
         }
     }
 }
 
-std::int64_t longest_hold_ns() {
+std::int64_t longest_hold_ns(const void* owner) {
     std::int64_t first = 0;
-    for (const std::atomic<std::int64_t>& place : of_process<Board>().since) {
-        const std::int64_t since = place.load(std::memory_order_relaxed);  // pairs with begin and let_go
+    for (const Place& place : of_process<Board>().places) {
+        // Both pair with begin, and the latter with let_go.
+        if (owner != nullptr && place.owner.load(std::memory_order_relaxed) != owner) {
+            continue;
+        }
+        const std::int64_t since = place.since.load(std::memory_order_relaxed);
         first = since != 0 && (first == 0 || since < first) ? since : first;
     }
     return first == 0 ? 0 : std::max<std::int64_t>(now_ns() - first, 1);

@@ -107,6 +107,8 @@ public:
 
     // The calling thread makes progress for others: nothing that it waits for counts.
     static void exempt_this_thread();
+    // Whose the calling thread is from now on, where the ranks of a process are threads; null: the process's.
+    static void set_owner(const void* owner);
 
 private:
     void begin();
@@ -114,8 +116,8 @@ private:
     std::atomic<std::int64_t>* since_ = nullptr;
 };
 
-// How long that thread of this process has been held in one call that has been held for longest; 0: none is. It is
-// what other ranks know of this one, in all its groups, before they give up a call that it has not come to.
-std::int64_t longest_hold_ns();
+// How long that thread of an owner (null: of the process) has been held in one call that has been held for longest; 0:
+// none is. It is what other ranks know of this one, in all its groups, before they give up a call that it has not come to.
+std::int64_t longest_hold_ns(const void* owner = nullptr);
 
 }  // namespace ferrodist::core

@@ -314,7 +314,7 @@ void Mesh::beat() {
         return;
     }
     next_beat_ns_ = now + options_.heartbeat_ns;
-    const std::int64_t held_ns = core::longest_hold_ns();
+    const std::int64_t held_ns = core::longest_hold_ns(owner());
     for (int peer = 0; peer < size(); ++peer) {
         std::uint64_t& before = sent_at_last_beat_[static_cast<std::size_t>(peer)];
         std::int64_t& told = told_held_ns_[static_cast<std::size_t>(peer)];

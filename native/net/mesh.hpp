@@ -44,6 +44,7 @@ struct MeshOptions {
     // How long a rank may take to say whether it has entered a call, before the others are asked to refuse it. Its own
     // thread answers: it takes so long only if its process is stopped, or its host is out of reach.
     std::int64_t answer_ns = 500'000'000;
+    bool is_of_thread = false;  // its rank is a thread: others of the process are other ranks, and waits never spin
 };
 
 // Ranks on their way to be a group, as far as this process has heard.
@@ -72,7 +73,9 @@ public:
     const MeshOptions& options() const { return options_; }
     // How far ahead of their receiver the pieces of one group may be.
     std::uint64_t window_nbytes() const { return std::max<std::uint64_t>(8 << 20, 4 * options_.piece_nbytes); }
-    core::Spins* spins() { return &spins_; }
+    core::Spins* spins() { return options_.is_of_thread ? core::no_spins : &spins_; }
+    // Whose the threads are that wait in its calls.
+    const void* owner() const { return options_.is_of_thread ? this : nullptr; }
 
     // Whether this process is a forked child of the one whose mesh this is.
     bool is_of_ancestor() const { return birth_.is_of_ancestor(); }

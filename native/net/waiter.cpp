@@ -18,6 +18,7 @@ Waiter::Waiter(Mesh& mesh, Lock& lock, const WaitOptions& options)
     : mesh_(mesh), lock_(lock), options_(options) {
     ++mesh_.num_callers_;
     ++mesh_.num_calls_;
+    core::HeldThread::set_owner(mesh_.owner());
     const std::int64_t now = core::now_ns();
     next_poll_ns_ = now + core::longest_sleep_ns;
 }

@@ -563,6 +563,7 @@ class Mesh:
         heartbeat: float,
         heartbeat_timeout: float,
         piece_nbytes: int,
+        is_of_thread: bool = False,
     ) -> None: ...
     def first_group(self) -> TcpGroup:
         """Make the group of all."""

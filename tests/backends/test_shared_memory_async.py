@@ -264,7 +264,9 @@ def test_the_thread_of_calls_sleeps_while_calls_are_waited_for(start_job):
         x = np.full(3, backend.rank)
         for _ in range(2000):  # it starts, and sees that it is not needed
             ferrodist.allreduce(x, backend, async_op=True).wait()
-        [thread] = progress_threads()
+        while not (found := progress_threads()):  # a new thread has its name when it first runs
+            time.sleep(0.001)
+        [thread] = found
         wakes, start = num_sleeps(thread), time.perf_counter()
         for _ in range(20_000):
             ferrodist.allreduce(x, backend, async_op=True).wait()

@@ -35,11 +35,11 @@ def start_of_chunk(rank: int) -> int:
 
 
 def stop_when_it_reduces(backend: Any, out: Any) -> None:
-    """Let this process stop itself as soon as it has begun to write the results of its chunk."""
-    first = start_of_chunk(backend.rank)
+    """Let this process stop itself when it has written a part of the results of its chunk."""
+    first, last = start_of_chunk(backend.rank), start_of_chunk(backend.rank + 1) - 1
 
     def watch() -> None:
-        while out[first] == 0:
+        while out[first] == 0 or out[last] != 0:
             pass
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -54,14 +54,19 @@ def shared_arrays(backend: Any) -> tuple[Any, Any]:
 
 
 def lose_rank_1_inside(backend: Any, pipe: Any) -> tuple[Any, BaseException | None]:
-    """Make an allreduce on shared arrays, inside which rank 1 stops."""
+    """Make allreduces on shared arrays, inside one of which rank 1 stops.
+
+    On a busy machine the thread that stops it may not run during the first ones.
+    """
     x, out = shared_arrays(backend)
     ferrodist.barrier(backend)
     pipe.send("ready")
     if backend.rank == 1:
         stop_when_it_reduces(backend, out)
     try:
-        ferrodist.allreduce(x, backend, out=out)
+        for _ in range(100):
+            ferrodist.allreduce(x, backend, out=out)
+            out[:] = 0
     except ferrodist.DistributedError as error:
         return out, error
     return out, None

@@ -314,12 +314,18 @@ def test_abort_reaches_every_rank_with_who_and_why():
 
 
 def test_a_keyboard_interrupt_inside_a_call_aborts_the_others(monkeypatch):
+    interrupted = threading.Event()
+
     def body(backend):
-        if backend.rank == 1:
-            monkeypatch.setattr(backend._transport, "recv", interrupt)
+        if backend.rank == 1:  # as a signal handler would, which waits look for
+            monkeypatch.setattr(backend, "look_in_wait", interrupt)
+        else:
+            assert interrupted.wait(20)
+        ferrodist.barrier(backend)  # of which rank 1 may have done its part
         ferrodist.barrier(backend)
 
     def interrupt(*args):
+        interrupted.set()
         raise KeyboardInterrupt
 
     with pytest.raises(BaseExceptionGroup) as caught:
@@ -350,10 +356,12 @@ def test_the_slow_rank_can_be_named_by_the_statistics():
             ferrodist.barrier(backend)
         return backend.statistics()
 
-    for statistics in run_ranks(4, body):
-        assert statistics.slowest == 2
-        assert statistics.lateness[2] > 0.02
-        assert statistics.collectives == 20
+    found = run_ranks(4, body)
+    assert (
+        found[0].slowest == 2
+    )  # a rank knows for whom it has waited itself: the others for rank 0
+    assert found[0].lateness[2] > 0.02
+    assert [statistics.collectives for statistics in found] == [20] * 4
 
 
 def test_statistics_count_bytes():
@@ -362,8 +370,11 @@ def test_statistics_count_bytes():
         return backend.statistics()
 
     hub, spoke, _ = run_ranks(3, body)
-    assert (hub.sent_nbytes, hub.received_nbytes) == (1600, 1600)
-    assert (spoke.sent_nbytes, spoke.received_nbytes) == (800, 800)
+    headers = 10 * 72  # of the frames that carry the data, and of some that do not
+    for nbytes in (hub.sent_nbytes, hub.received_nbytes):
+        assert 1600 < nbytes < 1600 + 2 * headers
+    for nbytes in (spoke.sent_nbytes, spoke.received_nbytes):
+        assert 800 < nbytes < 800 + headers
 
 
 def test_a_closed_backend_says_so():

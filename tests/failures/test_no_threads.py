@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import ferrodist
 from ferrodist import CollectiveMismatch, DistributedError, GroupAborted, SizeMismatch
 
 
@@ -85,19 +84,6 @@ def test_calls_in_flight_are_refused_where_only_callbacks_have_a_thread(start):
         (_, *others), (found, *own) = job.results()
     assert found == [*CALLS]
     assert own == others == [0, 2, 2]
-
-
-def test_threads_that_are_ranks_are_refused_in_the_same_words(monkeypatch):
-    def no_thread(thread):
-        raise RuntimeError("can't start new thread")
-
-    backend = ferrodist.SimulatedBackend.create_group(1)[0]
-    with monkeypatch.context() as patch:
-        patch.setattr("ferrodist.backends.progress.ProgressThread.start", no_thread)
-        with pytest.raises(DistributedError, match="no thread can be started for calls in flight"):
-            backend.allreduce(1, async_op=True)
-    assert backend.allreduce(1, async_op=True).wait() == 1
-    backend.close()
 
 
 def test_ranks_that_are_in_different_calls_end_with_an_error_and_not_in_recursion(start_job):

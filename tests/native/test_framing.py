@@ -2,6 +2,7 @@
 
 import math
 import struct
+from typing import NamedTuple
 
 import pytest
 from hypothesis import example, given
@@ -9,16 +10,44 @@ from hypothesis import strategies as st
 
 from ferrodist import _native
 from ferrodist.backends.framing import (
-    Frame,
     FrameError,
-    decode,
-    encode,
     pack_array_form,
     pack_array_header,
     unpack_message,
     unpack_shape,
 )
 from ferrodist.buffer import ARRAY_DTYPES, MAX_AXES, ArrayKind, DType
+
+
+class Frame(NamedTuple):
+    """A frame that carries a piece."""
+
+    group: int
+    sequence: int
+    fingerprint: int
+    payload: bytes | memoryview
+    tag: int = 0
+
+
+KEY = bytes(32)
+
+
+def encode(frame: Frame, source: int, number: int) -> bytearray:
+    group, sequence, fingerprint, payload, tag = frame
+    return _native.encode_frame(1, group, sequence, fingerprint, tag, payload, KEY, source, number)
+
+
+def decode(data: bytes | bytearray, source: int, number: int) -> Frame:
+    try:
+        kind, group, sequence, fingerprint, tag, payload = _native.decode_frame(
+            data, KEY, source, number, len(data)
+        )
+    except ValueError as error:
+        raise FrameError(str(error)) from None
+    if kind != 1:
+        raise FrameError(f"a frame of kind {kind}, not 1")
+    return Frame(group, sequence, fingerprint, payload, tag)
+
 
 BITS_32, BITS_64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 FRAMES = st.builds(Frame, BITS_64, BITS_64, BITS_64, st.binary(max_size=100), BITS_32)

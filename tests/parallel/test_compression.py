@@ -325,7 +325,7 @@ def cost_of(hook: Hook) -> tuple[int, int]:
 def test_16bit_halves_the_bytes(dtype):
     nbytes, calls = cost_of(Compress(dtype))
     full, _ = cost_of(allreduce_bucket)
-    tail = 2 * 2 * 3 * 4  # from and to the other rank: two leaves and the weight in float32
+    tail = 0.01 * full  # headers, and the weight in float32
     assert full / 2 - tail <= nbytes <= full / 2 + tail
     assert calls == 1
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -108,9 +109,12 @@ def test_a_launcher_says_which_rank_of_which_job(launched):
 
 
 def test_what_a_rank_starts_inherits_neither_the_secret_nor_the_ends(launched):
+    secret = int(os.environ["FERRODIST_SECRET_FD"])
+    before = os.fstat(secret)
     ferrodist.init()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(int(os.environ["FERRODIST_SECRET_FD"]))
+    with suppress(OSError):  # the number may be that of another file by now
+        after = os.fstat(secret)
+        assert (after.st_dev, after.st_ino) != (before.st_dev, before.st_ino)
     assert not os.get_inheritable(launched.status_board.file)
 
 
@@ -335,15 +339,8 @@ def test_the_error_of_a_work_nobody_asked_for_is_one_line_at_the_end():
 def test_a_call_in_flight_does_not_hold_up_the_end_for_long():
     code, output, errors = run_program(
         """
-        from ferrodist.backends.running_call import Prepared
-        from ferrodist.call import Call, Kind
-        from ferrodist.deadline import Deadline
-        class Hangs(Prepared):
-            def run(self, running):
-                threading.Event().wait()
-            def finish(self):
-                pass
-        backend._start(Hangs(Call(Kind.BARRIER), Deadline(None)))
+        group = SimulatedBackend.create_group(2)  # of which rank 1 never calls
+        group[0].allreduce(1, async_op=True, timeout=None)
         """
     )
     assert (code, output, errors) == (0, "end\n", "")

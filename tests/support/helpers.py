@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,14 @@ class Gate:
             assert self._changed.wait_for(lambda: self._next >= number, timeout=20)
             self._next = max(self._next, number + 1)
             self._changed.notify_all()
+
+
+def await_until(is_true: Callable[[], bool], seconds: float = 20) -> None:
+    """Look again and again until something is so."""
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, f"still not so after {seconds:g} s"
+        time.sleep(0.005)
 
 
 def round_trip(x: Any) -> Any:

@@ -1,59 +1,16 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Frames as bytes, for links between threads, and the header of a point-to-point message.
-
-``native/net/frame.hpp`` says what a frame looks like; here its fields get their names. Links that
-are made up have no handshake, and so a key that everybody knows: what it proves is that the bytes
-are those that were sent.
-"""
+"""The header of a point-to-point message: what it holds, as bytes."""
 
 from __future__ import annotations
 
 import math
 import struct
-from typing import NamedTuple
 
-from ferrodist import _native
 from ferrodist.buffer import ARRAY_DTYPES, MAX_AXES, ArrayKind, DType
-
-POINT_TO_POINT = 0  # the sequence number of messages that belong to no collective
-
-_KEY = bytes(32)
-_DATA = 1  # the kind of a frame that carries a piece, in frame.hpp
-
-
-class Frame(NamedTuple):
-    """One message: which call it belongs to, and its bytes."""
-
-    group: int
-    sequence: int
-    fingerprint: int
-    payload: memoryview | bytes
-    tag: int = 0
 
 
 class FrameError(ValueError):
-    """These bytes are not a frame; the transport says whose they were."""
-
-
-def encode(frame: Frame, source: int, number: int) -> bytearray:
-    """Lay a frame out as bytes; ``number`` counts those of its link from 1."""
-    group, sequence, fingerprint, payload, tag = frame
-    return _native.encode_frame(
-        _DATA, group, sequence, fingerprint, tag, payload, _KEY, source, number
-    )
-
-
-def decode(data: bytes | bytearray, source: int, number: int) -> Frame:
-    """Read a frame back; raise FrameError unless every field is as it must be."""
-    try:
-        kind, group, sequence, fingerprint, tag, payload = _native.decode_frame(
-            data, _KEY, source, number, len(data)
-        )
-    except ValueError as error:
-        raise FrameError(str(error)) from None
-    if kind != _DATA:
-        raise FrameError(f"a frame of kind {kind}, not {_DATA}")
-    return Frame(group, sequence, fingerprint, payload, tag)
+    """These bytes are no message; the transport says whose they were."""
 
 
 # A point-to-point message begins with what it holds: B dtype, B number of axes, Q length of each,

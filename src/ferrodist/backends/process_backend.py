@@ -326,9 +326,13 @@ class ProcessBackend(MessagingBackend):
 
     def refuse_if_aborted(self) -> None:
         """Raise the final group error unless it is a loss: those left may go on."""
-        final = self.error_of(None)
+        final = self._end_of_group()
         if final is not None and final.error is not RankLost:
             raise final.later(self.rank)
+
+    def _end_of_group(self) -> GroupError | None:
+        """Return the abort of the group, also one after a loss, or else what ended it."""
+        return self.error_of(0) or self.error_of(None)
 
     def expiry(
         self,
@@ -540,7 +544,7 @@ class ProcessBackend(MessagingBackend):
         if code == StatusCode.INTERRUPTED and status.error is not None:
             return status.error
         if code == StatusCode.GROUP_ERROR:
-            final = self.error_of(None)
+            final = self._end_of_group()
             assert final is not None
             return final.later(self.rank)
         if code == StatusCode.LATE:

@@ -42,7 +42,7 @@ from ferrodist.rendezvous import Job
 from ferrodist.rendezvous.mesh import MeshPeer, address_among, join_mesh
 from ferrodist.schedules import Lengths, LinkModel
 
-_LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and reduced
+LONGEST_PIECE = 1 << 19  # fits the cache of a core, where it is hashed and reduced
 _NO_MEMORY = "no memory"  # how native code begins to say so
 
 
@@ -76,7 +76,7 @@ class TcpBackend(ProcessMessagingBackend):
     def join(cls, job: Job, *, config: Config | None = None) -> Self:
         """Connect to all other ranks of a job; every rank calls it."""
         config = Config.from_environment() if config is None else config
-        config = replace(config, message_nbytes=min(config.message_nbytes, _LONGEST_PIECE))
+        config = replace(config, message_nbytes=min(config.message_nbytes, LONGEST_PIECE))
         mesh_peers = join_mesh(job, config)
         mesh = _native.Mesh(
             job.rank,

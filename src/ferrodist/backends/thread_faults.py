@@ -1,239 +1,205 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Faults on the links between threads, decided by a seed and by nothing else.
+"""Faults on the links between thread ranks: what comes over the wire, and nothing else.
 
-What happens to a message is a function of (seed, sender, receiver, message number), so the log of a
-link is the same for one seed whatever the threads do. Frames pass through the real wire layout
-here.
+Every direction of a link leads through a thread, which reads the headers of frames and counts
+those that carry data, the pieces of collectives and the beginnings of messages: how many there are
+depends on the program alone, while heartbeats and credits depend on time. So one seed is one log.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
+import socket
+import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
 from ferrodist import _native
-from ferrodist.backends.framing import Frame, FrameError, decode, encode
 from ferrodist.errors import InvalidArgument, InvalidRank
 
-if TYPE_CHECKING:
-    from ferrodist.backends.thread_links import ProgressHook, SendRequest, Switch
-
-_LONGEST_SLEEP = 0.2  # so that Ctrl-C is noticed in a frozen rank too
-_REORDER_SECONDS = 0.005  # long enough for the messages behind it to overtake
-
-
-class Fate(NamedTuple):
-    """What happens to one message."""
-
-    drop: bool = False
-    corrupt: bool = False
-    duplicate: bool = False
-    reorder: bool = False
-    delay: float = 0.0
-
-    def __str__(self) -> str:
-        words = [
-            name for name in ("drop", "corrupt", "duplicate", "reorder") if getattr(self, name)
-        ]
-        if self.delay:
-            words.append(f"delay {self.delay * 1e3:.2f} ms")
-        return ", ".join(words) or "deliver"
+Link = tuple[int, int]
+"""Sender and receiver."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults to inject into a simulated world: a probability per message, ranks to kill or freeze.
+    """Faults to inject into the links of thread ranks; see ``testing.run_ranks``.
 
-    ``kill={1: 5}`` lets rank 1 die when it is about to send its fifth message; ``freeze`` stops it
-    there. ``log[sender, receiver]`` lists what happened to each message of a link, in order.
+    Every data frame is delayed by ``delay`` seconds and up to ``jitter`` more. ``flip={(0, 1): 3}``
+    inverts a bit of the third data frame from rank 0 to rank 1, ``cut={(0, 1): 3}`` ends that link
+    there, in both directions. ``freeze={1: 5}`` lets nothing more through from or to rank 1 once it
+    sends its fifth data frame, ``kill={1: 5}`` lets rank 1 die there. Which bit, and how long a
+    jitter is, depends on ``seed``, link and frame alone. ``log`` lists what was done, by link; of
+    kills and freezes, the link is that of a rank with itself.
     """
 
     seed: int = 0
     delay: float = 0.0
-    duplicate: float = 0.0
-    reorder: float = 0.0
-    drop: float = 0.0
-    corrupt: float = 0.0
-    max_delay: float = 0.005
-    kill: Mapping[int, int] = field(default_factory=dict)
+    jitter: float = 0.0
+    flip: Mapping[Link, int] = field(default_factory=dict)
+    cut: Mapping[Link, int] = field(default_factory=dict)
     freeze: Mapping[int, int] = field(default_factory=dict)
-    log: dict[tuple[int, int], list[str]] = field(default_factory=dict, compare=False)
+    kill: Mapping[int, int] = field(default_factory=dict)
+    log: dict[Link, list[str]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("delay", "duplicate", "reorder", "drop", "corrupt"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidArgument(f"{name}={getattr(self, name)!r}: expected a probability")
-        for name in ("kill", "freeze"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise InvalidArgument(f"{name} must map a rank to one of its messages, as {{1: 5}}")
+        for name in ("delay", "jitter"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InvalidArgument(f"{name}={getattr(self, name)!r}: expected seconds >= 0")
+        for name, example in (("flip", "{(0, 1): 5}"), ("cut", "{(0, 1): 5}")):
+            if not _counts_frames(getattr(self, name), _is_link):
+                raise InvalidArgument(
+                    f"{name} must map a link to one of its data frames: {example}"
+                )
+        for name in ("freeze", "kill"):
+            if not _counts_frames(getattr(self, name), lambda rank: isinstance(rank, int)):
+                raise InvalidArgument(f"{name} must map a rank to one of its data frames: {{1: 5}}")
 
     def check_world(self, size: int) -> None:
-        """Raise if a rank to kill or freeze does not exist."""
-        for rank in (*self.kill, *self.freeze):
+        """Raise if a rank that is named does not exist."""
+        of_links = itertools.chain(*self.flip, *self.cut)
+        for rank in itertools.chain(self.freeze, self.kill, of_links):
             if rank not in range(size):
                 raise InvalidRank(f"faults: rank {rank} is not in a world of {size}", rank=rank)
 
-    def fate(self, sender: int, receiver: int, number: int) -> Fate:
-        """Decide what happens to a message; pure."""
+    def lag(self, link: Link, number: int) -> float:
+        """Choose the seconds by which a data frame is late; pure."""
+        chance = _native.fingerprint([self.seed, *link, number]) / 2**64
+        return self.delay + self.jitter * chance
 
-        def chance(salt: int) -> float:
-            return _native.fingerprint([self.seed, sender, receiver, number, salt]) / 2**64
-
-        return Fate(
-            drop=chance(0) < self.drop,
-            corrupt=chance(1) < self.corrupt,
-            duplicate=chance(2) < self.duplicate,
-            reorder=chance(3) < self.reorder,
-            delay=chance(5) * self.max_delay if chance(4) < self.delay else 0.0,
-        )
+    def flipped_bit(self, link: Link, number: int, num_bits: int) -> int:
+        """Choose the bit that is inverted; pure."""
+        return _native.fingerprint([self.seed, *link, number, num_bits]) % num_bits
 
 
-class _HeldFrame(NamedTuple):
-    """An encoded frame on its way; ``request`` is set for point-to-point messages."""
+def _is_link(link: Any) -> bool:
+    is_pair = isinstance(link, tuple) and len(link) == 2
+    return is_pair and all(isinstance(rank, int) for rank in link)
 
-    source: int
-    target: int
-    number: int
-    data: bytearray
-    request: SendRequest | None
+
+def _counts_frames(numbers: Any, is_key: Any) -> bool:
+    return isinstance(numbers, Mapping) and all(
+        is_key(key) and isinstance(number, int) and number >= 1 for key, number in numbers.items()
+    )
+
+
+_HEADER_NBYTES = 72
+_KIND, _LENGTH = struct.Struct("<5xB"), struct.Struct("<48xQ")  # as in native/net/frame.hpp
+_OF_DATA = (1, 3, 4)  # a piece of a collective, a whole message, the beginning of a large one
 
 
 class FaultyLinks:
-    """Carries items between mailboxes as the faults say, and puts each link back in order."""
+    """The links of a world, each with a thread that carries the frames of one direction.
 
-    def __init__(self, faults: Faults, switch: Switch) -> None:
-        faults.check_world(switch.size)
-        self._faults = faults
-        self._switch = switch
-        self._sent_by: defaultdict[int, int] = defaultdict(int)
-        self._pending: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self._early: defaultdict[tuple[int, int], dict[int, _HeldFrame]] = defaultdict(dict)
-        self._deliverer = _Deliverer(self._arrive)
+    ``ends`` are the ranks' own ends, by rank and peer, and are replaced: what a rank sends comes
+    here first. ``ended`` gets the ranks that are killed, and how.
+    """
 
-    def close(self) -> None:
-        """End the deliverer thread; what it still carries is lost."""
-        self._deliverer.close()
-
-    def is_pending(self, source: int, target: int) -> bool:
-        """Tell whether the deliverer still carries something on this link."""
-        return self._pending[source, target] > 0
-
-    def carry(
-        self, source: int, target: int, item: Frame | SendRequest, hook: ProgressHook
+    def __init__(
+        self, faults: Faults, ends: dict[Link, socket.socket], ended: dict[int, str]
     ) -> None:
-        self._strike_sender(source, hook)
-        switch = self._switch
-        with switch.lock:
-            switch.sent[source][target] += 1
-            number = switch.sent[source][target]
-            fate = self._faults.fate(source, target, number)
-            self._faults.log.setdefault((source, target), []).append(str(fate))
-            if not fate.drop:
-                self._dispatch(_pack(source, target, number, item), fate)
+        self._faults = faults
+        self._ended = ended
+        self._num_sent: defaultdict[int, int] = defaultdict(int)  # data frames, by rank
+        self._silent: set[Link] = set()  # which let nothing through any more
+        self._near: dict[Link, socket.socket] = {}  # the ends here, by the rank and its peer
+        self._num_open: dict[frozenset[int], int] = {}  # directions that are still read
+        self._lock = threading.Lock()
+        for rank, peer in list(ends):
+            ends[rank, peer].close()
+            ends[rank, peer], self._near[rank, peer] = socket.socketpair()
+            self._num_open[frozenset((rank, peer))] = 2
+        for link in ends:
+            name = f"ferrodist faults {link[0]} to {link[1]}"
+            threading.Thread(target=self._carry, args=(link,), name=name, daemon=True).start()
 
-    def _strike_sender(self, source: int, hook: ProgressHook) -> None:
-        with self._switch.lock:
-            self._sent_by[source] += 1
-            number = self._sent_by[source]
-        if self._faults.kill.get(source) == number:
-            self._switch.on_kill(source, f"killed by an injected fault at its message {number}")
-        if number >= self._faults.freeze.get(source, number + 1):
-            changed = self._switch.mailboxes[source].changed
-            with self._switch.lock:
-                while True:  # left only by the error that poll() raises
-                    changed.wait(min(hook.poll(source), _LONGEST_SLEEP))
+    def _carry(self, link: Link) -> None:
+        """Carry the frames of one direction, until the sender ends it."""
+        source, sink = self._near[link], self._near[link[::-1]]
+        number = 0
+        with suppress(OSError):  # one of the two is gone
+            while (frame := _read_frame(source)) is not None:
+                if _KIND.unpack_from(frame)[0] in _OF_DATA:
+                    number += 1
+                    self._strike(link, number, frame)
+                if link not in self._silent:
+                    sink.sendall(frame)
+        if link not in self._silent:
+            with suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
+        self._close(link)
 
-    def _dispatch(self, held: _HeldFrame, fate: Fate) -> None:
-        if fate.corrupt:
-            place = _native.fingerprint([self._faults.seed, held.number]) % (8 * len(held.data))
-            held.data[place // 8] ^= 1 << place % 8
-        seconds = fate.delay or (_REORDER_SECONDS if fate.reorder else 0.0)
-        for copy in range(1 + fate.duplicate):
-            self._pending[held.source, held.target] += 1
-            if seconds and copy == 0:
-                self._deliverer.take(held, seconds)
-            else:
-                self._arrive_locked(held)
-
-    def _arrive(self, held: _HeldFrame) -> None:
-        with self._switch.lock:
-            self._arrive_locked(held)
-            self._switch.wake_all()  # a wait may have been kept up by what was pending
-
-    def _arrive_locked(self, held: _HeldFrame) -> None:
-        link = held.source, held.target
-        self._pending[link] -= 1
-        early = self._early[link]
-        early[held.number] = held
-        while (number := self._switch.received[held.source][held.target] + 1) in early:
-            if not self._deliver(early.pop(number)):
+    def _strike(self, link: Link, number: int, frame: bytearray) -> None:
+        """Do to a data frame, or to its link, what the faults say."""
+        faults, sender = self._faults, link[0]
+        with self._lock:
+            if link in self._silent:
                 return
-        for number in [
-            number for number in early if number <= self._switch.received[link[0]][link[1]]
-        ]:
-            del early[number]  # a copy of what was delivered before
+            self._num_sent[sender] += 1
+            sent = self._num_sent[sender]
+            if faults.kill.get(sender) == sent:
+                self._ended[sender] = f"was killed by an injected fault at its message {sent}"
+                self._end_rank(sender, f"{sent}: kill")
+            elif faults.freeze.get(sender) == sent:
+                self._silence(self._links_of(sender))
+                self._note((sender, sender), f"{sent}: freeze")
+            elif faults.cut.get(link) == number:
+                self._note(link, f"{number}: cut")
+                self._cut([link])
+            if link in self._silent:
+                return
+        if faults.flip.get(link) == number:
+            bit = faults.flipped_bit(link, number, 8 * len(frame))
+            frame[bit // 8] ^= 1 << bit % 8
+            self._note(link, f"{number}: flip bit {bit}")
+        if lag := faults.lag(link, number):
+            self._note(link, f"{number}: delay {lag * 1e3:.3f} ms")
+            time.sleep(lag)
 
-    def _deliver(self, held: _HeldFrame) -> bool:
-        try:
-            frame = decode(held.data, held.source, held.number)
-        except FrameError as error:
-            self._switch.damage(held.source, held.target, f"message {held.number}: {error}")
-            return False
-        if held.request is not None:
-            held.request.frame = frame
-        self._switch.deliver(held.source, held.target, held.request or frame)
-        return True
+    def _end_rank(self, rank: int, what: str) -> None:
+        self._note((rank, rank), what)
+        self._cut(self._links_of(rank))
+
+    def _links_of(self, rank: int) -> list[Link]:
+        return [link for link in self._near if rank in link]
+
+    def _silence(self, links: list[Link]) -> None:
+        for link in links:
+            self._silent |= {link, link[::-1]}
+
+    def _cut(self, links: list[Link]) -> None:
+        """End links; the ranks at both ends find that the other one is gone."""
+        self._silence(links)
+        for link in links:
+            for end in (self._near[link], self._near[link[::-1]]):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _note(self, link: Link, what: str) -> None:
+        self._faults.log.setdefault(link, []).append(what)
+
+    def _close(self, link: Link) -> None:
+        """Close the files of a link when neither direction is read any more."""
+        with self._lock:
+            self._num_open[frozenset(link)] -= 1
+            if not self._num_open[frozenset(link)]:
+                for end in (self._near[link], self._near[link[::-1]]):
+                    end.close()
 
 
-def _pack(source: int, target: int, number: int, item: Frame | SendRequest) -> _HeldFrame:
-    if isinstance(item, Frame):
-        return _HeldFrame(source, target, number, encode(item, source, number), None)
-    return _HeldFrame(source, target, number, encode(item.frame, source, number), item)
-
-
-class _Deliverer:
-    """One thread that hands held frames over when their time has come."""
-
-    def __init__(self, arrive: Callable[[_HeldFrame], None]) -> None:
-        self._arrive = arrive
-        self._changed = threading.Condition()
-        self._bag: list[tuple[float, int, _HeldFrame]] = []
-        self._order = itertools.count()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-
-    def take(self, held: _HeldFrame, seconds: float) -> None:
-        with self._changed:
-            heapq.heappush(self._bag, (time.monotonic() + seconds, next(self._order), held))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="ferrodist-deliverer", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while (held := self._next()) is not None:
-            self._arrive(held)
-
-    def _next(self) -> _HeldFrame | None:
-        with self._changed:
-            while not self._is_closed:
-                if not self._bag:
-                    self._changed.wait()
-                elif (seconds := self._bag[0][0] - time.monotonic()) > 0:
-                    self._changed.wait(seconds)
-                else:
-                    return heapq.heappop(self._bag)[2]
-            return None
+def _read_frame(source: socket.socket) -> bytearray | None:
+    """Wait for the next frame; None if there is none."""
+    header = source.recv(_HEADER_NBYTES, socket.MSG_WAITALL)
+    if len(header) < _HEADER_NBYTES:
+        return None
+    frame = bytearray(_HEADER_NBYTES + _LENGTH.unpack_from(header)[0])
+    frame[:_HEADER_NBYTES] = header
+    rest = memoryview(frame)[_HEADER_NBYTES:]
+    if rest and source.recv_into(rest, len(rest), socket.MSG_WAITALL) < len(rest):
+        return None
+    return frame

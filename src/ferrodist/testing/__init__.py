@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.thread_faults import Fate, Faults
+from ferrodist.backends.thread_faults import Faults
 from ferrodist.testing.links import LinkFaults
 from ferrodist.testing.proxy import FaultProxy
 from ferrodist.testing.ranks import run_ranks, run_torch_ranks
@@ -32,7 +32,6 @@ __all__ = [
     "run_torch_ranks",
     # faults
     "Faults",
-    "Fate",
     "FaultProxy",
     "LinkFaults",
     # the backend contract
