@@ -158,6 +158,12 @@ def start_gloo_job(nursery: Nursery) -> Callable[..., Job]:
     return job_starter(nursery, "gloo")
 
 
+@pytest.fixture(scope="session")
+def start_linked_job(nursery: Nursery) -> Callable[..., Job]:
+    """Give what starts jobs on links of others: ``start_linked_job("sockets", world, fn, ...)``."""
+    return lambda name, *args, **environment: job_starter(nursery, name)(*args, **environment)
+
+
 @pytest.fixture(params=["shared_memory", "tcp", "hybrid"])
 def backend_name(request: pytest.FixtureRequest) -> str:
     """Name each backend whose ranks are processes in turn."""

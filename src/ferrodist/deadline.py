@@ -42,11 +42,6 @@ class Deadline:
             return self
         return Deadline(self.seconds, self.late_seconds or None)
 
-    def shorten(self, seconds: float | None) -> None:
-        """Give up in so many seconds at the latest."""
-        if seconds and seconds < self.remaining():
-            self.seconds, self.end, self.late_seconds = seconds, time.monotonic() + seconds, 0.0
-
     @property
     def is_patient(self) -> bool:
         """Whether a call may go on after ``end``, for ranks that are alive."""

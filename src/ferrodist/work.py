@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,15 +28,9 @@ class Work(Future[T]):
     def __init__(
         self,
         describe: str = "work",
-        thread: threading.Thread | None = None,
-        holding: Callable[[], AbstractContextManager[None]] = nullcontext,
-        cancel: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         self.describe = describe
-        self._thread = thread  # the one that will finish it
-        self._holding = holding  # shows others that it is waited for
-        self._withdraw = cancel  # takes it back, if that is possible at all
         self.is_asked = False  # whether the result was asked for, so that no error is lost
 
     def cancel(self) -> bool:
@@ -46,12 +39,7 @@ class Work(Future[T]):
         A cancelled receive has consumed no message and raises CancelledError. Other calls cannot
         be cancelled: the other ranks depend on them.
         """
-        if self._withdraw is None or self.done() or not self._withdraw():
-            return self.cancelled()
-        self.is_asked = True
-        super().cancel()
-        self.set_running_or_notify_cancel()
-        return True
+        return self.cancelled()
 
     def wait(self, timeout: float | timedelta | None = None) -> T:
         """Wait for the result and return it; raise the call's error if it failed.
@@ -62,19 +50,17 @@ class Work(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Do the same as ``wait``, with ``timeout`` in seconds."""
-        self._ask()
+        self.is_asked = True
         try:
-            with nullcontext() if self.done() else self._holding():
-                return super().result(timeout)
+            return super().result(timeout)
         except TimeoutError as error:
             raise self._explain(error, timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the call and return its error, None if it succeeded."""
-        self._ask()
+        self.is_asked = True
         try:
-            with nullcontext() if self.done() else self._holding():
-                return super().exception(timeout)
+            return super().exception(timeout)
         except TimeoutError as error:
             raise self._explain(error, timeout) from None
 
@@ -96,13 +82,6 @@ class Work(Future[T]):
         if self.done():
             return error
         return TimeoutError(f"{self.describe} is still in flight after {timeout:g} s")
-
-    def _ask(self) -> None:
-        self.is_asked = True
-        if self._thread is threading.current_thread() and not self.done():
-            raise InvalidArgument(
-                f"{self.describe}: a callback cannot wait for a call that its own thread has to do"
-            )
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio  # only programs that await pay for it

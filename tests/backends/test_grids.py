@@ -26,7 +26,7 @@ from ferrodist import (
     TcpBackend,
     UnsupportedOp,
 )
-from ferrodist.backends.provider_backend import ProviderBackend
+from ferrodist.backends.linked import LinkedBackend
 from ferrodist.testing import contract_cases, run_contract, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -65,7 +65,7 @@ def test_a_grid_is_a_backend_of_its_groups_class():
 
 
 @pytest.mark.parametrize(
-    "kind", [SimulatedBackend, SharedMemoryBackend, TcpBackend, HybridBackend, ProviderBackend]
+    "kind", [SimulatedBackend, SharedMemoryBackend, TcpBackend, HybridBackend, LinkedBackend]
 )
 def test_a_grid_hides_nothing_of_its_groups_class(kind):
     """Not its attributes either, which only an instance has."""

@@ -286,21 +286,22 @@ def test_a_list_that_makes_no_group_is_refused(ranks, error):
 
 
 def test_split_names_the_members_that_do_not_come():
-    done = threading.Barrier(4)
+    both, done = threading.Barrier(2), threading.Barrier(4)
 
     def body(backend):
         try:
             if backend.rank in (0, 2):
-                backend.split([2, 3, 0, 1], timeout=0.2)
+                both.wait(20)
+                backend.split([2, 3, 0, 1], timeout=0.5)
         finally:
             done.wait(20)
 
     errors = errors_by_rank(4, body)
     assert isinstance(errors[0], (CollectiveTimeout, GroupAborted))
     timeouts = [error for error in errors if isinstance(error, CollectiveTimeout)]
-    assert timeouts
-    assert timeouts[0].missing == [3, 1]
-    assert "ranks 1, 3 did not call it within 0.2 s" in str(timeouts[0])
+    first = min(timeouts, key=lambda error: len(error.missing))  # the second may miss the first too
+    assert first.missing == [3, 1]
+    assert "ranks 1, 3 did not call it within 0.5 s" in str(first)
 
 
 def test_split_notices_a_member_that_is_gone():
@@ -615,7 +616,7 @@ def test_a_callback_that_fails_or_takes_long_does_not_hold_up_the_calls_behind_i
         return total
 
     assert run_ranks(2, body) == [20, 20]
-    assert "a callback of a Work failed" in caplog.text
+    await_until(lambda: "a callback of a Work failed" in caplog.text)
 
 
 def test_wait_of_zero_asks_without_waiting():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -92,13 +93,16 @@ def check_uniform(by_rank: list[list[Outcome]]) -> int:
     return num_done
 
 
-@pytest.fixture(params=["simulated", "shared_memory", "tcp", "hybrid"])
+@pytest.fixture(params=["simulated", "shared_memory", "tcp", "hybrid", "sockets"])
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """Give what runs a function on all ranks of a backend and returns their results."""
     if request.param == "simulated":
         return lambda fn: run_ranks(WORLD, lambda backend: fn(backend), timeout=100)
     names = {"shared_memory": "start_job", "tcp": "start_tcp_job", "hybrid": "start_hybrid_job"}
-    start = request.getfixturevalue(names[request.param])
+    if request.param in names:
+        start = request.getfixturevalue(names[request.param])
+    else:
+        start = functools.partial(request.getfixturevalue("start_linked_job"), request.param)
 
     def run_job(fn: Callable[[Any], Any]) -> list[Any]:
         world = "0011" if request.param == "hybrid" else WORLD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import os
 import random
@@ -473,6 +474,7 @@ def test_waiting_for_bytes_that_do_not_come_says_how_many_came():
 
 
 def open_files() -> set[str]:
+    gc.collect()  # what earlier tests have left
     return {f"{name} {os.readlink(f'/proc/self/fd/{name}')}" for name in listed_files()}
 
 

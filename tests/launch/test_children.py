@@ -222,6 +222,15 @@ def test_if_the_reaper_is_killed_no_rank_is_left_and_the_job_has_failed(script):
         assert are_gone(pids, 5)
 
 
+def await_rest(pid: int) -> None:
+    """Wait until a process has nothing to do, for two seconds at most."""
+    seen, num_same, end = "", 0, time.monotonic() + 2
+    while num_same < 10 and time.monotonic() < end:
+        now = Path(f"/proc/{pid}/schedstat").read_text()
+        seen, num_same = now, num_same + 1 if now == seen else 0
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("end", ["signal.pause()", "pass"])
 def test_if_the_reaper_is_killed_no_child_of_a_rank_is_left(script, end):
     """While ranks run, and while what they have left has its grace to end."""
@@ -234,6 +243,7 @@ def test_if_the_reaper_is_killed_no_child_of_a_rank_is_left(script, end):
         reaper = reaper_of(process.pid)
         while end == "pass" and len(children_of(reaper)) > 6:
             pass  # until the ranks are gone, and only their children are left
+        await_rest(process.pid)  # the launcher has heard how the ranks ended
         os.kill(reaper, signal.SIGKILL)
         errors = process.stderr.read()
         code = process.wait(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -123,6 +124,7 @@ def nothing_left_open() -> Iterator[None]:
     def files() -> list[str]:
         return sorted(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # what earlier tests have left
     before = files()
     yield
     assert files() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -99,6 +100,7 @@ def nothing_left_open() -> Iterator[None]:
     def files() -> list[str]:
         return sorted(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # what earlier tests have left
     before = files()
     yield
     assert files() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import gc
 import hashlib
 import logging
 import os
@@ -257,6 +258,7 @@ def test_hydra_names_a_job_by_the_process_behind_the_socket(mpich):
 
 
 def test_looking_at_the_socket_of_hydra_leaves_no_file_open(mpich):
+    gc.collect()  # what earlier tests have left
     before = os.listdir("/proc/self/fd")
     read_pmi(mpich)
     with open(os.devnull) as other:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import secrets
@@ -51,6 +52,7 @@ def nothing_left() -> Iterator[None]:
     def files() -> list[str]:
         return sorted(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # what earlier tests have left
     before = files()
     yield
     wait_for(lambda: tls._relay._thread is None)

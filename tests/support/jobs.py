@@ -42,13 +42,20 @@ from ferrodist.backends.registry import backend_class
 from ferrodist.backends.shared_memory import SharedMemoryBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.rendezvous import Job as Place
+from linked_backends import PipesBackend, SocketsBackend
 from templates import Template
 
 LIMIT = 30.0  # seconds after which a rank that says nothing fails the test
 QUICK = {"FERRODIST_HEARTBEAT": "0.2", "FERRODIST_HEARTBEAT_TIMEOUT": "1"}
 SMALL_PIECES = {"FERRODIST_MESSAGE_NBYTES": "4096", "FERRODIST_CHUNK_NBYTES": "16384"}
 
-BACKENDS = {"shared_memory": SharedMemoryBackend, "tcp": TcpBackend, "hybrid": HybridBackend}
+BACKENDS = {
+    "shared_memory": SharedMemoryBackend,
+    "tcp": TcpBackend,
+    "hybrid": HybridBackend,
+    "sockets": SocketsBackend,
+    "pipes": PipesBackend,
+}
 USE_HEAVY = {"torch", "jax", "optax"}  # names in a file, or words in a function, that uses them
 
 

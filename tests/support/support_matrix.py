@@ -17,6 +17,7 @@ from ferrodist import ReduceOp, UnsupportedOp
 from ferrodist.arrays import array_over, parse_form
 from ferrodist.backends.hybrid import HybridBackend
 from ferrodist.buffer import ARRAY_DTYPES, DType
+from ferrodist.call import Kind
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "reduce_scatter_uneven", "scan", "exscan")
 MOVES = (
@@ -34,9 +35,10 @@ def measure(backend: Any) -> dict[Cell, str]:
     scheduled: list[Any] = []
     run_collective = HybridBackend._run_collective
 
-    def note(*args: Any) -> None:
-        scheduled.append(args)
-        run_collective(*args)
+    def note(self: Any, running: Any, kind: Kind, *rest: Any) -> None:
+        if kind is not Kind.BARRIER:  # of the ranks, before the engine's call
+            scheduled.append(kind)
+        run_collective(self, running, kind, *rest)
 
     found: dict[Cell, str] = {}
     with patch.object(HybridBackend, "_run_collective", note):

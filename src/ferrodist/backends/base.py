@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Backend: what a user holds and passes to collectives, and what all providers have in common.
+"""Backend: what a user holds and passes to collectives, and what all of them have in common.
 
 A public function runs one or more whole collectives by ``backend._run_call(call, deadline, body)``:
 they are one call with one sequence number. Calls of one group run one at a time, in the order they
@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -30,7 +29,6 @@ from ferrodist.arrays import Form, InputArray, array_over, form_like, parse_form
 from ferrodist.backends import failures
 from ferrodist.backends.call_methods import CallMethods
 from ferrodist.backends.failures import LeaveReason
-from ferrodist.backends.progress import Progress
 from ferrodist.backends.running_call import Algorithm, CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import Buffer, DType
 from ferrodist.call import Call, Kind, Leaf, as_index, caller_site
@@ -92,7 +90,7 @@ class Backend(CallMethods, abc.ABC):
     Use it as a context manager, or call ``close()`` after this rank's last call.
     """
 
-    # The fast paths, where a provider has them: they give the result, or NotImplemented for what
+    # The fast paths, where a backend has them: they give the result, or NotImplemented for what
     # takes the general path.
     _call_path: Callable[[Backend, int, Any, Any, Any, Any], Any] | None = None
     _start_path: Callable[..., Any] | None = None
@@ -109,8 +107,6 @@ class Backend(CallMethods, abc.ABC):
     _device = ""
     _device_engine = ""
 
-    _knows_statuses = True  # whether ranks know of each other that they live, and what holds them
-
     def __init__(self, rank: int, world_size: int, config: Config) -> None:
         importlib.import_module("ferrodist.collectives")  # adds the calls as methods, once
         self._rank = rank
@@ -119,10 +115,8 @@ class Backend(CallMethods, abc.ABC):
         self._reproducible = config.reproducible
         self._timeout = config.timeout
         self._pickle = False  # whether object calls pickle that do not say otherwise
-        # Where it is not known what the other ranks do, every deadline is exact.
-        self._late_timeout = config.late_timeout if self._knows_statuses else None
+        self._late_timeout = config.late_timeout
         self._tickets = _native.Tickets()
-        self._progress: Progress | None = None
         self._unasked: list[Work[Any]] = []
         self._second: Self | None = None
         self._lock = threading.RLock()
@@ -285,10 +279,6 @@ class Backend(CallMethods, abc.ABC):
     @abc.abstractmethod
     def _announce_closing(self) -> None:
         """Tell the others that nothing new comes from this rank."""
-
-    def _holds_lock(self) -> bool:
-        """Tell whether this thread is inside a critical section of the provider."""
-        return False
 
     @abc.abstractmethod
     def _leave(self, leave_reason: LeaveReason, deadline: Deadline) -> None:
@@ -519,45 +509,13 @@ class Backend(CallMethods, abc.ABC):
         self._run_call(prepared.call, prepared.deadline, prepared.run)
         return prepared.finish()
 
+    @abc.abstractmethod
     def _start(self, prepared: Prepared[T]) -> Work[T]:
-        """Queue a call and return its handle at once."""
-        with self._lock:  # so that nothing is queued behind the end of the thread
-            self._check_usable()
-            if self._progress is None:
-                self._progress = Progress(f"ferrodist-progress-{self.rank}")
-                weakref.finalize(self, self._progress.stop).atexit = False
-            label = prepared.call.kind.label
-            work: Work[T] = Work(label, self._progress.thread, self._holding)
-            # Taken out of the list: the thread must not hold the user's arrays when the Work is
-            # done, for a bucket of DDP that something else holds is moved.
-            call = [(self._in_flight(prepared), prepared)]
-            del prepared
-
-            def run(ticket: int) -> None:
-                work.describe = f"{label} #{ticket}"
-                self._finish(work, lambda: self._run_in_flight(*call.pop(), ticket))
-
-            self._tickets.take_for(self._progress.put, run)
-        return work
-
-    def _holding(self) -> AbstractContextManager[None]:
-        """Show the other ranks that a call, or a Work, holds this thread as long as it lasts."""
-        return nullcontext()
+        """Put a call in flight and return its handle at once."""
 
     def _in_flight(self, prepared: Prepared[T]) -> RunningCall:
         """Make what runs a call in flight, on a thread of its own or where it is waited for."""
         return RunningCall(self, prepared.call, prepared.deadline, prepared.run, is_in_flight=True)
-
-    def _run_in_flight(
-        self,
-        running: RunningCall,
-        prepared: Prepared[T],
-        ticket: int,
-        *,
-        in_background: bool = True,
-    ) -> T:
-        self._tickets.run(running, ticket, in_background)
-        return prepared.finish()
 
     def _abort_if_interrupted(self, what: str, run: Callable[[], T]) -> T:
         """Do a call; abort the group if Ctrl-C or the like ends it.
@@ -577,20 +535,6 @@ class Backend(CallMethods, abc.ABC):
         """Abort the group because a call failed, unless the other ranks know how it ends."""
         if not self._is_settled(sequence, in_background):
             self.abort(f"{failures.describe(error)} (in {Kind(kind).label} #{sequence})")
-
-    def _finish(self, work: Work[T], run: Callable[[], T]) -> None:
-        """Run a call in flight; an error not asked for is logged now and raised by close()."""
-        try:
-            result = run()
-        except CancelledError:
-            return  # cancel() has set that already
-        except BaseException as error:  # noqa: BLE001 -- the top of a thread: the Work carries it on
-            is_asked = work.is_asked
-            work.set_exception(error)
-            if not is_asked:
-                self._note_unasked(work, error)
-        else:
-            work.set_result(result)
 
     def _note_unasked(self, work: Work[Any], error: BaseException) -> None:
         """Log the error of a Work that was not asked for its result, and keep it for close()."""
@@ -699,12 +643,6 @@ class Backend(CallMethods, abc.ABC):
     def _finish_and_leave(self, how: str, deadline: Deadline) -> None:
         if not self._shut():
             return
-        if self._holds_lock():
-            # A finalizer or signal handler closes us in the middle of a call: to wait for what is
-            # in flight would be to wait for ourselves.
-            args = how, deadline
-            threading.Thread(target=self._leave_after_works, args=args, daemon=True).start()
-            return
         self._leave_after_works(how, deadline)
         for work in self._unasked:
             if not work.is_asked and (error := work.exception()) is not None:
@@ -726,14 +664,11 @@ class Backend(CallMethods, abc.ABC):
                 return False
             self._is_closed = True
             self._note_change()
-            if self._progress is not None:
-                self._progress.stop()
             return True
 
+    @abc.abstractmethod
     def _await_works(self, deadline: Deadline) -> None:
         """Wait for what is in flight, each call by its own deadline and all by this one."""
-        if self._progress is not None:
-            self._progress.join(deadline)
 
     def __enter__(self) -> Self:
         return self

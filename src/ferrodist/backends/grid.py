@@ -430,7 +430,15 @@ class ExchangeWork(Work[list[Any]]):
             if self._is_settled:
                 return
             self._is_settled = True
-        self._grid._finish(self, self._results)
+        try:
+            result = self._results()
+        except DistributedError as error:
+            is_asked = self.is_asked
+            self.set_exception(error)
+            if not is_asked:
+                self._grid._note_unasked(self, error)
+        else:
+            self.set_result(result)
 
     def _results(self) -> list[Any]:
         try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ferrodist import _native
 from ferrodist._native import Status
 from ferrodist.backends import failures
-from ferrodist.backends.base import Statistics
+from ferrodist.backends.base import Backend, Statistics
 from ferrodist.backends.executor import Planner
 from ferrodist.backends.failures import (
     CallDescriptor,
@@ -34,7 +34,6 @@ from ferrodist.backends.failures import (
     unpack_leave_reason,
 )
 from ferrodist.backends.fence import fence_off
-from ferrodist.backends.p2p import MessagingBackend
 from ferrodist.backends.peers import ExitStatuses
 from ferrodist.backends.progress import Wait
 from ferrodist.backends.request_work import end_callbacks
@@ -64,7 +63,7 @@ _GROUP_ERROR_WAIT = 5.0  # seconds that a rank which has barred this one has to 
 _GROUP_ERROR_POLL = 0.001
 
 
-class ProcessBackend(MessagingBackend):
+class ProcessBackend(Backend):
     """One rank of a group of processes; ``members`` are the ranks of the group in the world."""
 
     _carried_nbytes = _ALL_NBYTES  # up to which ferrodist moves an array itself, and no engine
@@ -122,7 +121,6 @@ class ProcessBackend(MessagingBackend):
             self._call_path, self._start_path = group.call_path, group.start_path
 
     def _await_works(self, deadline: Deadline) -> None:
-        super()._await_works(deadline)
         for work in _native.works_of(self.group):
             work.wait_for_end(deadline)
 

@@ -10,8 +10,7 @@ from ferrodist import _native
 from ferrodist.arrays import InputArray, received_array
 from ferrodist.backends import failures
 from ferrodist.backends.failures import StatusCode
-from ferrodist.backends.framing import FrameError, pack_array_form, unpack_shape
-from ferrodist.backends.p2p import header_of
+from ferrodist.backends.framing import FrameError, pack_array_form, pack_array_header, unpack_shape
 from ferrodist.backends.process_backend import ProcessBackend
 from ferrodist.backends.progress import Wait
 from ferrodist.backends.receive import ANY, Receive, leaf_of_target, make_status, status_of
@@ -20,7 +19,7 @@ from ferrodist.buffer import ArrayKind, DType
 from ferrodist.call import Leaf, Site, caller_site
 from ferrodist.config import DEFAULT
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendClosed, InvalidArgument, ProtocolError, SizeMismatch
+from ferrodist.errors import BackendClosed, InvalidArgument, ProtocolError, SelfSend, SizeMismatch
 from ferrodist.message_status import ANY_SOURCE, ANY_TAG, Status
 from ferrodist.work import Work
 
@@ -136,8 +135,29 @@ class MessageCall:
         return failures.unexpected(self.what, peer, self.backend.rank, leaf, self._expected)
 
 
+def header_of(source: InputArray) -> bytes:
+    """Lay out what a message holds."""
+    return pack_array_header(source.buffer.dtype, source.buffer.shape, source.kind)
+
+
 class ProcessMessagingBackend(ProcessBackend):
     """A rank that is a process; receives from one peer with one tag keep program order."""
+
+    def _is_alone(self, peer: int) -> bool:
+        """Whether only this rank itself can send what a blocking call waits for."""
+        return peer == self.rank or (peer == ANY and self.world_size == 1)
+
+    def _probe_own(self, peer: int, tag: int) -> Status:
+        """Find what this rank has sent itself: it is there, or never comes."""
+        found = self._try_probe(peer, tag)
+        if found is None:
+            raise self._nothing_sent(peer, tag, "probe")
+        return found
+
+    def _nothing_sent(self, peer: int, tag: int, call: str = "recv") -> SelfSend:
+        name = name_of_message(NO_PEER, source_of(peer), 0, tag, call)
+        text = f"{name}: rank {self.rank} has sent itself nothing that it could wait for"
+        return SelfSend(f"{text}; send with async_op=True first", rank=peer, this_rank=self.rank)
 
     def _send(self, source: InputArray, peer: int, tag: int, deadline: Deadline) -> None:
         self._check_usable()

@@ -1,76 +1,21 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What goes on while calls last: the thread of those in flight, and what a wait tells of itself."""
+"""What a wait that lasts does besides waiting: a line in the log, and what other ranks can read."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ferrodist import _native
 from ferrodist.backends import failures
 from ferrodist.config import DefaultTimeout
-from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
-    import queue
-
     from ferrodist.backends.process_backend import ProcessBackend
 
 logger = logging.getLogger("ferrodist")
 
-
-class ProgressThread(threading.Thread):
-    """A thread that finishes Works, and so runs their callbacks."""
-
-    def run(self) -> None:
-        """Run, marked in native code as a thread that must not communicate."""
-        _native.mark_progress_thread()
-        super().run()
-
-
-class Progress:
-    """The one thread that runs calls in flight; it sleeps while there are none."""
-
-    def __init__(self, name: str) -> None:
-        import queue  # most programs have no such calls
-
-        self._jobs: queue.SimpleQueue[tuple[Callable[[int], None], int] | None] = (
-            queue.SimpleQueue()
-        )
-        self.thread = ProgressThread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True)
-        try:
-            self.thread.start()
-        except RuntimeError as error:
-            raise failures.no_thread(error) from error
-
-        self.put = self._jobs.put  # (a job, what it is called with): no signal interrupts it
-
-    def stop(self) -> None:
-        """Let the thread end after the jobs queued so far."""
-        self._jobs.put(None)
-
-    def join(self, deadline: Deadline) -> None:
-        if threading.current_thread() is not self.thread:
-            self.thread.join(deadline.timeout())
-
-
-def _run_jobs(jobs: queue.SimpleQueue[tuple[Callable[[int], None], int] | None]) -> None:
-    while (item := jobs.get()) is not None:
-        job, number = item
-        try:
-            job(number)
-        except BaseException:  # SystemExit too: the thread has to run the callbacks after it
-            logger.exception("a callback of a Work failed")
-        del (
-            item,
-            job,
-        )  # a finished job must not keep the user's arrays alive while the thread sleeps
-
-
-# -- waits that last ------------------------------------------------------------------------------
 
 _REPORT_AFTER = 0.1  # seconds of waiting after which the others can read what this rank waits in
 _MINUTE = 60.0  # seconds between two log lines in the end

@@ -23,7 +23,7 @@ from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.schedules import Schedule  # only a provider that executes schedules loads them
+    from ferrodist.schedules import Schedule  # only what executes schedules loads them
 
 T = TypeVar("T")
 Counts = Sequence[int] | Sequence[Sequence[int]]
@@ -118,8 +118,7 @@ class RunningCall:
             self.deadline = self.deadline.from_now()
         tickets = self.backend._tickets
         if tickets.last_ended + 1 < ticket:
-            with self.backend._holding():
-                tickets.wait(ticket, self._look_while_queued)
+            tickets.wait(ticket, self._look_while_queued)
             # Else it begins late, and takes ranks that were queued as well for stuck ones.
             self.deadline = self.deadline.from_now()
         self._has_turn = True

@@ -76,8 +76,12 @@ class TcpBackend(ProcessMessagingBackend):
     def join(cls, job: Job, *, config: Config | None = None) -> Self:
         """Connect to all other ranks of a job; every rank calls it."""
         config = Config.from_environment() if config is None else config
+        return cls._over(job, config, join_mesh(job, config))
+
+    @classmethod
+    def _over(cls, job: Job, config: Config, mesh_peers: Sequence[MeshPeer]) -> Self:
+        """Make the first group of ranks that are connected."""
         config = replace(config, message_nbytes=min(config.message_nbytes, LONGEST_PIECE))
-        mesh_peers = join_mesh(job, config)
         mesh = _native.Mesh(
             job.rank,
             [(mesh_peer.socket, mesh_peer.key, mesh_peer.watch) for mesh_peer in mesh_peers],

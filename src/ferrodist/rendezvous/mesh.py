@@ -106,7 +106,7 @@ def _join(job: Job, config: Config, deadline: Deadline) -> list[MeshPeer]:
                 deadline = Deadline(config.join_timeout)
             builder = MeshBuilder(mesh_job, listener, addresses, channels, config, deadline)
             links = builder.build()
-    return [_peer(address, own, links.get(address.rank)) for address in addresses]
+    return [peer_at(address, own, links.get(address.rank)) for address in addresses]
 
 
 def open_exchange(job: Job, config: Config, deadline: Deadline) -> Exchange:
@@ -190,7 +190,8 @@ def _this_rank(address: PeerAddress) -> MeshPeer:
     return MeshPeer(address.rank, address.host, address.host_name, address.pid, where, -1, b"", -1)
 
 
-def _peer(address: PeerAddress, own: PeerAddress, link: MeshLink | None) -> MeshPeer:
+def peer_at(address: PeerAddress, own: PeerAddress, link: MeshLink | None) -> MeshPeer:
+    """Make a peer of what a rank has told and of its link, which is None for this rank itself."""
     if link is None:
         return _this_rank(address)
     return _this_rank(address)._replace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""EngineBackend: a hybrid backend whose large collectives a library runs. See ``docs/engines.md``.
+"""Backends whose large collectives a library runs, an engine. See ``docs/engines.md``.
 
 Ranks meet, compare their calls and send messages over ferrodist's own connections and memory, so
 that errors name the rank that differs, is late or is lost. Once the native barrier has shown that
@@ -20,6 +20,7 @@ from ferrodist.backends.failures import LeaveReason, StatusCode
 from ferrodist.backends.hybrid import HybridBackend
 from ferrodist.backends.receive import Receive
 from ferrodist.backends.running_call import NO_ARGS, CollectiveArgs, RunningCall
+from ferrodist.backends.tcp import TcpBackend
 from ferrodist.buffer import Buffer, DeviceBuffer, DType
 from ferrodist.call import MAX_TAG, Call, Kind
 from ferrodist.config import Config, DefaultTimeout, variable
@@ -27,7 +28,6 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidArgument
 from ferrodist.reduce_op import CustomOp
 from ferrodist.rendezvous import Job
-from ferrodist.schedules import Lengths
 
 CARRIED_NBYTES = 64 * 1024
 """Up to here comparing the calls carries the array, too, and the engine has nothing to do."""
@@ -89,30 +89,17 @@ class Engine(Protocol):
         """
 
 
-class EngineBackend(HybridBackend):
-    """Ranks whose large collectives a library runs; without ``engine``, hybrid does all of them."""
+class EngineCalls(TcpBackend):
+    """Ranks whose large collectives an engine runs; without ``engine``, ferrodist does all."""
 
     engine: Engine | None = None  # of arrays of the host
     num_engine_calls = 0  # collectives that the engine has run; ferrodist's own ran all others
-    _entry: Any = None  # the program of the barrier before a call
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.bound_calls: dict[tuple[Any, ...], BoundCall | None] = {}
 
     # -- joining and leaving --------------------------------------------------------------------
-
-    @classmethod
-    def _join_with(cls, job: Job, config: Config, open_engine: Callable[[Self], None]) -> Self:
-        """Connect the ranks of a job, and let each open its engine."""
-        refuse_tls(config)
-        made = super().join(job, config=config)
-        try:
-            open_engine(made)
-        except BaseException as error:  # Ctrl-C too: the others wait for this rank
-            made._fail(error)
-            raise
-        return made
 
     def _complete(self, parent: Self, identity: int, deadline: Deadline) -> None:
         super()._complete(parent, identity, deadline)
@@ -134,27 +121,6 @@ class EngineBackend(HybridBackend):
         self.bound_calls.clear()
         self._close_engine(has_failed=has_failed)
 
-    def _tell(self, peer: int, words: bytes, nbytes: int, deadline: Deadline) -> None:
-        """Send a rank what it needs to open the engine, filled up to ``nbytes``."""
-        self._send(as_input(words.ljust(nbytes)), peer, _TAG, deadline)
-
-    def _hear(self, peer: int, nbytes: int, deadline: Deadline) -> bytes:
-        target = as_output(bytearray(nbytes), DType.UINT8, (nbytes,))
-        return bytes(self._recv(Receive(peer, _TAG, target), deadline))
-
-    def _agree(
-        self, own: bytes, decide: Callable[[Sequence[bytes]], bytes], nbytes: int, wait: Deadline
-    ) -> bytes:
-        """Let the first rank decide by what all have to tell; return its decision on all."""
-        if self.rank:
-            self._tell(0, own, nbytes, wait)
-            return self._hear(0, nbytes, wait)
-        peers = range(1, self.world_size)
-        decision = decide([own, *(self._hear(peer, nbytes, wait) for peer in peers)]).ljust(nbytes)
-        for peer in peers:
-            self._tell(peer, decision, nbytes, wait)
-        return decision
-
     # -- collectives ----------------------------------------------------------------------------
 
     def _use(self, engine: Engine) -> None:
@@ -167,10 +133,7 @@ class EngineBackend(HybridBackend):
     @property
     def _carried_nbytes(self) -> int:  # type: ignore[override]  # a constant in the base
         """Up to which size ferrodist moves an array itself, and no engine."""
-        if self.engine is None:
-            return super()._carried_nbytes
-        is_one_host = len(self.host_map.hosts) == 1
-        return CARRIED_ON_ONE_HOST if is_one_host else CARRIED_NBYTES
+        return super()._carried_nbytes if self.engine is None else CARRIED_NBYTES
 
     def _engine_of(self, sample: Buffer) -> Engine | None:
         """Return the engine for arrays where this one is."""
@@ -186,7 +149,9 @@ class EngineBackend(HybridBackend):
     ) -> None:
         """Run a collective on the engine, once all ranks are in it, or as hybrid does."""
         sample = input if input is not None and kind is not Kind.SCATTER else output
-        engine, start = None if sample is None else self._engine_of(sample), None
+        engine = start = None
+        if sample is not None and args.algorithm is None:
+            engine = self._engine_of(sample)
         if engine is not None and sample is not None:
             is_even = args.counts is None and not isinstance(sample, DeviceBuffer)
             is_carried = is_even and sample.nbytes <= self._carried_nbytes
@@ -210,20 +175,7 @@ class EngineBackend(HybridBackend):
 
     def _enter(self, running: RunningCall) -> None:
         """Wait until all ranks have come, with the same call."""
-        if self._entry is None:
-            lengths = Lengths(0)
-            self._entry = self._program(Kind.BARRIER, DType.UINT8, lengths, NO_ARGS, None, None)
-        status = self._two_levels.execute(
-            self._entry,
-            None,
-            None,
-            running.call.kind,
-            running.sequence,
-            running.fingerprint,
-            running.num_collectives - 1,
-            *running.waiting,
-        )
-        self._check(running, status)
+        super()._run_collective(running, Kind.BARRIER, None, None, NO_ARGS)
 
     def _await_engine(self, running: RunningCall, start: Callable[[], EngineCall]) -> None:
         """Start a call of the engine and wait for it; look at the other ranks if that lasts."""
@@ -284,6 +236,48 @@ class EngineBackend(HybridBackend):
         """Return the error for a status, and see that all ranks get the same."""
         note_site(running)
         return super().failure_of(running, status)
+
+
+class EngineBackend(EngineCalls, HybridBackend):
+    """Ranks that share memory on each host, and leave large collectives to an engine."""
+
+    @classmethod
+    def _join_with(cls, job: Job, config: Config, open_engine: Callable[[Self], None]) -> Self:
+        """Connect the ranks of a job, and let each open its engine."""
+        refuse_tls(config)
+        made = super().join(job, config=config)
+        try:
+            open_engine(made)
+        except BaseException as error:  # Ctrl-C too: the others wait for this rank
+            made._fail(error)
+            raise
+        return made
+
+    @property
+    def _carried_nbytes(self) -> int:  # type: ignore[override]  # a constant in the base
+        is_on_one_host = self.engine is not None and len(self.host_map.hosts) == 1
+        return CARRIED_ON_ONE_HOST if is_on_one_host else super()._carried_nbytes
+
+    def _tell(self, peer: int, words: bytes, nbytes: int, deadline: Deadline) -> None:
+        """Send a rank what it needs to open the engine, filled up to ``nbytes``."""
+        self._send(as_input(words.ljust(nbytes)), peer, _TAG, deadline)
+
+    def _hear(self, peer: int, nbytes: int, deadline: Deadline) -> bytes:
+        target = as_output(bytearray(nbytes), DType.UINT8, (nbytes,))
+        return bytes(self._recv(Receive(peer, _TAG, target), deadline))
+
+    def _agree(
+        self, own: bytes, decide: Callable[[Sequence[bytes]], bytes], nbytes: int, wait: Deadline
+    ) -> bytes:
+        """Let the first rank decide by what all have to tell; return its decision on all."""
+        if self.rank:
+            self._tell(0, own, nbytes, wait)
+            return self._hear(0, nbytes, wait)
+        peers = range(1, self.world_size)
+        decision = decide([own, *(self._hear(peer, nbytes, wait) for peer in peers)]).ljust(nbytes)
+        for peer in peers:
+            self._tell(peer, decision, nbytes, wait)
+        return decision
 
 
 def _is_plain(call: Call) -> bool:

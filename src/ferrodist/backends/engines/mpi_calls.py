@@ -119,8 +119,6 @@ def find_op(kind: Kind, dtype: DType, op: ReduceOp | None, in_order: bool, world
 
 def does(kind: Kind, dtype: DType, args: CollectiveArgs, world: int) -> bool:
     """Tell whether MPI does a collective as we promise, at any size that it can take at once."""
-    if args.algorithm is not None:
-        return False
     if not kind.is_reduction:
         return True
     return find_op(kind, dtype, args.op, args.in_order, world) is not None
