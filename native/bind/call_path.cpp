@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <span>
 
 #include "bind/groups.hpp"
 #include "bind/hooks.hpp"
@@ -20,20 +21,60 @@ namespace {
 
 using shm::Kind;
 
+constexpr std::size_t most_collectives = 4;  // of a call on the fast path: of a tree, one for each dtype
+
+// -- what a caller chooses -------------------------------------------------------------------------
+
+// How long a call may take, whether it reduces in rank order, and from where it is made.
+struct Chosen {
+    Place place;
+    TimeLimit limit;
+    nb::handle timeout;  // what was passed
+
+    explicit Chosen(const NativeGroup& group)
+        : place(group.place()), limit{group.calls->timeout_ns, group.calls->patience},
+          timeout(hooks().default_timeout) {}
+
+    // Reads the options of a call, a dict or None. False: the general path, which says what is wrong, if anything is.
+    bool read(PyObject* options, const Calls& calls) {
+        if (options == Py_None) {
+            return true;
+        }
+        PyObject *name, *value;
+        for (Py_ssize_t i = 0; PyDict_Next(options, &i, &name, &value) != 0;) {
+            if (PyUnicode_CompareWithASCIIString(name, "timeout") == 0) {
+                timeout = value;
+                if (!limit.read(value, calls)) {
+                    return false;
+                }
+            } else if (PyUnicode_CompareWithASCIIString(name, "reproducible") == 0) {
+                if (value != Py_None && !PyBool_Check(value)) {
+                    return false;
+                }
+                place.reproducible = value == Py_None ? place.reproducible : value == Py_True;
+            } else if (value != Py_None || PyUnicode_CompareWithASCIIString(name, "algorithm") != 0) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
 // -- one call ------------------------------------------------------------------------------------
 
 // Has Python settle with all ranks what became of a call, and ends its ticket; gives the error to raise.
-nb::object settle_failure(Tickets& tickets, Arguments args, const CollectiveCall& call, const core::Status& status,
-                          nb::object error, std::uint64_t ticket, int num_begun, nb::handle part, nb::handle site) {
+nb::object settle_failure(Tickets& tickets, Arguments args, const Chosen& chosen, const CollectiveCall& call,
+                          const core::Status& status, nb::object error, std::uint64_t ticket, int num_begun, nb::handle part, nb::handle site) {
     const auto number = static_cast<unsigned long long>(ticket);
     const int kind = static_cast<int>(call.kind);
     const InsideCall inside(tickets, ticket);
     nb::object found = caught([&] {
         const nb::object shape = call.has_input ? tuple_of(call.x.num_axes, call.x.shape) : nb::none();
         call_python_with(
-            hooks().on_error, "OiiOKiiOiiiOOOO", args[arg_backend], static_cast<int>(status.code), status.failed_rank,
+            hooks().on_error, "OiiOKiiOiiiOOOOOi", args[arg_backend], static_cast<int>(status.code), status.failed_rank,
             error.is_valid() ? error.ptr() : Py_None, number, kind, static_cast<int>(call.x.dtype), shape.ptr(), call.op,
-            call.root, num_begun, part.ptr(), args[arg_x], args[arg_out], site.ptr());
+            call.root, num_begun, part.ptr(), args[arg_x], args[arg_out], site.ptr(), chosen.timeout.ptr(),
+            static_cast<int>(chosen.place.reproducible));
     });
     found = insist(std::move(found), [&](PyObject* so_far) {
         return try_python_with(hooks().settle, "OiKO", args[arg_backend], kind, number, so_far);
@@ -60,10 +101,10 @@ private:
 // A call that has its ticket, from its first collective to its result.
 class FastCall {
 public:
-    FastCall(NativeGroup& group, Arguments args, const CollectiveCall& call, std::uint64_t ticket)
-        : group_(group), args_(args), call_(call), ticket_(ticket),
+    FastCall(NativeGroup& group, Arguments args, const Chosen& chosen, const CollectiveCall& call, std::uint64_t ticket)
+        : group_(group), args_(args), chosen_(chosen), call_(call), ticket_(ticket),
           hook_(group.calls->tickets, ticket, args[arg_backend], Py_None),
-          options_{&hook_, 0, group.spins, ticket, group.calls->timeout_ns, group.calls->patience} {}
+          options_{&hook_, 0, group.spins, ticket, chosen.limit.timeout_ns, chosen.limit.patience} {}
 
     // Does one collective; false if it failed.
     bool run_collective(const Collective& one, const KeptPlan& plan) {
@@ -97,13 +138,14 @@ public:
 
     // Settles it with all ranks and raises; `part` is what the root of a scatter has told, or None.
     PyObject* fail(nb::handle part = nb::none()) {
-        return raise(settle_failure(group_.calls->tickets, args_, call_, status_, hook_.error(), ticket_, num_begun_, part,
+        return raise(settle_failure(group_.calls->tickets, args_, chosen_, call_, status_, hook_.error(), ticket_, num_begun_, part,
                                     nb::none()).ptr());
     }
 
 private:
     NativeGroup& group_;
     Arguments args_;
+    const Chosen& chosen_;
     const CollectiveCall& call_;
     std::uint64_t ticket_;
     TicketHook hook_;
@@ -112,19 +154,26 @@ private:
     int num_begun_ = 0;
 };
 
-// A call of one collective, if it is its turn at once; `finish` makes its result.
+// A call of some collectives, if it is its turn at once; `finish` makes its result.
 template <class Finish>
-PyObject* do_one(NativeGroup& group, Arguments args, const CollectiveCall& call, const Collective& one,
-                 const Finish& finish) {
+PyObject* do_all(NativeGroup& group, Arguments args, const Chosen& chosen, const CollectiveCall& call,
+                 std::span<const Collective> collectives, const Finish& finish) {
     const ProfilerEvent event(call.kind);
-    const KeptPlan plan = group.plan_for(one, args[arg_backend]);
-    const std::uint64_t ticket = one.in_place && !plan.is_alias_safe ? 0 : group.calls->tickets.try_take();
+    std::array<KeptPlan, most_collectives> plans;
+    bool is_alias_safe = true;
+    for (std::size_t i = 0; i < collectives.size(); ++i) {
+        plans[i] = group.plan_for(collectives[i], args[arg_backend]);
+        is_alias_safe = is_alias_safe && (!collectives[i].in_place || plans[i].is_alias_safe);
+    }
+    const std::uint64_t ticket = is_alias_safe ? group.calls->tickets.try_take() : 0;
     if (ticket == 0) {
         return decline();
     }
-    FastCall running(group, args, call, ticket);
-    if (!running.run_collective(one, plan)) {
-        return running.fail();
+    FastCall running(group, args, chosen, call, ticket);
+    for (std::size_t i = 0; i < collectives.size(); ++i) {
+        if (!running.run_collective(collectives[i], plans[i])) {
+            return running.fail();
+        }
     }
     running.end();
     return finish().release().ptr();
@@ -194,7 +243,8 @@ bool place_part(CollectiveCall& call, const Part& part, bool is_root) {
                           : call.out.make_numpy(part.dtype(), part.num_axes(), part.shape());
 }
 
-PyObject* scatter(NativeGroup& group, CollectiveCall& call, Arguments args, const Place& place) {
+PyObject* scatter(NativeGroup& group, CollectiveCall& call, Arguments args, const Chosen& chosen) {
+    const Place& place = chosen.place;
     try {
         if (!read_scatter(call, args, place)) {
             return decline();
@@ -207,13 +257,13 @@ PyObject* scatter(NativeGroup& group, CollectiveCall& call, Arguments args, cons
     Part part = is_root ? Part(call.x, place.world) : Part();
     auto* const numbers = reinterpret_cast<std::byte*>(part.numbers.data());
     const Collective tell{Kind::broadcast, DType::int64, Op::sum, call.root, numbers, numbers, sizeof(part.numbers),
-                          true, call.fingerprint, 0};
+                          true, place.reproducible, call.fingerprint, 0};
     const KeptPlan first_plan = group.plan_for(tell, args[arg_backend]);
     const std::uint64_t ticket = group.calls->tickets.try_take();
     if (ticket == 0) {
         return decline();
     }
-    FastCall running(group, args, call, ticket);
+    FastCall running(group, args, chosen, call, ticket);
     if (!running.run_collective(tell, first_plan)) {
         return running.fail();
     }
@@ -222,7 +272,7 @@ PyObject* scatter(NativeGroup& group, CollectiveCall& call, Arguments args, cons
             return running.fail(part.bytes());
         }
         const Collective move{Kind::scatter, part.dtype(), Op::sum, call.root, is_root ? call.x.data : nullptr,
-                              call.out.data, call.out.nbytes, false, call.fingerprint, 1};
+                              call.out.data, call.out.nbytes, false, place.reproducible, call.fingerprint, 1};
         if (!running.run_collective(move, group.plan_for(move, args[arg_backend]))) {
             return running.fail();
         }
@@ -241,41 +291,49 @@ PyObject* scatter(NativeGroup& group, CollectiveCall& call, Arguments args, cons
 
 // -- trees: small arrays travel as one -----------------------------------------------------------
 
-PyObject* call_tree(NativeGroup& group, Arguments args, const Place& place) {
+PyObject* call_tree(NativeGroup& group, Arguments args, const Chosen& chosen) {
+    const Place& place = chosen.place;
     CollectiveCall call;
     Tree tree;
     if (args[arg_out] != Py_None || !call.read_options(args, place) ||
         (call.kind != Kind::allreduce && call.kind != Kind::broadcast) || !tree.read(args[arg_x], group.calls->fuse_nbytes) ||
-        !place.carries(tree.nbytes()) ||
-        (call.op >= 0 && (!can_reduce(tree.dtype(), static_cast<Op>(call.op)) || tree.has_integers())) ||
-        !tree.make_results()) {
+        tree.num_dtypes() > most_collectives || !place.carries(tree.nbytes()) ||
+        (call.op >= 0 && !tree.can_be_reduced(static_cast<Op>(call.op))) || !tree.make_results()) {
         return decline();
     }
     Fingerprint hash = begin_fingerprint(call.kind, call.op, call.root, place.reproducible);
     tree.add_to(hash);
-    const std::byte* const packed = tree.pack();
-    const Collective one{call.kind,     tree.dtype(), call.op < 0 ? Op::sum : static_cast<Op>(call.op),
-                         std::max(call.root, 0), packed, tree.output(), tree.nbytes(), false, hash.value()};
-    return do_one(group, args, call, one, [&] { return tree.finish(); });
+    tree.pack();
+    std::array<Collective, most_collectives> collectives;
+    int count = 0;
+    tree.for_each_dtype([&](DType dtype, const std::byte* packed, std::byte* output, std::size_t nbytes) {
+        collectives[static_cast<std::size_t>(count)] = {
+            call.kind, dtype,  call.op < 0 ? Op::sum : static_cast<Op>(call.op), std::max(call.root, 0), packed,
+            output,    nbytes, false, place.reproducible, hash.value(), count};
+        ++count;
+    });
+    const std::span<const Collective> all(collectives.data(), static_cast<std::size_t>(count));
+    return do_all(group, args, chosen, call, all, [&] { return tree.finish(); });
 }
 
 PyObject* call_collective(PyObject* self, Arguments args) {
     NativeGroup& group = *nb::inst_ptr<NativeGroup>(self);
-    if (!group.can_call()) {
+    Chosen chosen(group);
+    if (!group.can_call() || !chosen.read(args[arg_options], *group.calls)) {
         return decline();
     }
-    const Place place = group.place();
     if (Tree::is_one(args[arg_x])) {
-        return call_tree(group, args, place);
+        return call_tree(group, args, chosen);
     }
     CollectiveCall call;
-    if (!call.read(args, place)) {
+    if (!call.read(args, chosen.place)) {
         return decline();
     }
     if (call.kind == Kind::scatter) {
-        return scatter(group, call, args, place);
+        return scatter(group, call, args, chosen);
     }
-    return do_one(group, args, call, call.collective(),
+    const Collective one = call.collective(chosen.place);
+    return do_all(group, args, chosen, call, {&one, 1},
                   [&] { return call.has_output ? call.out.finish(args[arg_x]) : nb::none(); });
 }
 
@@ -323,7 +381,7 @@ class FlyingCollective final : public FlyingCall {
 public:
     FlyingCollective(PyObject* self, NativeGroup& group, Arguments args)
         : FlyingCall(*group.calls, group.listed_under(self), args[arg_backend]), group_(group), self_(nb::borrow(self)),
-          site_(caller_site()), background_(calls_.progress, args[arg_backend], site_.ptr()) {
+          site_(caller_site()), chosen_(group), background_(calls_.progress, args[arg_backend], site_.ptr()) {
         for (int i = 0; i < num_arguments; ++i) {
             kept_[i] = nb::borrow(args[i]);
             args_[i] = args[i];
@@ -337,10 +395,10 @@ public:
 
     // Reads the arguments; false: the call takes the general path.
     bool read() {
-        if (!call_.read(args_, group_.place()) || call_.kind == Kind::scatter) {
+        if (!chosen_.read(args_[arg_options], calls_) || !call_.read(args_, chosen_.place) || call_.kind == Kind::scatter) {
             return false;
         }
-        one_ = call_.collective();
+        one_ = call_.collective(chosen_.place);
         plan_ = group_.plan_for(one_, args_[arg_backend]);
         is_short_ = one_.nbytes <= most_short_nbytes;
         return !one_.in_place || plan_.is_alias_safe;
@@ -374,8 +432,7 @@ public:
 
 private:
     void on_ticket() override {
-        deadline_ns_ = calls_.timeout_ns == 0 ? 0 : core::now_ns() + calls_.timeout_ns;
-        patience_ = calls_.patience;
+        deadline_ns_ = chosen_.limit.timeout_ns == 0 ? 0 : core::now_ns() + chosen_.limit.timeout_ns;
     }
 
     void run() override {
@@ -412,7 +469,7 @@ private:
                 return interrupt();
             }
         }
-        const core::WaitOptions options{&hook, deadline_ns_, spins, ticket_, 0, patience_};
+        const core::WaitOptions options{&hook, deadline_ns_, spins, ticket_, 0, chosen_.limit.patience};
         try {
             status_ = group_.run(one_, plan_, options);
         } catch (const std::bad_alloc&) {
@@ -437,19 +494,19 @@ private:
             set_memory_error(std::bad_alloc(), one_.nbytes);
             error = nb::steal(fetch_exception());
         }
-        error_ = settle_failure(calls_.tickets, args_, call_, status_, error, ticket_, 1, nb::none(), site_);
+        error_ = settle_failure(calls_.tickets, args_, chosen_, call_, status_, error, ticket_, 1, nb::none(), site_);
     }
 
     NativeGroup& group_;
     nb::object self_, site_;
     nb::object kept_[num_arguments];
     PyObject* args_[num_arguments];
+    Chosen chosen_;
     CollectiveCall call_;
     Collective one_{Kind::barrier};
     KeptPlan plan_;
     BackgroundHook background_;
     std::int64_t deadline_ns_ = 0;
-    core::Patience patience_;
     core::Status status_;
     bool is_out_of_memory_ = false;
     nb::object error_;
@@ -488,7 +545,7 @@ nb::object call_attribute(nb::handle backend, PyObject* name, Arguments args) {
     return nb::steal(PyObject_Vectorcall(path.ptr(), args, num_arguments, nullptr));
 }
 
-// args: kind, backend (None: that of the process), x, out, op, root. The names are of the attributes that are
+// args: kind, backend (None: that of the process), x, out, op, root, options. The names are of the attributes that are
 // tried, in order.
 template <const char* const&... names>
 PyObject* find_and_call(PyObject*, Arguments args) {
@@ -498,7 +555,7 @@ PyObject* find_and_call(PyObject*, Arguments args) {
     if (!backend.is_valid()) {
         return nullptr;
     }
-    PyObject* const passed[num_arguments] = {backend.ptr(), args[0], args[2], args[3], args[4], args[5]};
+    PyObject* const passed[num_arguments] = {backend.ptr(), args[0], args[2], args[3], args[4], args[5], args[6]};
     nb::object result;
     for (PyObject* const path : paths) {
         result = call_attribute(backend, path, passed);
@@ -515,10 +572,10 @@ constexpr const char* engine_path_name = "_engine_path";
 
 PyMethodDef path_functions[] = {
     {"fast_path", as_function<&find_and_call<call_path_name, engine_path_name>, num_arguments>(), METH_FASTCALL,
-     "fast_path(kind, backend, x, out, op, root, /)\n--\n\n"
+     "fast_path(kind, backend, x, out, op, root, options, /)\n--\n\n"
      "Do a call in native code: return its result, or NotImplemented for the general path."},
     {"fast_start", as_function<&find_and_call<start_path_name>, num_arguments>(), METH_FASTCALL,
-     "fast_start(kind, backend, x, out, op, root, /)\n--\n\n"
+     "fast_start(kind, backend, x, out, op, root, options, /)\n--\n\n"
      "Start a call in native code: return its Work, or NotImplemented for the general path."},
     {},
 };

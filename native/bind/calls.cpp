@@ -377,4 +377,23 @@ void add_calls(nb::module_& module) {
         .def_prop_ro("last_ended", &Tickets::ended, "The number of the last call that ended with all before it.");
 }
 
+bool TimeLimit::read(PyObject* timeout, const Calls& calls) {
+    constexpr double longest = 1e9;  // seconds
+    if (timeout == hooks().default_timeout) {
+        *this = {calls.timeout_ns, calls.patience};
+        return true;
+    }
+    *this = {};  // who chooses a timeout is not patient
+    if (timeout == Py_None) {
+        return true;
+    }
+    if (!PyFloat_CheckExact(timeout) && !PyLong_CheckExact(timeout)) {
+        return false;
+    }
+    const double seconds = PyFloat_AsDouble(timeout);
+    PyErr_Clear();  // an integer beyond all bounds
+    timeout_ns = seconds > 1e-9 && seconds < longest ? static_cast<std::int64_t>(seconds * 1e9) : 0;
+    return timeout_ns != 0;
+}
+
 }  // namespace ferrodist::bind

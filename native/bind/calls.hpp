@@ -170,8 +170,17 @@ struct Calls {
     std::int64_t timeout_ns = 0;
     core::Patience patience;      // beyond the timeout
     std::size_t fuse_nbytes = 0;  // up to which arrays of a tree travel together
-    std::int64_t carried_nbytes = carries_all;  // up to which ferrodist moves an array itself, and no engine; or -1
+    std::int64_t carried_nbytes = carries_all;  // up to which ferrodist moves an array itself, and no engine; 
     Progress progress;
+};
+
+// When a call gives up, by its own timeout or that of the backend, which alone may be patient.
+struct TimeLimit {
+    std::int64_t timeout_ns = 0;  // 0: never
+    core::Patience patience;
+
+    // Reads what a caller has passed. False: the general path.
+    bool read(PyObject* timeout, const Calls& calls);
 };
 
 constexpr std::int64_t poll_ns = 50'000'000;

@@ -168,7 +168,7 @@ bool CollectiveCall::may_overlap(const Place& place) {
            (kind == Kind::reduce_scatter && -offset == static_cast<std::ptrdiff_t>(out.nbytes) * place.rank);
 }
 
-Collective CollectiveCall::collective() const {
+Collective CollectiveCall::collective(const Place& place) const {
     return {kind,
             x.dtype,
             op < 0 ? Op::sum : static_cast<Op>(op),
@@ -177,6 +177,7 @@ Collective CollectiveCall::collective() const {
             has_output ? out.data : nullptr,
             has_input ? x.nbytes : 0,
             in_place,
+            place.reproducible,
             fingerprint};
 }
 

@@ -15,7 +15,7 @@
 namespace ferrodist::bind {
 
 // The arguments of the fast path.
-enum Argument { arg_backend, arg_kind, arg_x, arg_out, arg_op, arg_root, num_arguments };
+enum Argument { arg_backend, arg_kind, arg_x, arg_out, arg_op, arg_root, arg_options, num_arguments };
 using Arguments = PyObject* const*;
 
 constexpr std::int64_t carries_all = std::numeric_limits<std::int64_t>::max();
@@ -39,7 +39,7 @@ struct Collective {
     const std::byte* source = nullptr;
     std::byte* target = nullptr;
     std::size_t nbytes = 0;  // of the input; in scatter of one part
-    bool in_place = false;
+    bool in_place = false, in_order = false;
     std::uint64_t fingerprint = 0;
     int index = 0;  // in its call
 };
@@ -54,7 +54,7 @@ public:
     bool read_options(Arguments args, const Place& place);
 
     // The only collective of the call; not of scatter, which needs two.
-    Collective collective() const;
+    Collective collective(const Place& place) const;
 
     shm::Kind kind = shm::Kind::barrier;
     int op = -1, root = -1;  // -1 where the kind has none

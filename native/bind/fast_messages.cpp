@@ -57,31 +57,6 @@ bool read_receive(Request& receive, const MessageGroup& self, ReceiveTarget& tar
            target.read(receive, out, like, PyObject_IsTrue(with_status) > 0);
 }
 
-// When a call gives up, by its own timeout or that of the backend, which alone may be patient.
-struct TimeLimit {
-    std::int64_t timeout_ns = 0;  // 0: never
-    core::Patience patience;
-
-    // False: the general path.
-    bool read(PyObject* timeout, const Calls& calls) {
-        constexpr double longest = 1e9;  // seconds
-        if (timeout == hooks().default_timeout) {
-            *this = {calls.timeout_ns, calls.patience};
-            return true;
-        }
-        if (timeout == Py_None) {
-            return true;
-        }
-        if (!PyFloat_CheckExact(timeout) && !PyLong_CheckExact(timeout)) {
-            return false;
-        }
-        const double seconds = PyFloat_AsDouble(timeout);
-        PyErr_Clear();  // an integer beyond all bounds
-        timeout_ns = seconds > 1e-9 && seconds < longest ? static_cast<std::int64_t>(seconds * 1e9) : 0;
-        return timeout_ns != 0;
-    }
-};
-
 // -- calls that wait ---------------------------------------------------------------------------------
 
 // A request of a call that waits: whatever is thrown, nothing of it is left behind.

@@ -26,16 +26,16 @@ constexpr std::size_t smallest_without_gil = 32 * 1024;
 
 }  // namespace
 
-const KeptPlan& PlanCache::find(const Collective& one, bool reproducible, PyObject* backend,
-                                KeptPlan (*keep)(nb::object)) {
+const KeptPlan& PlanCache::find(const Collective& one, PyObject* backend, KeptPlan (*keep)(nb::object)) {
     const Key key{static_cast<int>(one.kind), static_cast<int>(one.dtype), static_cast<int>(one.op), one.root,
-                  one.nbytes, one.in_place, reproducible};
+                  one.nbytes, one.in_place, one.in_order};
     if (const auto found = plans_.find(key); found != plans_.end()) {
         return found->second;
     }
     const nb::object made = call_python_with(
-        hooks().make_plan, "OiiiiKi", backend, static_cast<int>(one.kind), static_cast<int>(one.dtype),
-        static_cast<int>(one.op), one.root, static_cast<unsigned long long>(one.nbytes), static_cast<int>(one.in_place));
+        hooks().make_plan, "OiiiiKii", backend, static_cast<int>(one.kind), static_cast<int>(one.dtype),
+        static_cast<int>(one.op), one.root, static_cast<unsigned long long>(one.nbytes), static_cast<int>(one.in_place),
+        static_cast<int>(one.in_order));
     if (plans_.size() >= most_plans) {
         plans_.clear();
     }
@@ -95,7 +95,7 @@ core::Status TcpGroup::expire(const core::WaitOptions& options) {
 }
 
 KeptPlan TcpGroup::plan_for(const Collective& one, PyObject* backend) {
-    return plans.find(one, calls->reproducible, backend, [](nb::object made) {
+    return plans.find(one, backend, [](nb::object made) {
         return KeptPlan{nb::cast<std::shared_ptr<net::Plan>>(made[0]), nb::cast<bool>(made[1])};
     });
 }
@@ -109,7 +109,7 @@ core::Status TcpGroup::run(const Collective& one, const KeptPlan& plan, const co
 // -- in two levels ---------------------------------------------------------------------------------
 
 KeptPlan HybridGroup::plan_for(const Collective& one, PyObject* backend) {
-    return plans.find(one, calls->reproducible, backend, [](nb::object made) {
+    return plans.find(one, backend, [](nb::object made) {
         return KeptPlan{nb::cast<std::shared_ptr<hybrid::Program>>(made)};  // it was made for its memory
     });
 }
@@ -173,9 +173,9 @@ void add_endings(nb::class_<MessageGroup, NativeGroup>& group) {
 
 void add_native_group(nb::module_& module) {
     nb::class_<NativeGroup>(module, "NativeGroup", "What all groups have: the calls of a group and how they wait.")
-        .def_prop_ro("call_path", &bind_call_path, "The fast path of a call: (backend, kind, x, out, op, root).")
+        .def_prop_ro("call_path", &bind_call_path, "The fast path of a call: (backend, kind, x, out, op, root, options).")
         .def_prop_ro("start_path", &bind_start_path,
-                     "The same in flight: (backend, kind, x, out, op, root) -> its Work.")
+                     "The same in flight: (backend, kind, x, out, op, root, options) -> its Work.")
         .def_prop_ro("tickets", [](NativeGroup& self) -> Tickets& { return self.calls->tickets; },
                      nb::rv_policy::reference_internal, "The order of its calls.")
         .def("stop_progress", [](NativeGroup& self) { without_gil([&] { self.calls->progress.stop(); }); },

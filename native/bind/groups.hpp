@@ -36,10 +36,10 @@ struct KeptPlan {
 class PlanCache {
 public:
     // `keep` makes a plan of what Python returns.
-    const KeptPlan& find(const Collective& one, bool reproducible, PyObject* backend, KeptPlan (*keep)(nanobind::object));
+    const KeptPlan& find(const Collective& one, PyObject* backend, KeptPlan (*keep)(nanobind::object));
 
 private:
-    // kind, dtype, op, root, bytes of one rank's array, in place, reproducible
+    // kind, dtype, op, root, bytes of one rank's array, in place, in order
     using Key = std::tuple<int, int, int, int, std::uint64_t, bool, bool>;
     static constexpr std::size_t most_plans = 256;
 
@@ -185,8 +185,8 @@ inline void require_rank(const NativeGroup& self, int rank) {
     require(rank >= 0 && rank < self.size, "no such rank");
 }
 
-// Built-in functions bound to a group, the fast path of a call and of one in flight: (backend, kind, x, out, op, root)
-// -> the result, or the Work, or NotImplemented for what takes the general path.
+// Built-in functions bound to a group, the fast path of a call and of one in flight: (backend, kind, x, out, op, root,
+// options) -> the result, or the Work, or NotImplemented for what takes the general path.
 nanobind::object bind_call_path(nanobind::handle group);
 nanobind::object bind_start_path(nanobind::handle group);
 

@@ -13,11 +13,11 @@ struct Hooks {
     PyObject* on_wait = nullptr;
     PyObject* on_wait_end = nullptr;  // (backend): after a wait in which on_wait was called
     // (backend, status, failed rank, error, sequence, kind, dtype, shape, op, root, collectives begun, part of
-    // a scatter that does not fit, x, out, site): exchanges descriptors with all ranks where they differ, and raises
+    // a scatter that does not fit, x, out, site, timeout, reproducible): exchanges descriptors with all ranks where they differ, and raises
     PyObject* on_error = nullptr;
     // (backend, kind, sequence, error): a call ends with an error; aborts the group unless the other ranks know of it
     PyObject* settle = nullptr;
-    // (backend, kind, dtype, op, root, nbytes, in place): how a collective is executed that was not made before. In
+    // (backend, kind, dtype, op, root, nbytes, in place, in order): how a collective is executed that was not made before. In
     // two levels a Program; over TCP a Plan, and whether the result may lie where the input does.
     PyObject* make_plan = nullptr;
     PyObject* current_backend = nullptr;  // () -> the backend of the process, None before init()

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 namespace nb = nanobind;
 
@@ -114,9 +115,12 @@ bool Tree::visit_element(PyObject* x, const Slot& slot, int depth) {
 
 bool Tree::add_leaf(PyObject* x, const Slot& slot) {
     Leaf& leaf = leaves_.emplace_back(x, slot, hash_text(path_));
-    if (!leaf.array.read(x) || leaf.array.nbytes > most_nbytes_ || leaf.array.dtype != dtype()) {
+    if (!leaf.array.read(x) || leaf.array.nbytes > most_nbytes_) {
         return false;
     }
+    const auto code = static_cast<std::size_t>(leaf.array.dtype);
+    has_dtype_.set(code);
+    nbytes_of_[code] += leaf.array.nbytes;
     nbytes_ += leaf.array.nbytes;
     return true;
 }
@@ -132,22 +136,41 @@ void Tree::add_to(Fingerprint& hash) const {
     }
 }
 
-bool Tree::has_integers() const {
-    return std::ranges::any_of(leaves_, [](const Leaf& leaf) {
-        return leaf.array.kind == ArrayKind::number && leaf.array.dtype == DType::int64;
+std::size_t Tree::num_dtypes() const { return has_dtype_.count(); }
+
+// Python's integers are of any size, and so must be their reduction: what could wrap is refused in words.
+bool Tree::can_be_reduced(Op op) const {
+    return std::ranges::all_of(leaves_, [&](const Leaf& leaf) {
+        const bool is_integer = leaf.array.kind == ArrayKind::number && leaf.array.dtype == DType::int64;
+        return can_reduce(leaf.array.dtype, op) && !is_integer;
     });
 }
 
-const std::byte* Tree::pack() {
-    packed_ = std::make_unique_for_overwrite<std::byte[]>(2 * nbytes_);
-    std::byte* into = packed_.get();
-    for (const Leaf& leaf : leaves_) {
-        if (leaf.array.nbytes > 0) {  // else there may be no memory at all
-            std::memcpy(into, leaf.array.data, leaf.array.nbytes);
-            into += leaf.array.nbytes;
+std::size_t Tree::packed_nbytes() const {
+    return std::accumulate(nbytes_of_.begin(), nbytes_of_.end(), std::size_t{0},
+                           [](std::size_t sum, std::size_t nbytes) { return sum + aligned(nbytes); });
+}
+
+void Tree::pack() {
+    packed_ = std::make_unique_for_overwrite<std::byte[]>(2 * packed_nbytes());
+    for_each_leaf([](Leaf& leaf, std::byte* place) { std::memcpy(place, leaf.array.data, leaf.array.nbytes); });
+}
+
+// Calls `visit(leaf, place)` for each array that has any bytes, with where it lies among the packed ones; one without may
+// have no memory at all.
+template <class Visit>
+void Tree::for_each_leaf(const Visit& visit) {
+    std::array<std::byte*, num_array_dtypes> places{};
+    for_each_dtype([&](DType dtype, std::byte* packed, std::byte*, std::size_t) {
+        places[static_cast<std::size_t>(dtype)] = packed;
+    });
+    for (Leaf& leaf : leaves_) {
+        std::byte*& place = places[static_cast<std::size_t>(leaf.array.dtype)];
+        if (leaf.array.nbytes > 0) {
+            visit(leaf, place);
+            place += leaf.array.nbytes;
         }
     }
-    return packed_.get();
 }
 
 bool Tree::make_results() {
@@ -157,12 +180,10 @@ bool Tree::make_results() {
 }
 
 nb::object Tree::finish() {
-    const std::byte* from = output();
+    for_each_leaf([this](Leaf& leaf, std::byte* place) {
+        std::memcpy(leaf.result.data, place + packed_nbytes(), leaf.array.nbytes);
+    });
     for (Leaf& leaf : leaves_) {
-        if (leaf.array.nbytes > 0) {
-            std::memcpy(leaf.result.data, from, leaf.array.nbytes);
-            from += leaf.array.nbytes;
-        }
         leaf.slot.set(leaf.result.finish(leaf.x.ptr()));
     }
     return std::move(result_);

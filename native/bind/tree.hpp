@@ -5,6 +5,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <array>
+#include <bitset>
 #include <cstddef>
 #include <list>
 #include <memory>
@@ -24,18 +26,28 @@ public:
         return PyList_CheckExact(object) || PyTuple_CheckExact(object) || PyDict_CheckExact(object);
     }
 
-    // Takes a tree apart whose arrays have one dtype and at most so many bytes each; false: the general path.
+    // Takes a tree apart whose arrays have at most so many bytes each; false: the general path.
     bool read(PyObject* tree, std::size_t most_nbytes);
     // Adds what ranks compare of it: path, dtype and shape of every array.
     void add_to(Fingerprint& hash) const;
 
-    DType dtype() const { return leaves_.front().array.dtype; }
     std::size_t nbytes() const { return nbytes_; }
-    bool has_integers() const;
+    std::size_t num_dtypes() const;
+    bool can_be_reduced(Op op) const;
 
-    // All arrays, one behind the other; the result goes to memory of the same size.
-    const std::byte* pack();
-    std::byte* output() { return packed_.get() + nbytes_; }
+    // Puts the arrays of each dtype one behind the other, the dtypes in order; the results go to memory of the same size.
+    void pack();
+    // Calls `visit(dtype, packed, output, nbytes)` for each dtype, in order.
+    template <class Visit>
+    void for_each_dtype(const Visit& visit) {
+        std::byte* begin = packed_.get();
+        for (std::size_t code = 0; code < num_array_dtypes; ++code) {
+            if (has_dtype_[code]) {
+                visit(static_cast<DType>(code), begin, begin + packed_nbytes(), nbytes_of_[code]);
+                begin += aligned(nbytes_of_[code]);
+            }
+        }
+    }
     // Makes room for the results; false: the general path.
     bool make_results();
     // The same tree with the results as its leaves.
@@ -60,8 +72,15 @@ private:
         InputArray array;
         OutputArray result;
     };
+    static constexpr std::size_t alignment = 64;
+    static constexpr std::size_t aligned(std::size_t nbytes) { return (nbytes + alignment - 1) / alignment * alignment; }
+    // What the arrays of all dtypes take when each dtype begins where it may.
+    std::size_t packed_nbytes() const;
+
     static constexpr std::size_t num_near = 4;  // leaves that need no memory of their own, as malloc is slow for such sizes
 
+    template <class Visit>
+    void for_each_leaf(const Visit& visit);
     nanobind::object visit(PyObject* tree, int depth);
     bool visit_element(PyObject* x, const Slot& slot, int depth);
     bool add_leaf(PyObject* x, const Slot& slot);
@@ -72,6 +91,8 @@ private:
     std::pmr::monotonic_buffer_resource memory_{near_, sizeof near_};
     std::pmr::list<Leaf> leaves_{&memory_};
     std::size_t nbytes_ = 0, most_nbytes_ = 0;
+    std::array<std::size_t, num_array_dtypes> nbytes_of_{};
+    std::bitset<num_array_dtypes> has_dtype_;
     std::unique_ptr<std::byte[]> packed_;  // what goes out, then what comes
 };
 

@@ -75,6 +75,27 @@ TEST(the_thread_that_is_held_for_longest_counts) {
     CHECK_EQUAL(core::longest_hold_ns(), 0);
 }
 
+TEST(of_ranks_that_are_threads_each_counts_its_own_held_threads) {
+    const int first = 0, second = 0;
+    core::HeldThread held;
+    core::HeldThread::set_owner(&first);
+    held.note();
+    CHECK(eventually([&] { return core::longest_hold_ns(&first) > 20 * millisecond; }));
+    CHECK_EQUAL(core::longest_hold_ns(&second), 0);
+    CHECK(core::longest_hold_ns() > 20 * millisecond);
+    std::thread([&] {
+        core::HeldThread::set_owner(&second);
+        core::HeldThread other;
+        other.note();
+        CHECK(eventually([&] { return core::longest_hold_ns(&second) > 0; }));
+        CHECK(core::longest_hold_ns(&second) <= core::longest_hold_ns(&first));
+    }).join();
+    CHECK_EQUAL(core::longest_hold_ns(&second), 0);
+    held.let_go();
+    core::HeldThread::set_owner(nullptr);
+    CHECK_EQUAL(core::longest_hold_ns(&first), 0);
+}
+
 TEST(a_heartbeat_shows_how_long_a_thread_is_held) {
     shm::Beat beat;
     shm::start_beating(beat, millisecond);

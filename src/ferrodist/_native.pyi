@@ -95,10 +95,14 @@ def register_adapted(
 def set_hooks(**hooks: object) -> None:
     """Set what native code calls; every part sets those it has."""
 
-def fast_path(kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, /) -> Any:
+def fast_path(
+    kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, options: Any, /
+) -> Any:
     """Do a call in native code: return its result, or NotImplemented for the general path."""
 
-def fast_start(kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, /) -> Any:
+def fast_start(
+    kind: int, backend: Any, x: Any, out: Any, op: Any, root: Any, options: Any, /
+) -> Any:
     """Start a call in native code: return its Work, or NotImplemented for the general path."""
 
 def set_site(site_type: type, folders: list[str]) -> None:
@@ -308,12 +312,12 @@ class NativeGroup:
     """What all groups have: the calls of a group and how they wait."""
 
     @property
-    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any], Any]:
-        """The fast path of a call: (backend, kind, x, out, op, root)."""
+    def call_path(self) -> Callable[[Any, int, Any, Any, Any, Any, Any], Any]:
+        """The fast path of a call: (backend, kind, x, out, op, root, options)."""
 
     @property
     def start_path(self) -> Callable[..., Any]:
-        """The same in flight: (backend, kind, x, out, op, root) -> its Work."""
+        """The same in flight: (backend, kind, x, out, op, root, options) -> its Work."""
 
     @property
     def tickets(self) -> Tickets:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import itertools
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +19,16 @@ import numpy as np
 import pytest
 
 import ferrodist
-from ferrodist import DistributedError, ReduceOp, _native
+from ferrodist import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    DistributedError,
+    GroupAborted,
+    ReduceOp,
+    _native,
+)
 from ferrodist.buffer import ArrayKind
+from ferrodist.config import DEFAULT
 from ferrodist.testing import distinct_values
 from ferrodist.testing.contract.values import DTYPES, can_hold, legal_ops, numpy_dtype, to_library
 
@@ -708,3 +719,122 @@ def test_messages_are_refused_in_the_same_words_on_both_paths(start):
         if "misfit" in name:
             assert "rank 0 sent float32[4], this rank expected float32[5]" in general
             assert "test_call_paths.py:" in general
+
+
+# -- what a caller chooses -------------------------------------------------------------------------
+
+
+def test_a_timeout_and_reproducible_stay_on_the_fast_path(start):
+    def body(backend, pipe):
+        x, total = np.arange(3.0) + backend.rank, 3 * np.arange(3.0) + 3
+        for options in ({"timeout": 5}, {"timeout": 0.5}, {"timeout": None}, {"timeout": DEFAULT}):
+            found = make_call("fast", "allreduce", backend, x, **options)
+            assert found.tolist() == total.tolist()
+        for reproducible in (True, False, None):
+            options = {"reproducible": reproducible, "timeout": 60, "algorithm": None}
+            found = make_call("fast", "allreduce", backend, x, **options)
+            assert found.tolist() == total.tolist()
+            work = backend.allreduce(x, async_op=True, **options)
+            assert work.wait(60).tolist() == total.tolist()
+        backend.barrier(timeout=5)
+
+    with start(3, body) as job:
+        job.results()
+
+
+def test_ranks_may_mix_the_paths_of_calls_with_options(start):
+    def body(backend, pipe):
+        for number, options in enumerate(({"timeout": 20}, {"reproducible": True})):
+            path = "general" if backend.rank == number else "fast"
+            x = np.array([1e30, 1.0, -1e30])[(np.arange(3) + backend.rank) % 3]
+            found = make_call(path, "allreduce", backend, x, **options)
+            if options.get("reproducible"):
+                parts = [np.array([1e30, 1.0, -1e30])[(np.arange(3) + r) % 3] for r in range(3)]
+                assert found.tolist() == ((parts[0] + parts[1]) + parts[2]).tolist()
+        with pytest.raises(
+            CollectiveMismatch, match=r"rank 1  allreduce\(float64\[3\], sum, reproducible\)"
+        ) as caught:
+            backend.allreduce(np.ones(3), reproducible=backend.rank == 1)
+        with pytest.raises(CollectiveMismatch):
+            backend.allreduce(np.ones(3), reproducible=backend.rank == 1, async_op=True).wait()
+        assert backend.allreduce(1.0, timeout=20) == 3
+        return str(caught.value)
+
+    with start(3, body) as job:
+        assert len(set(job.results())) == 1
+
+
+def test_a_timeout_on_the_fast_path_is_exact_and_named(start):
+    def body(backend, pipe):
+        if backend.rank == 1:
+            assert pipe.recv() == "go on"
+            with pytest.raises(GroupAborted):
+                backend.allreduce(1.0)
+            return None
+        begin = time.monotonic()
+        with pytest.raises(CollectiveTimeout, match=r"within 0\.3 s") as caught:
+            backend.allreduce(np.ones(3), timeout=0.3 if backend.rank else 30)
+        pipe.send("late")
+        return caught.value.missing, 0.25 < time.monotonic() - begin < 3
+
+    with start(3, body) as job:
+        assert [rank.hear() for rank in job.others(1)] == ["late"] * 2
+        job[1].tell("go on")
+        assert job.results() == [([1], True), None, ([1], True)]
+
+
+@pytest.mark.parametrize("name", ["allreduce", "broadcast"])
+def test_trees_of_several_dtypes_are_one_call_in_native_code(start, name):
+    def body(backend, pipe):
+        rank = backend.rank
+        tree = {
+            "w": [np.arange(5, dtype=np.float32) + rank, np.arange(3.0) * (rank + 1)],
+            "b": (np.array(rank, np.int8), np.full((2, 2), rank, np.float64)),
+            "empty": np.empty(0, np.int32),
+            "last": np.array([rank] * 7, np.int8),
+        }
+        expected = {
+            "allreduce": lambda leaf, all_of: sum(all_of[1:], start=all_of[0]),
+            "broadcast": lambda leaf, all_of: all_of[0],
+        }[name]
+        found = make_call("general" if rank == 1 else "fast", name, backend, tree)
+        trees = backend.all_gather_object(tree)
+        assert list(found) == list(tree)
+        assert type(found["b"]) is tuple
+        for path in (("w", 0), ("w", 1), ("b", 0), ("b", 1), ("empty",), ("last",)):
+            leaves = [functools.reduce(lambda t, key: t[key], path, one) for one in (found, *trees)]
+            result, own = leaves[0], leaves[1 + rank]
+            assert (result.dtype, result.shape) == (own.dtype, own.shape)
+            assert result.tolist() == expected(own, leaves[1:]).tolist()
+        before = backend.statistics().collectives
+        make_call("fast", name, backend, tree)
+        assert backend.statistics().collectives == before + 1
+        with pytest.raises(CollectiveMismatch):
+            getattr(backend, name)(
+                {**tree, "last": tree["last"].astype(np.int16 if rank else "i1")}
+            )
+
+    with start(3, body) as job:
+        job.results()
+
+
+def test_calls_with_options_enter_python_as_rarely_as_those_without(start):
+    def body(backend, pipe):
+        x, tree = np.ones(3), {"a": np.ones(2, np.float32), "b": np.ones(2)}
+        counts = []
+        for call in (
+            lambda: backend.allreduce(x),
+            lambda: backend.allreduce(x, timeout=5),
+            lambda: backend.allreduce(x, reproducible=True),
+            lambda: backend.allreduce(tree),
+        ):
+            call()
+            entered = []
+            sys.setprofile(lambda frame, event, what, entered=entered: entered.append(event))
+            call()
+            sys.setprofile(None)
+            counts.append(entered.count("call") - 1)  # that of the lambda
+        return counts
+
+    with start(2, body) as job:
+        assert job.results() == [[2, 2, 2, 2]] * 2

@@ -337,11 +337,12 @@ def test_abort_reaches_the_groups_split_off():
         if group is None:
             gate.pass_through(1)
             backend.abort("enough")
+            gate.pass_through(2)
             return
         if backend.rank == 0:
             gate.pass_through(0)
             ferrodist.barrier(group)
-        gate.pass_through(2)
+        gate.pass_through(3)
         ferrodist.barrier(group)  # rank 0 may have done its part of it before the abort
         ferrodist.barrier(group)
 

@@ -19,6 +19,7 @@ import ferrodist
 import ferrodist.torch
 from ferrodist.backends.request_work import RequestWork
 from ferrodist.collectives import dense
+from ferrodist.torch.work import FuturesThread
 from torch_worlds import torch_job
 
 pytestmark = [
@@ -693,3 +694,35 @@ def test_a_program_that_ends_while_a_callback_of_a_future_runs_ends_well(tmp_pat
     ended = commands.run("-n", "2", str(script))
     assert ended.returncode == 0, ended.stderr
     assert commands.lines_of(ended.stdout) == ["called back"] * 2
+
+
+class FakeWork:
+    """A call in flight that is next in its group, and over when it is told so."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def _is_next(self) -> bool:
+        return True
+
+
+def test_a_future_whose_call_is_over_does_not_wait_behind_one_that_is_waited_for() -> None:
+    """The other ranks may wait for its callback before they make the later call."""
+    thread, later, is_waiting = FuturesThread(), FakeWork(), threading.Event()
+    second: Any = torch.futures.Future()
+
+    def wait(_: Any) -> bool:
+        is_waiting.set()
+        return later.over.wait(20)
+
+    ended = second.then(wait)
+    thread.finish(second, later)
+    assert is_waiting.wait(20)
+    first: Any = torch.futures.Future()
+    told = first.then(lambda _: later.over.set())
+    thread.finish(first)  # which was over before, and is asked for now
+    told.wait()
+    assert ended.wait()

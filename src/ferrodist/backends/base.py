@@ -92,7 +92,7 @@ class Backend(CallMethods, abc.ABC):
 
     # The fast paths, where a backend has them: they give the result, or NotImplemented for what
     # takes the general path.
-    _call_path: Callable[[Backend, int, Any, Any, Any, Any], Any] | None = None
+    _call_path: Callable[..., Any] | None = None
     _start_path: Callable[..., Any] | None = None
     _engine_path: Callable[..., Any] | None = None  # takes what native code declines
     _fast_send: Callable[..., Any] | None = None
@@ -327,7 +327,7 @@ class Backend(CallMethods, abc.ABC):
         """Make the deadline of a call, by its own timeout or that of this backend."""
         if timeout is DEFAULT:
             return Deadline(self._timeout, self._late_timeout, start=start)
-        return Deadline(check_timeout(timeout))
+        return Deadline(check_timeout(timeout), start=start)
 
     def _note_change(self) -> None:
         """Called when timeout, reproducible or is_closed has changed."""

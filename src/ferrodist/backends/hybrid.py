@@ -222,10 +222,17 @@ class HybridBackend(TcpBackend):
         self._check(running, status)
 
     def plan_of(
-        self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int, in_place: bool
+        self,
+        kind: Kind,
+        dtype: DType,
+        op: ReduceOp,
+        root: int,
+        nbytes: int,
+        in_place: bool,
+        in_order: bool,
     ) -> _native.Program:
         """Write the program of a call on one array of ``nbytes``; in scatter that is one part."""
-        described = self._describe(kind, dtype, op, root, nbytes, in_place)
+        described = self._describe(kind, dtype, op, root, nbytes, in_place, in_order)
         whole, place = described[2].count, (self.rank, root)
         part = whole // self.world_size
         takes_none = kind is Kind.BROADCAST and self.rank != root

@@ -120,22 +120,37 @@ class TcpBackend(ProcessMessagingBackend):
         return address_among(peers, self.rank, self.config.socket_ifname)
 
     def plan_of(
-        self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int, in_place: bool
+        self,
+        kind: Kind,
+        dtype: DType,
+        op: ReduceOp,
+        root: int,
+        nbytes: int,
+        in_place: bool,
+        in_order: bool,
     ) -> Any:
         """Plan a call on one array of ``nbytes``; also tell whether out may be x.
 
         In scatter the array is one part.
         """
-        plan = self.planner.plan_lengths(*self._describe(kind, dtype, op, root, nbytes, in_place))
+        described = self._describe(kind, dtype, op, root, nbytes, in_place, in_order)
+        plan = self.planner.plan_lengths(*described)
         return plan.native, plan.alias_safe
 
     def _describe(
-        self, kind: Kind, dtype: DType, op: ReduceOp, root: int, nbytes: int, in_place: bool
+        self,
+        kind: Kind,
+        dtype: DType,
+        op: ReduceOp,
+        root: int,
+        nbytes: int,
+        in_place: bool,
+        in_order: bool,
     ) -> tuple[Kind, DType, Lengths, CollectiveArgs]:
         is_part = kind.input_is_block or kind is Kind.SCATTER
         count = nbytes // dtype.itemsize * (self.world_size if is_part else 1)
         its_op = op if kind.is_reduction else None
-        args = CollectiveArgs(its_op, root, in_order=self.reproducible, in_place=in_place)
+        args = CollectiveArgs(its_op, root, in_order=in_order, in_place=in_place)
         return kind, dtype, Lengths(count), args
 
     def _new_planner(self) -> Planner:

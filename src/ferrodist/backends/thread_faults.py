@@ -110,6 +110,7 @@ class FaultyLinks:
         self._near: dict[Link, socket.socket] = {}  # the ends here, by the rank and its peer
         self._num_open: dict[frozenset[int], int] = {}  # directions that are still read
         self._lock = threading.Lock()
+        self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)  # by sender
         for rank, peer in list(ends):
             ends[rank, peer].close()
             ends[rank, peer], self._near[rank, peer] = socket.socketpair()
@@ -126,16 +127,31 @@ class FaultyLinks:
             while (frame := _read_frame(source)) is not None:
                 if _KIND.unpack_from(frame)[0] in _OF_DATA:
                     number += 1
-                    self._strike(link, number, frame)
-                if link not in self._silent:
+                    self._damage(link, number, frame)
+                    with self._locks[link[0]]:  # what a rank sent before it dies arrives
+                        self._strike(link, number)
+                        if link not in self._silent:
+                            sink.sendall(frame)
+                elif link not in self._silent:
                     sink.sendall(frame)
         if link not in self._silent:
             with suppress(OSError):
                 sink.shutdown(socket.SHUT_WR)
         self._close(link)
 
-    def _strike(self, link: Link, number: int, frame: bytearray) -> None:
-        """Do to a data frame, or to its link, what the faults say."""
+    def _damage(self, link: Link, number: int, frame: bytearray) -> None:
+        """Do to a data frame what the faults say."""
+        faults = self._faults
+        if faults.flip.get(link) == number:
+            bit = faults.flipped_bit(link, number, 8 * len(frame))
+            frame[bit // 8] ^= 1 << bit % 8
+            self._note(link, f"{number}: flip bit {bit}")
+        if lag := faults.lag(link, number):
+            self._note(link, f"{number}: delay {lag * 1e3:.3f} ms")
+            time.sleep(lag)
+
+    def _strike(self, link: Link, number: int) -> None:
+        """Do to the link of a data frame, or to its sender, what the faults say."""
         faults, sender = self._faults, link[0]
         with self._lock:
             if link in self._silent:
@@ -151,15 +167,6 @@ class FaultyLinks:
             elif faults.cut.get(link) == number:
                 self._note(link, f"{number}: cut")
                 self._cut([link])
-            if link in self._silent:
-                return
-        if faults.flip.get(link) == number:
-            bit = faults.flipped_bit(link, number, 8 * len(frame))
-            frame[bit // 8] ^= 1 << bit % 8
-            self._note(link, f"{number}: flip bit {bit}")
-        if lag := faults.lag(link, number):
-            self._note(link, f"{number}: delay {lag * 1e3:.3f} ms")
-            time.sleep(lag)
 
     def _end_rank(self, rank: int, what: str) -> None:
         self._note((rank, rank), what)

@@ -26,7 +26,6 @@ from ferrodist.collectives.plan import execute, execute_barrier
 from ferrodist.collectives.request import (
     Group,
     Request,
-    are_defaults,
     check_keywords,
     open_backend,
     public,
@@ -67,10 +66,9 @@ def allreduce(
         >>> run_ranks(3, lambda b: ferrodist.allreduce(np.full(2, b.rank), b))[0]
         array([3, 3])
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(ALLREDUCE, backend, x, out, op, -1)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(ALLREDUCE, backend, x, out, op, -1, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.ALLREDUCE, backend, options, is_async=async_op, op=op)
     return execute(request, x, out)
 
@@ -137,10 +135,9 @@ def broadcast(
         >>> run_ranks(3, lambda b: ferrodist.broadcast(np.full(2, b.rank), b, root=2))[0]
         array([2, 2])
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(BROADCAST, backend, x, out, None, root)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(BROADCAST, backend, x, out, None, root, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.BROADCAST, backend, options, is_async=async_op, root=root)
     return execute(request, x, out)
 
@@ -225,10 +222,9 @@ def reduce(
         >>> run_ranks(3, lambda b: ferrodist.reduce(b.rank + 1, b, root=1, op="prod"))
         [None, 6, None]
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(REDUCE, backend, x, out, op, root)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(REDUCE, backend, x, out, op, root, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.REDUCE, backend, options, is_async=async_op, root=root, op=op)
     return execute(request, x, out)
 
@@ -270,8 +266,10 @@ def all_gather(
         >>> run_ranks(3, lambda b: ferrodist.all_gather(np.array([b.rank]), b, as_list=True))[0]
         [array([0]), array([1]), array([2])]
     """
-    if not (as_list and async_op) and (not options or are_defaults(options)):
-        done = (fast_start if async_op else fast_path)(ALL_GATHER, backend, x, out, None, -1)
+    if not (as_list and async_op):
+        done = (fast_start if async_op else fast_path)(
+            ALL_GATHER, backend, x, out, None, -1, options
+        )
         if done is not NotImplemented:
             if not as_list:
                 return done
@@ -308,10 +306,9 @@ def gather(
         >>> run_ranks(2, lambda b: ferrodist.gather(b.rank, b))
         [array([0, 1]), None]
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(GATHER, backend, x, out, None, root)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(GATHER, backend, x, out, None, root, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.GATHER, backend, options, is_async=async_op, root=root)
     return execute(request, x, out)
 
@@ -344,10 +341,9 @@ def reduce_scatter(
         >>> run_ranks(2, lambda b: ferrodist.reduce_scatter(np.arange(4), b))
         [array([0, 2]), array([4, 6])]
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(REDUCE_SCATTER, backend, x, out, op, -1)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(REDUCE_SCATTER, backend, x, out, op, -1, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.REDUCE_SCATTER, backend, options, is_async=async_op, op=op)
     return execute(request, x, out)
 
@@ -378,10 +374,9 @@ def scan(
         >>> run_ranks(4, lambda b: ferrodist.scan(b.rank + 1, b))
         [1, 3, 6, 10]
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(SCAN, backend, x, out, op, -1)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(SCAN, backend, x, out, op, -1, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.SCAN, backend, options, is_async=async_op, op=op)
     return execute(request, x, out)
 
@@ -412,10 +407,9 @@ def exscan(
         >>> run_ranks(4, lambda b: ferrodist.exscan(b.rank + 1, b))
         [None, 1, 3, 6]
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(EXSCAN, backend, x, out, op, -1)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(EXSCAN, backend, x, out, op, -1, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.EXSCAN, backend, options, is_async=async_op, op=op)
     return execute(request, x, out)
 
@@ -445,10 +439,9 @@ def all_to_all(
         >>> run_ranks(2, lambda b: ferrodist.all_to_all(np.arange(2) + 10 * b.rank, b))
         [array([ 0, 10]), array([ 1, 11])]
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(ALL_TO_ALL, backend, x, out, None, -1)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(ALL_TO_ALL, backend, x, out, None, -1, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.ALL_TO_ALL, backend, options, is_async=async_op)
     return execute(request, x, out)
 
@@ -469,10 +462,9 @@ def barrier(
         >>> run_ranks(2, ferrodist.barrier)
         [None, None]
     """
-    if timeout is DEFAULT and not mistaken:
-        start = fast_start if async_op else fast_path
-        done = start(BARRIER, backend, None, None, None, -1)
-        if done is not NotImplemented:
-            return done
-    options = {"timeout": timeout, **mistaken}
+    options = None if timeout is DEFAULT and not mistaken else {"timeout": timeout, **mistaken}
+    done = (fast_start if async_op else fast_path)(BARRIER, backend, None, None, None, -1, options)
+    if done is not NotImplemented:
+        return done
+    options = options or {}
     return execute_barrier(Request(Kind.BARRIER, backend, options, is_async=async_op))

@@ -17,6 +17,7 @@ from ferrodist.backends.running_call import RunningCall
 from ferrodist.buffer import DType
 from ferrodist.call import Call, Kind, Leaf, Site, caller_site
 from ferrodist.collectives.request import leaf_of
+from ferrodist.config import Timeout
 from ferrodist.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def _on_error(
     x: Any,
     out: Any,
     site: Site | None,
+    timeout: Timeout,
+    reproducible: int,
 ) -> NoReturn:
     """Raise what became of a call; where ranks differ, all learn of it before.
 
@@ -55,12 +58,12 @@ def _on_error(
         _leaves_of(x) if shape is None else (Leaf("", DType(dtype), shape),),
         op=None if op < 0 else ReduceOp(op),
         root=None if root < 0 else root,
-        reproducible=backend.reproducible,
+        reproducible=bool(reproducible),
         site=site or caller_site(),
         compared=() if kind == SCATTER else None,
     )
 
-    deadline = backend._deadline(start=backend.end_wait())
+    deadline = backend._deadline(timeout, start=backend.end_wait())
     running = RunningCall(
         backend, call, deadline, _no_body, sequence=sequence, num_collectives=num_collectives
     )
@@ -88,8 +91,8 @@ _native.set_hooks(
     on_wait_end=lambda backend: backend.end_wait(),
     on_error=_on_error,
     settle=lambda backend, kind, sequence, error: backend._settle(kind, sequence, error),
-    make_plan=lambda backend, kind, dtype, op, root, nbytes, in_place: backend.plan_of(
-        Kind(kind), DType(dtype), ReduceOp(op), root, nbytes, bool(in_place)
+    make_plan=lambda backend, kind, dtype, op, root, nbytes, in_place, in_order: backend.plan_of(
+        Kind(kind), DType(dtype), ReduceOp(op), root, nbytes, bool(in_place), bool(in_order)
     ),
     left_error=lambda backend, kind, sequence: backend.cut_short(kind, sequence),
     current_backend=current_backend,

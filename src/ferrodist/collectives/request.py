@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ferrodist.arrays import InputArray, check_number
 from ferrodist.backends import failures
 from ferrodist.backends.base import Backend
-from ferrodist.backends.call_methods import InPlaceOptions, Op
+from ferrodist.backends.call_methods import Op
 from ferrodist.backends.registry import current_backend
 from ferrodist.backends.running_call import CollectiveArgs, Prepared, RunningCall
 from ferrodist.buffer import DType
@@ -123,12 +123,6 @@ def _parameter(name: str, default: Any, hint: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=words
     )
-
-
-def are_defaults(options: Mapping[str, Any]) -> bool:
-    """Tell whether options say no more than if they were omitted."""
-    common = InPlaceOptions.__annotations__  # what all calls of the fast path have
-    return all(name in common and _DEFAULTS[name] is value for name, value in options.items())
 
 
 def check_keywords(name: str, keywords: Mapping[str, Any]) -> None:

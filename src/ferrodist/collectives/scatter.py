@@ -21,7 +21,6 @@ from ferrodist.collectives.plan import is_in_place, result_shape, take_out, take
 from ferrodist.collectives.request import (
     Group,
     Request,
-    are_defaults,
     leaf_of,
     public,
 )
@@ -65,10 +64,9 @@ def scatter(
         >>> run_ranks(2, lambda b: ferrodist.scatter(inputs.get(b.rank), b))
         [array([0, 1]), array([2, 3])]
     """
-    if not options or are_defaults(options):
-        done = (fast_start if async_op else fast_path)(SCATTER, backend, x, out, None, root)
-        if done is not NotImplemented:
-            return done
+    done = (fast_start if async_op else fast_path)(SCATTER, backend, x, out, None, root, options)
+    if done is not NotImplemented:
+        return done
     request = Request(Kind.SCATTER, backend, options, root=root, is_async=async_op)
     try:
         call = _prepare(request, x, out)

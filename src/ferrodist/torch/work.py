@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -187,13 +187,14 @@ class PendingWork(torch._C._distributed_c10d.Work):  # type: ignore[misc] # torc
 
         def take(_: Any) -> list[Any]:
             self.wait()
+            thread.has_waited()
             return list(self._tensors)
 
+        thread = self._thread
         # An exception set on a Future of torch is taken for a value by its own C++ code, and a
         # callback that raises is not.
         over = torch.futures.Future()
         taken = over.then(take)
-        thread = self._thread
         is_alone = self._site.backend.world_size == 1 and thread is not MESSAGES
         # A callback may wait for the future, and no other thread would finish it.
         if self._pending._meet() or is_alone or thread.is_current():
@@ -212,7 +213,8 @@ class FuturesThread:
     end in their order, so its thread waits for the next one, and does it if no thread has begun to:
     the program that waits for the future is woken by the thread that did the call. Where the future
     of a later call was asked for first, it gets here again when that call is over, as do those of
-    messages, which end in any order.
+    messages, which end in any order. While the thread waits for a call, the callbacks of one that
+    is over may be what the other ranks wait for: they run on a thread of their own.
     """
 
     _IDLE = 5.0  # seconds after which the thread ends
@@ -223,20 +225,35 @@ class FuturesThread:
         self._all.add(self)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._aside: list[threading.Thread] = []  # for futures that could not wait for it
+        self._is_waiting = False  # for a call
         self._futures: queue.SimpleQueue[tuple[Any, Work[Any] | None] | None] = queue.SimpleQueue()
 
     def is_current(self) -> bool:
         """Tell whether this is a callback of a future that the thread has finished."""
         return threading.current_thread() is self._thread
 
+    def has_waited(self) -> None:
+        """Note that the call which the thread has waited for is over, if this is the thread."""
+        if self.is_current():
+            self._is_waiting = False
+
     def finish(self, future: Any, pending: Work[Any] | None = None) -> None:
         """Finish a future, after those that were given before, when its call is over."""
         with self._lock:
+            if self._is_waiting and (pending is None or pending.done()):
+                thread = self._new_thread(lambda: future.set_result(None))
+                self._aside = [*(one for one in self._aside if one.is_alive()), thread]
+                thread.start()
+                return
             self._futures.put((future, pending))
             if self._thread is None:
-                name = "ferrodist-torch-futures"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = self._new_thread(self._run)
                 self._thread.start()
+
+    @staticmethod
+    def _new_thread(run: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=run, name="ferrodist-torch-futures", daemon=True)
 
     def _finish_over(self, future: Any, _: Work[Any]) -> None:
         self.finish(future)
@@ -254,11 +271,25 @@ class FuturesThread:
             if item is None:
                 return
             future, pending = item
-            if pending is None or pending._is_next():
+            if pending is None or pending.done():
                 future.set_result(None)
+            elif pending._is_next():
+                self._wait_for(future, pending)
             else:
                 pending.add_done_callback(partial(self._finish_over, future))
             del item, future, pending
+
+    def _wait_for(self, future: Any, pending: Work[Any]) -> None:
+        """Finish the future of a call that is not over, unless others are to be finished first."""
+        with self._lock:
+            self._is_waiting = self._futures.empty()
+            if not self._is_waiting:
+                self._futures.put((future, pending))  # behind them
+                return
+        try:
+            future.set_result(None)  # its first callback waits
+        finally:
+            self._is_waiting = False
 
     @classmethod
     def end_all(cls) -> None:
@@ -268,11 +299,13 @@ class FuturesThread:
         does not expect it, that ends the process with SIGABRT.
         """
         end = time.monotonic() + cls._END
-        threads = [(one, thread) for one in cls._all if (thread := one._thread) is not None]
-        for one, _ in threads:
+        everyone = list(cls._all)
+        for one in everyone:
             one._futures.put(None)
-        for _, thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        for one in everyone:
+            for thread in (one._thread, *one._aside):
+                if thread is not None:
+                    thread.join(max(0.0, end - time.monotonic()))
 
 
 MESSAGES = FuturesThread()

@@ -20,7 +20,7 @@ from ferrodist.call import Call, Kind, Leaf, caller_site
 from ferrodist.reduce_op import BY_NAME, ReduceOp
 
 if TYPE_CHECKING:
-    from ferrodist.backends.engines.engine import EngineBackend, EngineCall
+    from ferrodist.backends.engines.engine import EngineCall, EngineCalls
 
 Array = np.ndarray[Any, Any]
 _MOST_BOUND = 1024  # calls that are remembered
@@ -37,8 +37,12 @@ class BoundCall(NamedTuple):
     run: Callable[[Any, Any, bool], EngineCall]
 
 
-def call_path(backend: EngineBackend, kind: int, x: Any, out: Any, op: Any, root: Any) -> Any:
+def call_path(
+    backend: EngineCalls, kind: int, x: Any, out: Any, op: Any, root: Any, options: Any
+) -> Any:
     """Run a blocking call by the engine, or return NotImplemented."""
+    if options:
+        return NotImplemented
     torch = sys.modules.get("torch")
     if torch is None or type(x) is not torch.Tensor:
         return _call(backend, kind, x, out, op, root)
@@ -64,7 +68,7 @@ def note_site(running: RunningCall) -> None:
         running.call = running.call._replace(site=caller_site())
 
 
-def _call(backend: EngineBackend, kind: int, x: Any, out: Any, op: Any, root: Any) -> Any:
+def _call(backend: EngineCalls, kind: int, x: Any, out: Any, op: Any, root: Any) -> Any:
     if type(x) is not np.ndarray or not (x.flags.c_contiguous and x.flags.aligned):
         return NotImplemented
     if x.nbytes <= backend._carried_nbytes or not _may_call(backend):
@@ -99,7 +103,7 @@ def _call(backend: EngineBackend, kind: int, x: Any, out: Any, op: Any, root: An
     return out
 
 
-def _may_call(backend: EngineBackend) -> bool:
+def _may_call(backend: EngineCalls) -> bool:
     is_open = not backend._is_closed and not backend.is_forked and not backend._reproducible
     is_user = not _native.is_progress_thread()
     return is_open and is_user and backend._tickets.is_idle
@@ -113,7 +117,7 @@ def _fits(out: Any, bound: BoundCall, x: Array) -> bool:
     return flags.carray and not np.may_share_memory(out, x)
 
 
-def _bind(backend: EngineBackend, kind: Kind, op: Any, root: Any, x: Any) -> BoundCall | None:
+def _bind(backend: EngineCalls, kind: Kind, op: Any, root: Any, x: Any) -> BoundCall | None:
     """Make what calls like this one share; None if they take the general path."""
     engine = backend.engine
     if len(backend.bound_calls) > _MOST_BOUND:
