@@ -252,7 +252,7 @@ class Backend(CallMethods, abc.ABC):
         return ()
 
     def _allocate_shared(self, nbytes: int) -> int:
-        """Take zeroed memory for the sharing ranks, as the first; return what they find it by."""
+        """Allocate shared memory on the first of the sharing ranks; return its key."""
         raise NotImplementedError
 
     def _open_shared(self, key: int, nbytes: int) -> np.ndarray[Any, Any]:

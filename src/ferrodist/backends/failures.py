@@ -211,8 +211,8 @@ def timeout(
     who = f"{names_of_ranks(missing)} did not get through within {deadline}"
     seen = "; ".join(last)
     text = (
-        f"{call.kind.label} #{sequence}{_at(call)}: {who} ({seen}); find out what is in the way, "
-        "or raise the limit with timeout=, backend.timeout or FERRODIST_TIMEOUT"
+        f"{call.kind.label} #{sequence}{_at(call)}: {who} ({seen}); check what those "
+        "ranks are doing, or raise the limit with timeout=, backend.timeout or FERRODIST_TIMEOUT"
     )
     facts = {"op": call.kind.label, "missing": list(missing), "rank": missing[0]}
     if is_barred:

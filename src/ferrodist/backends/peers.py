@@ -132,7 +132,7 @@ class PeerExitStatuses(ExitStatuses):
         mesh_peer, me = self._mesh_peers[rank], self._job.rank
         if mesh_peer.host != self._mesh_peers[me].host:
             place = f"{mesh_peer.host_name or mesh_peer.address}, pid {mesh_peer.pid}"
-            return died(f"died, or its host or the way to it did: {flaw} ({place})")
+            return died(f"is unreachable: its process, host or network failed ({flaw}; {place})")
         how = self._await_how(rank)
         if how is None and mesh_peer.watch >= 0 and not is_readable(mesh_peer.watch):
             return LeaveReason(

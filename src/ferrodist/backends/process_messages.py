@@ -187,7 +187,7 @@ class ProcessMessagingBackend(ProcessBackend):
     ) -> Any:
         """Send and receive at once; if nothing is received the message is withdrawn.
 
-        A message that came but does not fit is this rank's own affair: its own goes out.
+        A message that came but does not fit fails this call only: its own goes out.
         """
         self._check_usable()
 

@@ -162,5 +162,5 @@ class RunningCall:
         return self.backend._report_mismatch(self, error, text)
 
     def poll(self) -> None:
-        """Be asked by native code, about every 50 ms, while a wait of this call lasts."""
+        """Called by native code every 50 ms of a wait."""
         self.backend._poll(self)

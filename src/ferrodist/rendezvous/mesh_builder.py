@@ -3,7 +3,7 @@
 
 Everything happens in one select loop. When a rank has all its links it tells rank 0, and when rank
 0 has heard that from all it lets everybody go. A rank that fails before that tells all it is linked
-to, and each of them tells on, so that every rank raises the first error there was. A rank that is
+to, each forwards it, so that every rank raises the first error there was. A rank that is
 not linked yet learns of it by the *failure channels*, which lead to rank 0 from everywhere if the
 ranks have met there.
 """
