@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """What a call costs on simulated ranks, and what importing ferrodist costs.
 
-Simulated ranks are threads under one lock: these numbers say how quickly tests run, nothing about
-training. Run ``python benchmarks/latency.py``.
+Simulated ranks are threads connected by socket pairs: these numbers say how quickly tests run,
+nothing about training. Run ``python benchmarks/latency.py``.
 """
 
 from __future__ import annotations

@@ -398,6 +398,10 @@ public:
         if (!chosen_.read(args_[arg_options], calls_) || !call_.read(args_, chosen_.place) || call_.kind == Kind::scatter) {
             return false;
         }
+        // A deadline that passes while the call waits for its turn ends the one before it: the general path knows how.
+        if (chosen_.timeout.ptr() != hooks().default_timeout && !calls_.tickets.is_idle()) {
+            return false;
+        }
         one_ = call_.collective(chosen_.place);
         plan_ = group_.plan_for(one_, args_[arg_backend]);
         is_short_ = one_.nbytes <= most_short_nbytes;
@@ -517,6 +521,7 @@ PyObject* start_collective(PyObject* self, Arguments args) {
     if (!group.can_call()) {
         return decline();
     }
+    core::HeldThread::set_owner(group.owner());
     auto call = std::make_unique<FlyingCollective>(self, group, args);
     if (!call->read()) {
         return decline();

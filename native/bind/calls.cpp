@@ -357,13 +357,6 @@ void add_calls(nb::module_& module) {
     nb::class_<Tickets>(module, "Tickets", "Numbers calls from 1; each runs when all before it have ended.")
         .def(nb::init<>())
         .def("take", &Tickets::take, "Draw the next number.")
-        .def("take_for", [](Tickets& self, nb::handle put, nb::handle job) {
-            const nb::object item = checked(PyTuple_New(2));
-            const std::uint64_t ticket = self.take();
-            PyTuple_SET_ITEM(item.ptr(), 0, job.inc_ref().ptr());
-            PyTuple_SET_ITEM(item.ptr(), 1, PyLong_FromUnsignedLongLong(ticket));
-            checked(call_python(put.ptr(), item.ptr()));
-        }, "put"_a, "job"_a, "Draw the next number and put (job, number): between the two no signal is handled.")
         .def("run", [](Tickets& self, nb::handle running, std::uint64_t ticket, bool in_background) {
             return run_call(self, running, ticket == 0 ? self.take() : ticket, in_background);
         }, "running"_a, "ticket"_a = 0, "in_background"_a = false,

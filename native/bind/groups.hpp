@@ -64,6 +64,9 @@ public:
     // The object that Works of a group are listed under, which is itself but for one in two levels.
     virtual PyObject* listed_under(PyObject* self) const { return self; }
 
+    // Whose the threads are that wait in its calls, where the ranks of the process are threads; else null.
+    virtual const void* owner() const { return nullptr; }
+
     Place place() const { return {size, rank, calls->reproducible, calls->carried_nbytes}; }
 
     const int rank, size;
@@ -149,6 +152,7 @@ struct TcpGroup final : GroupOver<net::Group> {
     bool is_gone(int of) override;
     core::Status expire(const core::WaitOptions& options) override;
     void leave(std::string_view reason) override { group->leave(reason, calls->tickets.ended()); }
+    const void* owner() const override { return group->mesh().owner(); }
     net::Lock lock() const { return group->mesh().lock(); }
 
     PlanCache plans;

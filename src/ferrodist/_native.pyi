@@ -185,9 +185,6 @@ class Tickets:
     def take(self) -> int:
         """Draw the next number."""
 
-    def take_for(self, put: Callable[[Any], object], job: Callable[[int], None]) -> None:
-        """Draw the next number and put (job, number): between the two no signal is handled."""
-
     def run(self, running: Any, ticket: int = 0, in_background: bool = False) -> Any:
         """Do a call under the next number, or one drawn before.
 

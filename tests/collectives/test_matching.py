@@ -141,13 +141,16 @@ def test_a_receive_from_any_rank_raises_when_one_is_killed(start):
 
 
 def test_a_receive_from_any_thread_raises_when_one_dies():
-    is_dead = threading.Event()
+    has_come, is_dead = threading.Event(), threading.Event()
 
     def body(backend):
         if backend.rank == 0:
+            backend.probe(1, tag=1)
+            has_come.set()
             return receive_around_a_death(backend, lambda: is_dead.wait(10))
         if backend.rank == 1:
             backend.send(11, 0, tag=1)
+            assert has_come.wait(10)  # messages on different links may overtake each other
             backend.send(0, 2)
             try:
                 backend.send(0, 2, tag=8)  # the third one kills it

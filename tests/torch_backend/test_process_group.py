@@ -20,6 +20,7 @@ import ferrodist.torch
 from ferrodist.backends.request_work import RequestWork
 from ferrodist.collectives import dense
 from ferrodist.torch.work import FuturesThread
+from helpers import await_until
 from torch_worlds import torch_job
 
 pytestmark = [
@@ -726,3 +727,19 @@ def test_a_future_whose_call_is_over_does_not_wait_behind_one_that_is_waited_for
     thread.finish(first)  # which was over before, and is asked for now
     told.wait()
     assert ended.wait()
+
+
+def test_two_futures_of_one_call_leave_the_thread_asleep() -> None:
+    thread, pending = FuturesThread(), FakeWork()
+    callbacks: list[Any] = []
+    pending.add_done_callback = callbacks.append  # type: ignore[attr-defined]
+    futures: list[Any] = [torch.futures.Future() for _ in range(2)]
+    told = [one.then(lambda _: pending.over.wait(20)) for one in futures]
+    for one in futures:
+        thread.finish(one, pending)
+    await_until(lambda: thread._is_waiting)
+    assert len(callbacks) == 1 or thread._futures.qsize() == 1
+    pending.over.set()
+    for callback in callbacks:
+        callback(pending)
+    assert all(one.wait() for one in told)

@@ -432,7 +432,7 @@ class ExchangeWork(Work[list[Any]]):
             self._is_settled = True
         try:
             result = self._results()
-        except DistributedError as error:
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, the Work carries it on
             is_asked = self.is_asked
             self.set_exception(error)
             if not is_asked:

@@ -76,29 +76,20 @@ class LinkedBackend(EngineCalls):
 
     @classmethod
     def _connect(cls, job: Job, config: Config) -> tuple[list[MeshPeer], Sequence[Pump]]:
-        links = cls.connect(job, config)
-        found = [rank for rank, link in enumerate(links) if link is not None]
-        expected = [rank for rank in range(job.world_size) if rank != job.rank]
-        if len(links) != job.world_size or found != expected:
-            raise InvalidArgument(
-                f"{cls.__name__}.connect() on rank {job.rank} of {job.world_size}: expected a link "
-                f"for each of the ranks {expected} and None for its own, got {len(links)} with "
-                f"links for {found}",
-                this_rank=job.rank,
-            )
-        made: dict[int, socket.socket | Pump] = {}
+        links = list(cls.connect(job, config))
         try:
+            _check_links(cls.__name__, job, links)
+            pumps = []
             for rank, link in enumerate(links):
-                if link is not None:
-                    made[rank] = link if isinstance(link, socket.socket) else Pump(link)
-            pumps = [one for one in made.values() if isinstance(one, Pump)]
-            sockets = [_socket_of(made.get(rank)) for rank in range(job.world_size)]
+                if link is not None and not isinstance(link, socket.socket):
+                    pumps.append(Pump(link))
+                    links[rank] = pumps[-1].socket
+            sockets = [link for link in links if link is None or isinstance(link, socket.socket)]
             return join_links(job, config, sockets), pumps
         except BaseException:
-            for one in made.values():
-                end = _socket_of(one)
-                if end is not None:
-                    end.close()
+            for link in links:
+                if link is not None:
+                    link.close()
             raise
 
     def _open_own_engine(self) -> None:
@@ -120,5 +111,12 @@ class LinkedBackend(EngineCalls):
             pump.finish(deadline)
 
 
-def _socket_of(link: socket.socket | Pump | None) -> socket.socket | None:
-    return link.socket if isinstance(link, Pump) else link
+def _check_links(name: str, job: Job, links: Sequence[Link]) -> None:
+    found = [rank for rank, link in enumerate(links) if link is not None]
+    expected = [rank for rank in range(job.world_size) if rank != job.rank]
+    if len(links) != job.world_size or found != expected:
+        raise InvalidArgument(
+            f"{name}.connect() on rank {job.rank} of {job.world_size}: expected a link for each of "
+            f"the ranks {expected} and None for its own, got {len(links)} with links for {found}",
+            this_rank=job.rank,
+        )

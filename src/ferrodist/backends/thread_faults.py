@@ -3,7 +3,8 @@
 
 Every direction of a link leads through a thread, which reads the headers of frames and counts
 those that carry data, the pieces of collectives and the beginnings of messages: how many there are
-depends on the program alone, while heartbeats and credits depend on time. So one seed is one log.
+depends on the program alone, while heartbeats and credits depend on time. So one seed is one log,
+as far as the program sends the same: after a loss that may depend on when its ranks learn of it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Faults:
     Every data frame is delayed by ``delay`` seconds and up to ``jitter`` more. ``flip={(0, 1): 3}``
     inverts a bit of the third data frame from rank 0 to rank 1, ``cut={(0, 1): 3}`` ends that link
     there, in both directions. ``freeze={1: 5}`` lets nothing more through from or to rank 1 once it
-    sends its fifth data frame, ``kill={1: 5}`` lets rank 1 die there. Which bit, and how long a
+    sends its fifth data frame, ``kill={1: 5}`` lets rank 1 die there (frames on different links may
+    overtake each other). Which bit, and how long a
     jitter is, depends on ``seed``, link and frame alone. ``log`` lists what was done, by link; of
     kills and freezes, the link is that of a rank with itself.
     """
@@ -127,7 +129,8 @@ class FaultyLinks:
             while (frame := _read_frame(source)) is not None:
                 if _KIND.unpack_from(frame)[0] in _OF_DATA:
                     number += 1
-                    self._damage(link, number, frame)
+                    if link not in self._silent:
+                        self._damage(link, number, frame)
                     with self._locks[link[0]]:  # what a rank sent before it dies arrives
                         self._strike(link, number)
                         if link not in self._silent:

@@ -82,6 +82,11 @@ class _World:
             is_of_thread=True,
         )
 
+    def close_rest(self) -> None:
+        """Close the ends of ranks that were not made."""
+        while self._sockets:
+            os.close(self._sockets.popitem()[1])
+
     def offer(self, memory: np.ndarray[Any, Any], takers: int) -> int:
         """Keep memory until so many ranks have taken it; return the number to take it by."""
         with self._lock:
@@ -165,9 +170,12 @@ class SimulatedBackend(TcpBackend):
         ranks, ends = tuple(range(size)), _ThreadEnds(world)
         peers = [MeshPeer(rank, "", "", os.getpid(), "", -1, b"", -1) for rank in ranks]
         made = []
-        for rank in ranks:
-            mesh = world.mesh(rank)
-            made.append(cls(mesh, mesh.first_group(), ranks, rank, world.config, peers, ends))
+        try:
+            for rank in ranks:
+                mesh = world.mesh(rank)
+                made.append(cls(mesh, mesh.first_group(), ranks, rank, world.config, peers, ends))
+        finally:
+            world.close_rest()
         return made
 
     @classmethod

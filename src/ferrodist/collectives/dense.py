@@ -462,7 +462,9 @@ def barrier(
         >>> run_ranks(2, ferrodist.barrier)
         [None, None]
     """
-    options = None if timeout is DEFAULT and not mistaken else {"timeout": timeout, **mistaken}
+    if mistaken:
+        check_keywords("barrier", mistaken)
+    options = None if timeout is DEFAULT else {"timeout": timeout}
     done = (fast_start if async_op else fast_path)(BARRIER, backend, None, None, None, -1, options)
     if done is not NotImplemented:
         return done

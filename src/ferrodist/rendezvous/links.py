@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
@@ -29,16 +31,29 @@ def join_links(job: Job, config: Config, sockets: Sequence[socket.socket | None]
     """
     deadline = Deadline(job.join_seconds(config))
     own = PeerAddress.of_this_process(job.rank, Endpoint("", 0), config.host_id)
-    # Those below first: rank i serves the ranks above it in order, when it is through with these.
-    return [
-        peer_at(own, own, None) if one is None else _join(job, own, rank, one, deadline)
-        for rank, one in enumerate(sockets)
-    ]
+    peers = {rank: one for rank, one in enumerate(sockets) if one is not None}
+    links: dict[int, tuple[PeerAddress, MeshLink | None]] = {job.rank: (own, None)}
+    if peers:  # all at once: one that is silent must not hold up the others
+        with ThreadPoolExecutor(len(peers)) as threads:
+            tries = {
+                threads.submit(_join, job, own, rank, one, deadline): rank
+                for rank, one in peers.items()
+            }
+            try:
+                for done in as_completed(tries):
+                    links[tries[done]] = done.result()
+            except BaseException:  # Ctrl-C too
+                for one in peers.values():
+                    with suppress(OSError):  # it may have ended
+                        one.shutdown(socket.SHUT_RDWR)
+                raise
+    met = [links[rank] for rank in range(job.world_size)]
+    return [peer_at(address, own, link) for address, link in met]  # which takes the sockets over
 
 
 def _join(
     job: Job, own: PeerAddress, rank: int, connection: socket.socket, deadline: Deadline
-) -> MeshPeer:
+) -> tuple[PeerAddress, MeshLink]:
     channel = Channel(connection)
     try:
         if rank < job.rank:
@@ -49,7 +64,7 @@ def _join(
             key = run_steps(meet, channel, deadline)[1]
         channel.send(MessageKind.RECORD, own.pack())
         told = run_steps(channel.receive(MessageKind.RECORD), channel, deadline)
-        return peer_at(PeerAddress.unpack(told.body), own, MeshLink(channel, key))
+        return PeerAddress.unpack(told.body), MeshLink(channel, key)
     except (AuthenticationError, ProtocolError) as error:
         raise _wrong(job, rank, f"does not lead there: {error}") from error
     except EOFError as error:

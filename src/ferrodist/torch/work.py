@@ -280,16 +280,29 @@ class FuturesThread:
             del item, future, pending
 
     def _wait_for(self, future: Any, pending: Work[Any]) -> None:
-        """Finish the future of a call that is not over, unless others are to be finished first."""
-        with self._lock:
-            self._is_waiting = self._futures.empty()
-            if not self._is_waiting:
-                self._futures.put((future, pending))  # behind them
-                return
+        """Finish the future of a call that is not over, after those that can be finished now."""
+        while (item := self._next_or_wait()) is not None:
+            other, its_pending = item
+            if its_pending is None or its_pending.done():
+                other.set_result(None)
+            else:
+                its_pending.add_done_callback(partial(self._finish_over, other))
         try:
             future.set_result(None)  # its first callback waits
         finally:
             self._is_waiting = False
+
+    def _next_or_wait(self) -> tuple[Any, Work[Any] | None] | None:
+        """Return the next future; if there is none, the thread is waiting from now on."""
+        with self._lock:
+            if self._futures.empty():
+                self._is_waiting = True
+                return None
+            item = self._futures.get_nowait()
+            if item is None:  # the program ends, but not before this future is finished
+                self._is_waiting = True
+                self._futures.put(None)
+            return item
 
     @classmethod
     def end_all(cls) -> None:

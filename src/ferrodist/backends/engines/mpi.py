@@ -232,13 +232,20 @@ class MpiBackend(EngineBackend):
                     this_rank=comm.Get_rank(),
                 )
             time.sleep(_FIRST_NAP)
-        job, has_threads = _describe_job(copy, deadline, call)
+        engine: MpiEngine | None = MpiEngine(copy)
+        try:
+            job, has_threads = _describe_job(copy, deadline, call)
 
-        def open_engine(made: Self) -> None:
-            if has_threads:
-                made._keep_engine(MpiEngine(copy))
+            def open_engine(made: Self) -> None:
+                nonlocal engine
+                if has_threads and engine is not None:
+                    made._keep_engine(engine)
+                    engine = None  # it is the group's
 
-        return cls._join_with(job, config, open_engine)
+            return cls._join_with(job, config, open_engine)
+        finally:
+            if engine is not None:
+                engine.free()
 
     def _keep_engine(self, engine: MpiEngine) -> None:
         """Use an engine, and free it with this group."""
