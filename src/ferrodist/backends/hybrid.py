@@ -33,7 +33,6 @@ from ferrodist.call import Kind, caller_site
 from ferrodist.config import Config
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatch, DistributedError, GroupAborted
-from ferrodist.reduce_op import ReduceOp
 from ferrodist.rendezvous import Job
 from ferrodist.schedules import Lengths
 
@@ -222,24 +221,17 @@ class HybridBackend(TcpBackend):
         self._check(running, status)
 
     def plan_of(
-        self,
-        kind: Kind,
-        dtype: DType,
-        op: ReduceOp,
-        root: int,
-        nbytes: int,
-        in_place: bool,
-        in_order: bool,
+        self, kind: Kind, dtype: DType, lengths: Lengths, args: CollectiveArgs
     ) -> _native.Program:
-        """Write the program of a call on one array of ``nbytes``; in scatter that is one part."""
-        described = self._describe(kind, dtype, op, root, nbytes, in_place, in_order)
-        whole, place = described[2].count, (self.rank, root)
+        """Write the program of a call on one array that ``describe`` has described."""
+        whole, place = lengths.count, (self.rank, args.root)
         part = whole // self.world_size
-        takes_none = kind is Kind.BROADCAST and self.rank != root
+        takes_none = kind is Kind.BROADCAST and self.rank != args.root
         has_input = kind.has_input(*place) and not takes_none
         num_input = (part if kind.input_is_block else whole) if has_input else None
-        num_output = part if kind.result_is_block else whole
-        return self._program(*described, num_input, num_output if kind.has_result(*place) else None)
+        has_output = kind.has_result(*place)
+        num_output = (part if kind.result_is_block else whole) if has_output else None
+        return self._program(kind, dtype, lengths, args, num_input, num_output)
 
     def _program(
         self,

@@ -119,25 +119,12 @@ class TcpBackend(ProcessMessagingBackend):
         peers = [self.mesh_peers[member] for member in self.members]
         return address_among(peers, self.rank, self.config.socket_ifname)
 
-    def plan_of(
-        self,
-        kind: Kind,
-        dtype: DType,
-        op: ReduceOp,
-        root: int,
-        nbytes: int,
-        in_place: bool,
-        in_order: bool,
-    ) -> Any:
-        """Plan a call on one array of ``nbytes``; also tell whether out may be x.
-
-        In scatter the array is one part.
-        """
-        described = self._describe(kind, dtype, op, root, nbytes, in_place, in_order)
-        plan = self.planner.plan_lengths(*described)
+    def plan_of(self, kind: Kind, dtype: DType, lengths: Lengths, args: CollectiveArgs) -> Any:
+        """Plan a call on one array that ``describe`` has described; tell whether out may be x."""
+        plan = self.planner.plan_lengths(kind, dtype, lengths, args)
         return plan.native, plan.alias_safe
 
-    def _describe(
+    def describe(
         self,
         kind: Kind,
         dtype: DType,
@@ -147,6 +134,7 @@ class TcpBackend(ProcessMessagingBackend):
         in_place: bool,
         in_order: bool,
     ) -> tuple[Kind, DType, Lengths, CollectiveArgs]:
+        """Describe a call on one array of ``nbytes``, which in scatter is one part."""
         is_part = kind.input_is_block or kind is Kind.SCATTER
         count = nbytes // dtype.itemsize * (self.world_size if is_part else 1)
         its_op = op if kind.is_reduction else None

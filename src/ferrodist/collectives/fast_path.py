@@ -92,7 +92,9 @@ _native.set_hooks(
     on_error=_on_error,
     settle=lambda backend, kind, sequence, error: backend._settle(kind, sequence, error),
     make_plan=lambda backend, kind, dtype, op, root, nbytes, in_place, in_order: backend.plan_of(
-        Kind(kind), DType(dtype), ReduceOp(op), root, nbytes, bool(in_place), bool(in_order)
+        *backend.describe(
+            Kind(kind), DType(dtype), ReduceOp(op), root, nbytes, bool(in_place), bool(in_order)
+        )
     ),
     left_error=lambda backend, kind, sequence: backend.cut_short(kind, sequence),
     current_backend=current_backend,
